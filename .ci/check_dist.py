@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 from transformers import T5Config, T5ForConditionalGeneration
 import posttrain.core
-from posttrain.core.tools.new import recipes
+from posttrain.cli.tools.new import recipes
 from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from posttrain.seq2seq import Seq2SeqConfig, Seq2SeqTrainer
 from posttrain.sft import SFTConfig, SFTTrainer

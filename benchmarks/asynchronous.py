@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from posttrain.core import TrainerCallback  # noqa: E402
 from posttrain.rl import GRPOConfig, GRPOTrainer  # noqa: E402
 from posttrain.rl.generation.vllm import VLLMServerGenerator  # noqa: E402
-from posttrain.rl.ledger import audit  # noqa: E402
+from posttrain.rl.online.ledger import audit  # noqa: E402
 from tests.vllm import servers  # noqa: E402
 
 WARM_UP = 3

@@ -62,7 +62,7 @@ def loss_once(contestant: str, beta: float) -> float:
     hidden.requires_grad_()
     weight.requires_grad_()
     if contestant == "posttrain":
-        from posttrain.core.losses.distillation import HeadStates, Measure, linear_divergence
+        from posttrain.lm.loss.distillation import HeadStates, Measure, linear_divergence
 
         began = time.process_time()
         labels = torch.where(mask, 0, -100)

@@ -55,9 +55,9 @@ def batches_of(sampler: Any, size: int) -> list[list[int]]:
 def main() -> None:
     from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
-    from posttrain.core.data.images import numbered
     from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler, TokenBatchSampler
-    from posttrain.core.data.vision import VisionProcessor
+    from posttrain.lm.images.images import numbered
+    from posttrain.lm.images.vision import VisionProcessor
     from posttrain.sft import SFTConfig
     from posttrain.sft.packing import pack
     from posttrain.sft.vision import preparation

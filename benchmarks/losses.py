@@ -45,7 +45,7 @@ def loss_of(method: str, hidden, weight, labels):
     import torch
     import torch.nn.functional as F
 
-    from posttrain.core.losses import language_modeling
+    from posttrain.lm.loss import language_modeling
 
     if method.startswith("transformers"):
         from transformers.loss.loss_utils import ForCausalLMLoss

@@ -23,11 +23,11 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
-from posttrain.core.models import router_replay  # noqa: E402
+from posttrain.lm.attention import router_replay  # noqa: E402
 from posttrain.rl.generation import Sampling  # noqa: E402
 from posttrain.rl.generation.local import LocalGenerator  # noqa: E402
-from posttrain.rl.logprobs import completion_logps  # noqa: E402
-from posttrain.rl.samples import Rollout, Sample  # noqa: E402
+from posttrain.rl.policy.logprobs import completion_logps  # noqa: E402
+from posttrain.rl.samples.samples import Rollout, Sample  # noqa: E402
 from tests import tiny  # noqa: E402
 
 #: The precision of sampling, and of training.

@@ -24,7 +24,7 @@ def run(folder: str, dtype: str, rounds: int, batch: int) -> dict[str, Any]:
     import torch
     from peft import LoraConfig
 
-    from posttrain.core.data import segments
+    from posttrain.lm.attention import segments
     from posttrain.sft import SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)

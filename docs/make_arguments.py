@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from posttrain.cli.help import bounds_of, default_of, groups
 from posttrain.core import TrainingArguments
-from posttrain.core.cli.help import bounds_of, default_of, groups
-from posttrain.core.cli.registry import methods
 from posttrain.core.config import field_types
+from posttrain.core.registry import methods
 
 FOLDER = Path(__file__).parent / "arguments"
 

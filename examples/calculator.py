@@ -20,8 +20,8 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from posttrain.cli.report.plots import loss_curve, metric_curves
 from posttrain.core import TrainerCallback
-from posttrain.core.logging.plots import loss_curve, metric_curves
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 

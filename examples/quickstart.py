@@ -28,12 +28,12 @@ import pretrained
 import torch
 from datasets import Dataset, disable_progress_bars
 
-from posttrain.core.data.segments import without_padding
-from posttrain.core.logging.plots import loss_curve
-from posttrain.core.losses.language_modeling import shift_labels
-from posttrain.core.models import loading
-from posttrain.core.models.lm_head import logps_in_head
-from posttrain.core.tools.generate import complete
+from posttrain.cli.report.plots import loss_curve
+from posttrain.cli.tools.generate import complete
+from posttrain.lm.attention.segments import without_padding
+from posttrain.lm.loading import loading
+from posttrain.lm.loss.language_modeling import shift_labels
+from posttrain.lm.loss.lm_head import logps_in_head
 from posttrain.sft import SFTConfig, SFTTrainer
 
 DATA = Path(__file__).parent / "data" / "reviews"

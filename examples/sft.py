@@ -13,7 +13,7 @@ import argparse
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 
-from posttrain.core.logging.plots import loss_curve
+from posttrain.cli.report.plots import loss_curve
 from posttrain.sft import SFTConfig, SFTTrainer
 
 

@@ -71,8 +71,8 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
-    "core/losses/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
-    "rl/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
+    "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
+    "rl/online/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",
     "core/distributed/processes.py": "the one interface of the loop to processes, however a model is divided over them",
     "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
@@ -124,7 +124,7 @@ def tree(where: str) -> ast.Module:
 
 
 def module_of(where: str) -> str:
-    """``core/cli/__init__.py`` -> ``posttrain.core.cli``."""
+    """``cli/__init__.py`` -> ``posttrain.cli``."""
     return "posttrain." + where.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -362,7 +362,7 @@ def test_importing_a_trainer_loads_what_is_light_and_no_more_of_torch(statement)
 
 
 def test_importing_the_command_line_is_cheap():
-    assert not loaded("import posttrain.core.cli") & {*HEAVY}
+    assert not loaded("import posttrain.cli") & {*HEAVY}
 
 
 # What each class of arguments may define for itself; see `posttrain.core.training.preflight`.

@@ -213,9 +213,10 @@ def check_script(words: list[str], where: str) -> None:
 
 
 def check_posttrain(words: list[str], where: str) -> None:
-    from posttrain.core.cli import COMMANDS, parse, registry
-    from posttrain.core.cli.mixture import CommandSource
-    from posttrain.core.models.arguments import ModelConfig
+    from posttrain.cli import COMMANDS, parse
+    from posttrain.cli.mixture import CommandSource
+    from posttrain.core import registry
+    from posttrain.lm.loading.arguments import ModelConfig
 
     if not words or words[0] in COMMANDS or words[0] in ("--help", "--version"):
         return

@@ -14,7 +14,7 @@ import datasets
 import pytest
 import torch
 
-from posttrain.core.cli import main
+from posttrain.cli import main
 from tests import tiny
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -154,7 +154,7 @@ def quiet() -> None:
 
 
 def versions() -> dict[str, str]:
-    from posttrain.core.logging import run_record
+    from posttrain.cli.report import run_record
 
     installed = run_record.packages()
     return {package: installed[package] for package in PACKAGES}

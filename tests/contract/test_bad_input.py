@@ -16,7 +16,8 @@ from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import ConfigError, DataError, NonFiniteError
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.models import arguments, embeddings
+from posttrain.core.models import embeddings
+from posttrain.lm.loading import arguments
 from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny

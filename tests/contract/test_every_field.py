@@ -12,15 +12,15 @@ from functools import cache
 import pytest
 import torch
 
+from posttrain.cli.mixture import CommandSource
+from posttrain.cli.scripts import ScriptArguments
+from posttrain.cli.tools.launch import LaunchArguments
 from posttrain.core import ModelConfig, TrainingArguments
-from posttrain.core.cli.mixture import CommandSource
-from posttrain.core.cli.scripts import ScriptArguments
 from posttrain.core.config import field_types
 from posttrain.core.distributed import accelerator_config, shard_settings
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.adapters import add_adapter
-from posttrain.core.models.loading import load_causal_lm
-from posttrain.core.tools.launch import LaunchArguments
+from posttrain.lm.loading.adapters import add_adapter
+from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.rl import (
     CPOConfig,
     DistillationConfig,

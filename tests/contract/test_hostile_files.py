@@ -14,7 +14,7 @@ import torch
 from posttrain.core.checkpoint import codec, manifest
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models.loading import load_causal_lm
+from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import TRAINERS

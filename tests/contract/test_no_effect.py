@@ -9,11 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 
+from posttrain.cli import parse
+from posttrain.cli.tools import launch
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.cli import parse
 from posttrain.core.errors import ConfigError
 from posttrain.core.models import regularization
-from posttrain.core.tools import launch
 from posttrain.rl import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from posttrain.core.logging.metrics import Metrics, means
-from posttrain.core.models.adapters import add_adapter
+from posttrain.lm.loading.adapters import add_adapter
 from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer
 from posttrain.rl.generation import Sampling, transfer
 from posttrain.rl.generation.local import LocalGenerator

@@ -12,7 +12,7 @@ from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler, TokenBatchSampler
 from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.training.plan import make_plan, resumed
-from posttrain.rl.prompts import GroupSampler, Layout
+from posttrain.rl.samples.prompts import GroupSampler, Layout
 from tests import tiny
 from tests.contract.trainers import TRAINERS, pad
 

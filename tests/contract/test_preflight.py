@@ -10,8 +10,8 @@ import types
 import pytest
 import transformers
 
+from posttrain.cli import main
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainingArguments
-from posttrain.core.cli import main
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 from posttrain.core.training.preflight import PreflightError
 from posttrain.rl import (
@@ -248,7 +248,7 @@ def test_the_command_line_says_everything_at_once_before_data_and_model_are_read
 ):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
-    monkeypatch.setattr("posttrain.core.cli.source.DataSource.load", lambda self: pytest.fail("data were read"))
+    monkeypatch.setattr("posttrain.cli.source.DataSource.load", lambda self: pytest.fail("data were read"))
     monkeypatch.setitem(sys.modules, "peft", None)
     words = [
         method,

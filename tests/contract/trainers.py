@@ -24,7 +24,7 @@ from posttrain.rl import (
     RLOOTrainer,
     TPOTrainer,
 )
-from posttrain.rl.score_heads import with_score_head
+from posttrain.rl.rewards.score_heads import with_score_head
 from posttrain.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny, tiny_vision

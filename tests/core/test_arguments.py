@@ -17,12 +17,13 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from posttrain.cli import parse
+from posttrain.core import registry
 from posttrain.core.arguments import OLD_NAMES, TrainingArguments
-from posttrain.core.cli import parse, registry
 from posttrain.core.config import check, field_types, opt
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.arguments import ModelConfig
 from posttrain.core.training.plan import NEVER
+from posttrain.lm.loading.arguments import ModelConfig
 from tests import programs
 
 # Defaults that differ from transformers' on purpose, each with its reason.

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from posttrain.core.data.vision import VisionProcessor
-from posttrain.core.models.blank_images import always_see
+from posttrain.lm.images.blank_images import always_see
+from posttrain.lm.images.vision import VisionProcessor
 from tests import tiny_vision
 from tests.contract.trainers import FAMILIES
 

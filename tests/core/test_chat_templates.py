@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from posttrain.core.data import chat_template
-from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
+from posttrain.lm.text import chat_template
+from posttrain.lm.text.tool_calls import require_calls
 from tests.tiny import CHATML, tokenizer
 
 GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

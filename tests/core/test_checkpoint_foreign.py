@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.checkpoint import foreign, rng
+from posttrain.core.checkpoint import foreign
+from posttrain.core.data import rng
 from posttrain.core.errors import CheckpointError
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cli import help, main, parse
+from posttrain.cli.source import DataSource
+from posttrain.core import registry
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.cli import help, main, parse, registry
-from posttrain.core.cli.source import DataSource
 from posttrain.core.config import opt
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.hub import uploads
@@ -222,13 +223,13 @@ def test_data_that_cannot_be_used_ends_without_a_traceback(recorder, capsys):
 
 
 def test_a_model_that_cannot_be_found_ends_without_a_traceback(recorder, capsys, monkeypatch):
-    from posttrain.core.models import loading
+    from posttrain.lm.loading import loading
 
     def train(*_, **__):
         with loading.explain_missing("hub/m", "tokenizer"):
             raise OSError("We couldn't connect")
 
-    monkeypatch.setattr("posttrain.core.cli._train", train)
+    monkeypatch.setattr("posttrain.cli._train", train)
     assert main(["teach", "--model_name_or_path", "hub/m", "--dataset_name", "d"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("posttrain teach: 'hub/m' is not a folder here") and "We couldn't connect" in said
@@ -242,7 +243,7 @@ def test_ctrl_c_outside_of_the_steps_of_a_run_ends_without_a_traceback(recorder,
     def train(*_, **__):
         raise stops.pop(0)
 
-    monkeypatch.setattr("posttrain.core.cli._train", train)
+    monkeypatch.setattr("posttrain.cli._train", train)
     words = ["teach", "--model_name_or_path", "m", "--dataset_name", "d"]
     assert main(words) == 130
     assert capsys.readouterr().err == "\nposttrain teach: interrupted.\n"
@@ -280,7 +281,7 @@ def test_help_of_a_method_shows_every_argument_with_its_default_by_group(recorde
 
 def test_help_starts_without_torch():
     code = (
-        "import sys; from posttrain.core.cli import main; status = main(['--help']); "
+        "import sys; from posttrain.cli import main; status = main(['--help']); "
         "print(status, sorted(set(sys.modules) & {'torch', 'numpy', 'transformers', 'datasets', 'peft'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -346,7 +347,7 @@ def test_a_failed_upload_shows_in_the_exit_status(recorder, monkeypatch):
 
 
 def test_a_reader_that_has_gone_ends_a_command_quietly():
-    command = [sys.executable, "-c", "import sys; from posttrain.core.cli import main; sys.exit(main(['grpo', '-h']))"]
+    command = [sys.executable, "-c", "import sys; from posttrain.cli import main; sys.exit(main(['grpo', '-h']))"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         program.stdout.close()
         assert program.stderr.read() == ""

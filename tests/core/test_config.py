@@ -16,7 +16,7 @@ import pytest
 from posttrain.core import TrainingArguments
 from posttrain.core.config import Choice, ConfigMeta, element_type, opt, validate
 from posttrain.core.errors import ConfigError
-from posttrain.core.old_names import Removed, Renamed, aliases
+from posttrain.core.fields.old_names import Removed, Renamed, aliases
 
 
 class Colour(enum.StrEnum):

@@ -11,8 +11,8 @@ import torch
 from transformers import HfArgumentParser
 
 from posttrain.core import ModelConfig, Trainer, TrainingArguments
-from posttrain.core.cli.registry import methods
 from posttrain.core.errors import ConfigError
+from posttrain.core.registry import methods
 from tests import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from posttrain.core.models import adapters, parts
+from posttrain.lm.loading import adapters, parts
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny, tiny_vision
 from tests.contract.trainers import FAMILIES, image_rows, weights

@@ -52,7 +52,7 @@ def main(out, kind, where, timeout, seconds):
 
             name = "prepare_rows"
         else:
-            from posttrain.rl import preference as module
+            from posttrain.rl.preference import trainer as module
 
             name = "prepare_preferences"
         prepare = getattr(module, name)

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from posttrain.core.cli import main
+from posttrain.cli import main
+from posttrain.cli.tools import launch
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
-from posttrain.core.tools import launch
 from tests.distributed import jobs
 
 #: A script as people write them: its arguments come from the command line, with whatever the launcher adds.
@@ -32,7 +32,7 @@ if trainer.is_world_process_zero():
     print("SAID", json.dumps(said), flush=True)
 """
 OLD = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
-OURS = [sys.executable, "-m", "posttrain.core.cli", "launch"]
+OURS = [sys.executable, "-m", "posttrain.cli", "launch"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 #: The file that the mission's document shows, for one machine without GPUs.
@@ -146,7 +146,7 @@ def test_lost_processes_are_noticed_by_the_command_line_alone():
 
 def test_a_method_of_posttrain_is_a_program_too():
     args, _ = launch.read({})
-    assert launch.program_words(args, ["sft", "run.yaml"]) == ["--module", "posttrain.core.cli", "sft", "run.yaml"]
+    assert launch.program_words(args, ["sft", "run.yaml"]) == ["--module", "posttrain.cli", "sft", "run.yaml"]
     with pytest.raises(ConfigError, match="neither a file here nor a method"):
         launch.program_words(args, ["stf", "run.yaml"])
 

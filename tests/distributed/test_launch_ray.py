@@ -9,8 +9,8 @@ import types
 
 import pytest
 
+from posttrain.cli.tools import launch, launch_ray
 from posttrain.core.errors import ConfigError
-from posttrain.core.tools import launch, launch_ray
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install ray")
 
@@ -35,7 +35,7 @@ def run(tmp_path, how, *flags):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     words = ["--ray", "-n", "2", "--use_cpu", *flags, str(program), str(tmp_path), how]
-    code = f"import sys; from posttrain.core.tools import launch; sys.exit(launch.run({words!r}))"
+    code = f"import sys; from posttrain.cli.tools import launch; sys.exit(launch.run({words!r}))"
     return subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True)
 
 
@@ -172,5 +172,5 @@ def test_flags_that_ray_leaves_without_effect_are_refused(tmp_path):
         launch.run(["--ray", "--max_restarts", "2", "program.py"])
     with pytest.raises(ConfigError, match="set ray=True too"):
         launch.run(["--ray_engine", "vllm serve m", "program.py"])
-    assert launch_ray.command(["--module", "posttrain.core.cli", "sft"])[1:] == ["-m", "posttrain.core.cli", "sft"]
+    assert launch_ray.command(["--module", "posttrain.cli", "sft"])[1:] == ["-m", "posttrain.cli", "sft"]
     assert launch_ray.command(["--no-python", "env"]) == ["env"]

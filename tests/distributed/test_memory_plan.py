@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.core.tools import memory_mesh, memory_plan
+from posttrain.cli.tools import memory_mesh, memory_plan
 from tests import tiny
 from tests.core.tools.test_memory_plan import MIXTURE, WIDTH, a_run, workload
 from tests.distributed import jobs

@@ -118,7 +118,7 @@ def test_a_checkpoint_of_adapters_holds_adapters_alone(runs):
 def test_weights_in_parts_become_a_model_that_anyone_loads(runs, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from posttrain.core.cli import main
+    from posttrain.cli import main
 
     assert main(["consolidate", str(runs / "1-2p" / "checkpoint-4"), str(tmp_path)]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

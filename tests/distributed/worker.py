@@ -247,10 +247,10 @@ def loaded_in_parts(out, loaded=None, **changes):
 def slices(arch, batch):
     """The largest gaps, of logits, log-probabilities and gradients, between slices of rows and whole rows: parts of the
     largest number."""
-    from posttrain.core.data.segments import Segments
-    from posttrain.core.models import context_parallel
-    from posttrain.core.models.lm_head import logps_in_head
-    from posttrain.core.models.varlen_attention import enable_segments
+    from posttrain.lm.attention import context_parallel
+    from posttrain.lm.attention.segments import Segments
+    from posttrain.lm.attention.varlen_attention import enable_segments
+    from posttrain.lm.loss.lm_head import logps_in_head
     from tests.core.models.test_varlen_attention import model_of
 
     model = model_of(arch).eval()
@@ -294,8 +294,8 @@ def slices_of_all(out, archs, batches):
 
 def vocabulary(out, kind, options):
     """The loss of two processes that have half of the vocabulary each, and its gradients, beside that of the whole."""
-    from posttrain.core.losses.language_modeling import linear_cross_entropy, token_logps
-    from posttrain.core.losses.vocabulary_slices import Slice
+    from posttrain.lm.loss.language_modeling import linear_cross_entropy, token_logps
+    from posttrain.lm.loss.vocabulary_slices import Slice
 
     TRAINERS["causal-lm"](out)  # starts the group of the processes
     rank, random = torch.distributed.get_rank(), torch.Generator().manual_seed(0)
@@ -613,7 +613,7 @@ def asynchronous(out, **changes):
     """
     from posttrain.rl import GRPOConfig, GRPOTrainer
     from posttrain.rl.generation.vllm import VLLMServerGenerator
-    from posttrain.rl.ledger import audit
+    from posttrain.rl.online.ledger import audit
     from tests import tiny
     from tests.contract.trainers import digit_sum, text_rows
     from tests.rl.test_generation_vllm import OpenAI, Server

@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 import torch
 
-from posttrain.core.data.segments import Segments
-from posttrain.core.models import document_kernels
-from posttrain.core.models.varlen_attention import segment_attention
+from posttrain.lm.attention import document_kernels
+from posttrain.lm.attention.segments import Segments
+from posttrain.lm.attention.varlen_attention import segment_attention
 
 DOCUMENTS = Segments.documents([70, 1, 200, 33])
 SHARED = Segments.groups([(150, [40, 7, 90]), (5, [60, 61])])

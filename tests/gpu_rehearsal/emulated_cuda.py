@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.checkpoint import codec
-from posttrain.core.models import varlen_attention
+from posttrain.lm.attention import varlen_attention
 
 aten = torch.ops.aten
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

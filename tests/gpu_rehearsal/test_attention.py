@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from posttrain.core.data.segments import Segments
-from posttrain.core.models import document_kernels, varlen_attention
-from posttrain.core.models.block_mask import block_mask
+from posttrain.lm.attention import document_kernels, varlen_attention
+from posttrain.lm.attention.block_mask import block_mask
+from posttrain.lm.attention.segments import Segments
 from tests import tiny
 from tests.contract.trainers import TRAINERS
 from tests.gpu_rehearsal import emulated_cuda

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posttrain.core.losses.language_modeling import linear_cross_entropy, token_logps
+from posttrain.lm.loss.language_modeling import linear_cross_entropy, token_logps
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")

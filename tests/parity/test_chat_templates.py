@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.core import get_training_chat_template
-from posttrain.core.data import chat_template
-from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
+from posttrain.lm.text import chat_template
+from posttrain.lm.text.tool_calls import require_calls
 from tests import tiny
 
 trl = pytest.importorskip("trl")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.cli import main
-from posttrain.core.tools import launch
-from posttrain.core.tools.launch_presets import PRESETS
+from posttrain.cli import main
+from posttrain.cli.tools import launch
+from posttrain.cli.tools.launch_presets import PRESETS
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
@@ -35,7 +35,7 @@ def test_a_method_starts_itself_with_a_preset(monkeypatch):
     monkeypatch.setattr(launch, "start", lambda words: started.append(words) or 0)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert main(["sft", "run.yaml", "--accelerate_config", "fsdp2", "--max_steps", "3"]) == 0
-    assert started[0][-6:] == ["--module", "posttrain.core.cli", "sft", "run.yaml", "--max_steps", "3"]
+    assert started[0][-6:] == ["--module", "posttrain.cli", "sft", "run.yaml", "--max_steps", "3"]
     assert os.environ["FSDP_VERSION"] == "2" and os.environ["ACCELERATE_USE_FSDP"] == "true"
 
 

@@ -15,8 +15,8 @@ import pytest
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
 
-from posttrain.core.old_names import old_names  # noqa: E402
-from posttrain.core.tools import absent_names  # noqa: E402
+from posttrain.compat import absent_names  # noqa: E402
+from posttrain.core.fields.old_names import old_names  # noqa: E402
 from tests.contract import trainers as contract  # noqa: E402
 
 FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
@@ -40,7 +40,7 @@ METHODS = {
     "concatenated_forward": "override score",
     "concatenated_inputs": "override the collator",
     "cpo_loss": "override preference_loss",
-    "odds_ratio_loss": "override preference_loss; the formula is posttrain.rl.orpo.odds_ratio",
+    "odds_ratio_loss": "override preference_loss; the formula is posttrain.rl.algorithms.orpo.odds_ratio",
     "get_batch_logps": "override score",
     "get_batch_loss_metrics": "override compute_loss",
     "generate_from_model": "num_eval_samples writes answers of policy and reference",

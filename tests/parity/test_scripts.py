@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.core.tools import migration
+from posttrain.compat import migration
 from tests import tiny
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

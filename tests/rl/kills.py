@@ -248,7 +248,7 @@ def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random)
 
 def judged(run: Run) -> dict[str, Any]:
     """The audit of a run that has ended."""
-    from posttrain.rl.ledger import audit
+    from posttrain.rl.online.ledger import audit
 
     found = audit(run.folder / "run")
     problems = list(found.problems)

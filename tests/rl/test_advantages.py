@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.rl import advantages as adv
+from posttrain.rl.losses import advantages as adv
 
 NAN = math.nan
 HALF = 1 / (math.sqrt(2) + 1e-4)

@@ -11,14 +11,15 @@ import torch
 
 from posttrain.core import TrainerCallback
 from posttrain.core.data.samplers import mix
-from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusTrainer, RLOOTrainer, background
-from posttrain.rl.asynchronous import Turns, Worker
+from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusTrainer, RLOOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
-from posttrain.rl.ledger import audit
-from posttrain.rl.rewards import RewardArguments, Rewards
+from posttrain.rl.online.asynchronous import Turns, Worker
+from posttrain.rl.online.ledger import audit
+from posttrain.rl.rewards import background
+from posttrain.rl.rewards.scoring import RewardArguments, Rewards
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 from tests.rl.test_generation_vllm import OpenAI, Server

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from posttrain.core.cli import main, registry
+from posttrain.cli import main
+from posttrain.core import registry
 from tests import tiny
 from tests.contract.trainers import preference_rows
 

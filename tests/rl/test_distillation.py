@@ -11,10 +11,10 @@ import torch
 from torch.testing import assert_close
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
-from posttrain.core.losses.distillation import divergence_terms
 from posttrain.core.training.preflight import PreflightError
+from posttrain.lm.loss.distillation import divergence_terms
 from posttrain.rl import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
-from posttrain.rl.teachers import translate
+from posttrain.rl.online.teachers import translate
 from tests import tiny
 
 WORDS = " ".join(tiny.CORPUS).split()
@@ -156,7 +156,7 @@ def test_the_policy_gradient_is_on_average_that_of_the_reverse_divergence(tmp_pa
         teacher = run.teacher_model(ids).logits[0, -1].log_softmax(-1)
     every = logps.unsqueeze(1)  # each token as a completion of one token
     inputs = {"ref_logps": teacher.unsqueeze(1), "loss_mask": torch.ones_like(every)}
-    from posttrain.rl.logprobs import CompletionLogps
+    from posttrain.rl.policy.logprobs import CompletionLogps
 
     losses = run.policy_loss(CompletionLogps(every, None, None), inputs)[:, 0]
     surrogate = (logps.detach().exp() * losses).sum()
@@ -168,7 +168,7 @@ def test_the_policy_gradient_is_on_average_that_of_the_reverse_divergence(tmp_pa
 
 
 def test_a_model_whose_head_cannot_be_reached_has_the_same_loss(tmp_path, monkeypatch):
-    from posttrain.core.models import lm_head
+    from posttrain.lm.loss import lm_head
 
     usual = make(tmp_path, beta=0.5, lmbda=0.0).evaluate()
     monkeypatch.setattr(lm_head, "supports_loss_in_head", lambda model: "It is in a box.")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.losses.distillation import divergence_terms
+from posttrain.lm.loss.distillation import divergence_terms
 from posttrain.rl import DistillationConfig, DistillationTrainer
 from tests import tiny, tiny_vision
 from tests.rl.test_preference_images import pairs

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from posttrain.core import TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
-from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer, precomputed
+from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer
+from posttrain.rl.preference import precomputed
 from tests import tiny
 from tests.contract.trainers import arguments, preference_rows
 
@@ -91,7 +92,7 @@ def test_activations_in_host_memory_change_nothing(shared, monkeypatch, tmp_path
     plain = make(tmp_path / "plain", max_steps=3, shared_prefix=shared)
     expected = logs(plain)
     monkeypatch.setattr(
-        "posttrain.core.models.activation_offloading.offloading_problem", lambda device: None
+        "posttrain.lm.attention.activation_offloading.offloading_problem", lambda device: None
     )  # they are copied all the same
     moved = make(tmp_path / "moved", max_steps=3, shared_prefix=shared, activation_offloading=True)
     assert logs(moved) == expected and moved._offload.moved > 0
@@ -469,7 +470,7 @@ def test_no_number_is_asked_of_the_device_within_a_step(tmp_path, monkeypatch):
 
 
 def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, monkeypatch, caplog):
-    from posttrain.core.models import varlen_attention
+    from posttrain.lm.attention import varlen_attention
 
     expected = logs(make(tmp_path / "shared"))
     monkeypatch.setattr(varlen_attention, "segments_problem", lambda model, example: "It reads from both ends.")
@@ -484,7 +485,7 @@ def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, mon
 
 
 def test_a_head_that_cannot_take_the_loss_gives_its_logits(tmp_path, monkeypatch):
-    from posttrain.core.models import lm_head
+    from posttrain.lm.loss import lm_head
 
     expected = logs(make(tmp_path / "in the head", use_weighting=True))
     monkeypatch.setattr(lm_head, "supports_loss_in_head", lambda model: "It is carved in stone.")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.rl.dpo import (
+from posttrain.rl.algorithms.dpo import (
     DIVERGENCES,
     LOSSES,
     OF_THE_MARGIN,
@@ -15,7 +15,7 @@ from posttrain.rl.dpo import (
     length_desensitized,
     pair_weights,
 )
-from posttrain.rl.shared_prefix import CompletionScores
+from posttrain.rl.policy.shared_prefix import CompletionScores
 
 OPTIONS = {"beta": 0.5, "label_smoothing": 0.1, "discopop_tau": 0.05, "pairs_per_token": 0.25}
 

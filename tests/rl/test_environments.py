@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.rl.environments import Environments, context_length, take_rollout
-from posttrain.rl.prompts import PromptCodec
-from posttrain.rl.samples import Sample
-from posttrain.rl.tool_formats import Call
+from posttrain.rl.agents.environments import Environments, context_length, take_rollout
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.samples import Sample
+from posttrain.rl.tools.formats import Call
 from tests import tiny
 from tests.tiny_vision import image
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posttrain.core.models import lm_head
-from posttrain.core.models.image_positions import SeenPrompt
+from posttrain.lm.images.image_positions import SeenPrompt
+from posttrain.lm.loss import lm_head
 from posttrain.rl.generation import Sampling, local
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import Decoding, decoding_attention

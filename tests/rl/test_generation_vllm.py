@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
-from posttrain.rl.environments import Environments
+from posttrain.rl.agents.environments import Environments
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.transfer import address_towards
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.generation.weights import Weights
-from posttrain.rl.samples import Sample
+from posttrain.rl.samples.samples import Sample
 from tests import tiny
 
 

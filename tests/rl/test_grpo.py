@@ -22,10 +22,10 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
-from posttrain.rl.completions import learning_problem, pass_at_k, table
 from posttrain.rl.generation import Completions
-from posttrain.rl.prompts import GroupedStream, GroupSampler, Layout
-from posttrain.rl.rewards import RewardError
+from posttrain.rl.online.reporting import learning_problem, pass_at_k, table
+from posttrain.rl.rewards.scoring import RewardError
+from posttrain.rl.samples.prompts import GroupedStream, GroupSampler, Layout
 from tests import tiny
 from tests.contract.trainers import arguments
 
@@ -788,7 +788,8 @@ def test_the_wrong_config_is_named(tmp_path):
 
 
 def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
-    from posttrain.core.cli import main, registry
+    from posttrain.cli import main
+    from posttrain.core import registry
     from posttrain.rl import cli
 
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from posttrain.core.data.images import Video
+from posttrain.lm.images.images import Video
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.protocol import Pictured
@@ -91,8 +91,8 @@ def test_a_server_gets_placeholders_and_the_very_pixels(serve, tmp_path):
 
 
 def test_a_conversation_goes_on_behind_the_images(serve):
-    from posttrain.core.data.vision import Shown
-    from posttrain.rl.rollout_images import pictured
+    from posttrain.lm.images.vision import Shown
+    from posttrain.rl.samples.images import pictured
 
     picture, image = tiny_vision.image(0), tiny_vision.number("<image>")
     shown = Shown("", pictured=Pictured([5, image, 6], [picture], [5, *[image] * TOKENS, 6]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.rl import KTOConfig, KTOTrainer
-from posttrain.rl.kto import KTOCollator, apo_zero_unpaired, kto, others_of
+from posttrain.rl.algorithms.kto import KTOCollator, apo_zero_unpaired, kto, others_of
 from tests import tiny
 from tests.contract.trainers import arguments, preference, preference_rows
 

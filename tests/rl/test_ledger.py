@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.rl import GRPOTrainer, RLOOTrainer
-from posttrain.rl.ledger import Ledger, audit, prompt_id
-from posttrain.rl.samples import Sample
+from posttrain.rl.online.ledger import Ledger, audit, prompt_id
+from posttrain.rl.samples.samples import Sample
 from tests import programs, tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 

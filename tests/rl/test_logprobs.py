@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from posttrain.core.models.varlen_attention import enable_segments
-from posttrain.rl.logprobs import completion_logps
-from posttrain.rl.samples import Rollout, Sample
+from posttrain.lm.attention.varlen_attention import enable_segments
+from posttrain.rl.policy.logprobs import completion_logps
+from posttrain.rl.samples.samples import Rollout, Sample
 from tests import tiny
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain.rl import policy_losses as pl
+from posttrain.rl.losses import policy_losses as pl
 
 OPTIONS = SimpleNamespace(
     epsilon=0.2, epsilon_high=None, delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vespo_k_pos=2.0,

@@ -3,10 +3,10 @@
 import datasets
 import pytest
 
-from posttrain.core.data import tokenization
 from posttrain.core.errors import DataError
-from posttrain.rl.preference_data import prepare_preferences
-from posttrain.rl.preference_rows import extract_prompt, to_pairs, to_unpaired
+from posttrain.lm.text import tokenization
+from posttrain.rl.preference.data import prepare_preferences
+from posttrain.rl.preference.rows import extract_prompt, to_pairs, to_unpaired
 from tests import tiny
 
 TOKENIZER = tiny.tokenizer()

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.models.image_features import features_once
+from posttrain.lm.images.image_features import features_once
 from posttrain.rl import (
     CPOConfig,
     CPOTrainer,
@@ -21,10 +21,10 @@ from posttrain.rl import (
     ORPOTrainer,
     RewardTrainer,
 )
-from posttrain.rl.preference_batches import PreferenceCollator
-from posttrain.rl.preference_images import OTHER_ROW, WithOthers, image_collator, rows_with_images
-from posttrain.rl.score_heads import with_score_head
-from posttrain.rl.shared_prefix import score_completions
+from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.preference.batches import PreferenceCollator
+from posttrain.rl.preference.images import OTHER_ROW, WithOthers, image_collator, rows_with_images
+from posttrain.rl.rewards.score_heads import with_score_head
 from tests import tiny, tiny_vision
 from tests.contract import trainers as contract
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
-from posttrain.rl.public_environments import openenv, reasoning_gym, verifiers
-from posttrain.rl.reward_functions import math_verify_reward
+from posttrain.rl.agents.public_environments import openenv, reasoning_gym, verifiers
+from posttrain.rl.rewards.functions import math_verify_reward
 from tests import tiny
 from tests.contract.trainers import arguments
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import CheckpointError
 from posttrain.rl import DPOTrainer, GRPOTrainer
-from posttrain.rl.reference import (
+from posttrain.rl.policy.reference import (
     AdapterReference,
     FrozenReference,
     PolicyAsReference,
@@ -17,7 +17,7 @@ from posttrain.rl.reference import (
     make_reference,
     sync_problem,
 )  # fmt: skip
-from posttrain.rl.shared_prefix import score_completions
+from posttrain.rl.policy.shared_prefix import score_completions
 from tests import tiny
 from tests.contract.trainers import TRAINERS, preference
 from tests.distributed import jobs

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from posttrain.rl import add_response_schema, parse_response, supports_tool_calling
-from posttrain.rl.tool_protocol import ToolProtocol
+from posttrain.rl.tools.protocol import ToolProtocol
 from tests import tiny
 from tests.rl.test_tool_protocol import ASKED, FAMILIES, QWEN, SCHEMAS, WITHOUT, look, tokenizer
 

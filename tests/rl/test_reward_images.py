@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from posttrain.rl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
-from posttrain.rl.preference_images import image_collator
-from posttrain.rl.score_heads import load_reward_model, score_class, with_score_head
-from posttrain.rl.scorers import ImageRewardModel, scorer
+from posttrain.rl.preference.images import image_collator
+from posttrain.rl.rewards.score_heads import load_reward_model, score_class, with_score_head
+from posttrain.rl.rewards.scorers import ImageRewardModel, scorer
 from tests import tiny_vision
 from tests.contract import trainers as contract
 from tests.rl.test_preference_images import options, pairs, turn

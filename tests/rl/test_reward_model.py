@@ -8,7 +8,7 @@ import torch
 
 from posttrain.core.errors import ConfigError
 from posttrain.rl import RewardConfig, RewardTrainer
-from posttrain.rl.reward_model import bradley_terry
+from posttrain.rl.algorithms.reward_model import bradley_terry
 from tests import tiny
 from tests.contract.trainers import arguments, preference, preference_rows
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from posttrain.core.errors import DataError
-from posttrain.rl import rewards as rw
-from posttrain.rl.rewards import RewardArguments, RewardError, Rewards
+from posttrain.rl.rewards import scoring as rw
+from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
 from tests import tiny
 
 PROMPTS, COMPLETIONS, IDS = ["a", "b"], ["x", "yy"], [[1], [2, 2]]

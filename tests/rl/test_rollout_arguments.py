@@ -9,7 +9,6 @@ import torch
 
 from posttrain.core.errors import ConfigError
 from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOTrainer
-from posttrain.rl import completions as told
 from posttrain.rl.cli import of_rollouts
 from posttrain.rl.generation.block import Block
 from posttrain.rl.generation.engines import make_generator
@@ -17,6 +16,7 @@ from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 from posttrain.rl.generation.weights import Weights
+from posttrain.rl.online import reporting as told
 from tests import tiny
 from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
 

@@ -115,8 +115,8 @@ def test_images_of_prompts_are_written_as_files_and_shown_to_trackers(with_arrow
     import PIL.Image
     from datasets import Dataset, Image, List
 
-    from posttrain.core.logging import samples
-    from posttrain.rl import completions
+    from posttrain.cli.report import samples
+    from posttrain.rl.online import reporting as completions
 
     tables, image = [], tiny_vision.image(3, 16, 24)
     monkeypatch.setattr(completions, "show_table", lambda rows, name, report_to: tables.append(rows))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from posttrain.core.models import router_replay
+from posttrain.lm.attention import router_replay
 from posttrain.rl import DistillationConfig, GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.logprobs import completion_logps
-from posttrain.rl.samples import Rollout, Sample
+from posttrain.rl.policy.logprobs import completion_logps
+from posttrain.rl.samples.samples import Rollout, Sample
 from tests import tiny
 
 PROMPTS = [[5, 9, 14, 7], [8, 30], [11, 12, 13, 14, 15]]
@@ -43,7 +43,7 @@ def test_the_routes_of_sampling_are_those_of_the_whole_text(arch):
 @pytest.mark.parametrize("share", [False, True])
 def test_each_token_gets_its_own_routes_in_either_layout(share):
     """Routes of nobody, so that a token with those of another one would have other log-probabilities."""
-    from posttrain.core.models.varlen_attention import enable_segments
+    from posttrain.lm.attention.varlen_attention import enable_segments
 
     model = mixture()
     samples = written(model)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.core.data.vision import VisionProcessor
-from posttrain.core.models.image_positions import ImagePositions
-from posttrain.core.models.varlen_attention import enable_segments, segments_problem
+from posttrain.lm.attention.varlen_attention import enable_segments, segments_problem
+from posttrain.lm.images.image_positions import ImagePositions
+from posttrain.lm.images.vision import VisionProcessor
 from posttrain.rl import DPOConfig, DPOTrainer
 from posttrain.rl.generation.local import problem
 from posttrain.rl.generation.transformers import TransformersGenerator
-from posttrain.rl.logprobs import completion_logps
-from posttrain.rl.preference_batches import PreferenceCollator
-from posttrain.rl.preference_images import image_collator
-from posttrain.rl.shared_prefix import score_completions
+from posttrain.rl.policy.logprobs import completion_logps
+from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.preference.batches import PreferenceCollator
+from posttrain.rl.preference.images import image_collator
 from tests import tiny_vision
 from tests.rl.test_preference_images import options, pairs
 from tests.rl.test_rollout_images import make, prompts

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from posttrain.core.models.varlen_attention import enable_segments
-from posttrain.rl.shared_prefix import padded_rows, reorder, score_completions, shared_rows
+from posttrain.lm.attention.varlen_attention import enable_segments
+from posttrain.rl.policy.shared_prefix import padded_rows, reorder, score_completions, shared_rows
 from tests import tiny
 
 GROUPS = [

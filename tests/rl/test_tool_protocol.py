@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.rl.completions import plain_text
-from posttrain.rl.environments import Environments
-from posttrain.rl.prompts import PromptCodec
-from posttrain.rl.reward_functions import accuracy_reward, think_format_reward
-from posttrain.rl.samples import Sample
-from posttrain.rl.tool_formats import Call
+from posttrain.rl.agents.environments import Environments
+from posttrain.rl.online.reporting import plain_text
+from posttrain.rl.rewards.functions import accuracy_reward, think_format_reward
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.samples import Sample
+from posttrain.rl.tools.formats import Call
 from tests import tiny
 
 HERE = Path(__file__).parent / "templates"

@@ -7,14 +7,14 @@ import importlib.util
 import pytest
 import torch
 
-from posttrain.core.data.images import ImageError, ImageReader, Video, has_images, videos_of
-from posttrain.core.data.vision import VisionProcessor, place_images
 from posttrain.core.errors import DataError
-from posttrain.core.models.varlen_attention import enable_segments
+from posttrain.lm.attention.varlen_attention import enable_segments
+from posttrain.lm.images.images import ImageError, ImageReader, Video, has_images, videos_of
+from posttrain.lm.images.vision import VisionProcessor, place_images
 from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-from posttrain.rl.preference_batches import PreferenceCollator
-from posttrain.rl.preference_images import image_collator
-from posttrain.rl.shared_prefix import score_completions
+from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.preference.batches import PreferenceCollator
+from posttrain.rl.preference.images import image_collator
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny_vision
 

@@ -7,11 +7,11 @@ import torch
 
 from posttrain.core.errors import ConfigError
 from posttrain.rl import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer
-from posttrain.rl.cpo import LOSSES
-from posttrain.rl.orpo import log_odds, odds_ratio
-from posttrain.rl.preference import PreferenceTrainer
-from posttrain.rl.preference_config import PreferenceConfig
-from posttrain.rl.shared_prefix import score_completions
+from posttrain.rl.algorithms.cpo import LOSSES
+from posttrain.rl.algorithms.orpo import log_odds, odds_ratio
+from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.preference.arguments import PreferenceConfig
+from posttrain.rl.preference.trainer import PreferenceTrainer
 from tests import tiny
 from tests.contract.trainers import arguments, preference, preference_rows
 

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from posttrain.core.cli import main, registry
+from posttrain.cli import main
+from posttrain.core import registry
 from posttrain.seq2seq.cli import METHOD
 from tests import tiny
 

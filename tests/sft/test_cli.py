@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from posttrain.core.cli import main
-from posttrain.core.tools import verify_resume
+from posttrain.cli import main
+from posttrain.cli.tools import verify_resume
 from tests import programs, tiny
 
 
@@ -268,7 +268,7 @@ def test_a_mixture_is_previewed_with_its_shares(mixture_file, capsys):
 
 
 def test_a_list_of_datasets_is_named_after_its_files(run_file, tmp_path):
-    from posttrain.core.cli.source import DataSource
+    from posttrain.cli.source import DataSource
 
     data = DataSource(dataset_mixture=[{"path": "train.jsonl"}, "eval.jsonl"], eval_share=0.25, max_rows=6)
     train, held_out = data.load()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 
-from posttrain.core.data import tokenization
 from posttrain.core.errors import DataError
+from posttrain.lm.text import tokenization
 from posttrain.sft.dataset import prepare_dataset
 from tests.tiny import CHATML_WITH_TOOLS, CORPUS, tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from posttrain.core.models import flash_attention, varlen_attention
+from posttrain.lm.attention import flash_attention, varlen_attention
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.packing import documents_leak

@@ -7,10 +7,10 @@ import pytest
 import torch
 from datasets import Dataset, Features, List, Value
 
-from posttrain.core.data.segments import Segments, with_segments, without_padding
 from posttrain.core.errors import DataError
-from posttrain.core.models.document_positions import check_packing
-from posttrain.core.models.varlen_attention import enable_segments
+from posttrain.lm.attention.document_positions import check_packing
+from posttrain.lm.attention.segments import Segments, with_segments, without_padding
+from posttrain.lm.attention.varlen_attention import enable_segments
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.collators import SFTCollator
 from posttrain.sft.packing import documents_leak, pack, pack_dataset, pack_stream

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from posttrain.core.cli import main
-from posttrain.core.tools import preview
+from posttrain.cli import main
+from posttrain.cli.tools import preview
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.preview import show_row
 from tests import tiny

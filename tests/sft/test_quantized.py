@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from posttrain.core.cli import main
-from posttrain.core.models import loading, quantization
+from posttrain.cli import main
+from posttrain.lm.loading import loading, quantization
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 

@@ -194,7 +194,7 @@ def test_attention_over_segments_trains_as_attention_under_a_mask_does(rows, cha
     for problem in (None, "it was not wanted"):
         if problem:
             monkeypatch.setattr(
-                "posttrain.core.models.varlen_attention.segments_problem", lambda model, example: "it was not wanted"
+                "posttrain.lm.attention.varlen_attention.segments_problem", lambda model, example: "it was not wanted"
             )
         trainer = make(tmp_path, rows, max_steps=4, train_sampling_strategy="sequential", **changes)
         assert trainer.model.config._attn_implementation == ("sdpa" if problem else "segments_sdpa")
@@ -308,7 +308,7 @@ def test_activations_in_host_memory_change_no_weight(changes, tmp_path, monkeypa
         plain = make(tmp_path / "plain", COMPLETIONS, activation_offloading=True, **changes)
     assert "activation_offloading=True has no effect: Activations are in host memory already" in caplog.text
     monkeypatch.setattr(
-        "posttrain.core.models.activation_offloading.offloading_problem", lambda device: None
+        "posttrain.lm.attention.activation_offloading.offloading_problem", lambda device: None
     )  # they are copied all the same
     moved = make(tmp_path / "moved", COMPLETIONS, activation_offloading=True, **changes)
     for trainer in (plain, moved):

@@ -6,8 +6,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from posttrain.core.data.images import has_images
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.lm.images.images import has_images
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.vision import vision_collator
 from tests import tiny
@@ -192,7 +192,7 @@ def test_a_dataset_of_the_hub_names_the_row_of_a_broken_image_and_decodes_in_the
 
 
 def test_images_in_the_parts_of_messages_are_those_of_the_column():
-    from posttrain.core.data.vision import place_images
+    from posttrain.lm.images.vision import place_images
 
     shown = [picture("red"), picture("blue")]
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image", "image": shown[1], "text": None}]

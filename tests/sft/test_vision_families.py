@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
-from posttrain.core.models.parts import part_names
+from posttrain.lm.loading.parts import part_names
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.vision import vision_collator
 from tests import tiny, tiny_vision

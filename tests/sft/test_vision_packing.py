@@ -12,11 +12,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from posttrain.core.data.image_tokens import CHECKED, ImageTokens
-from posttrain.core.data.images import ImageReader, numbered
-from posttrain.core.data.segments import with_segments
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.models import varlen_attention, wrapping
+from posttrain.core.models import wrapping
+from posttrain.lm.attention import varlen_attention
+from posttrain.lm.attention.segments import with_segments
+from posttrain.lm.images.image_tokens import CHECKED, ImageTokens
+from posttrain.lm.images.images import ImageReader, numbered
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.vision import PACKED
 from posttrain.sft.vision_packing import PackedRows, images_leak, pack_rows, row_lengths

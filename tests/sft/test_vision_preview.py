@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from posttrain.core.cli import main
+from posttrain.cli import main
 from tests import tiny_vision
 
 Image = pytest.importorskip("PIL.Image")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from posttrain.rl import GRPOTrainer, RLOOTrainer
-from posttrain.rl.asynchronous import Worker
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.vllm import VLLMServerGenerator
-from posttrain.rl.ledger import audit
+from posttrain.rl.online.asynchronous import Worker
+from posttrain.rl.online.ledger import audit
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 from tests.vllm import servers

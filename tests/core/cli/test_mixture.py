@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from posttrain.cli.mixture import CommandSource
 from posttrain.core import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptParser, get_dataset
-from posttrain.core.cli.mixture import CommandSource
 from posttrain.core.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")

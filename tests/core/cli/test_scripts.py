@@ -6,9 +6,9 @@ import os
 import pytest
 from transformers import HfArgumentParser
 
+from posttrain.cli import parse
+from posttrain.cli.scripts import get_kbit_device_map, get_peft_config, get_quantization_config
 from posttrain.core import ModelConfig, ScriptArguments, ScriptParser, TrainingArguments
-from posttrain.core.cli import parse
-from posttrain.core.cli.scripts import get_kbit_device_map, get_peft_config, get_quantization_config
 from posttrain.core.errors import ConfigError
 
 WORDS = [

@@ -2,8 +2,8 @@ import copy
 
 import pytest
 
-from posttrain.core.data import chat_template
 from posttrain.core.errors import DataError
+from posttrain.lm.text import chat_template
 from tests.tiny import CHATML, tokenizer
 
 # Like Qwen3's: earlier turns lose their thoughts, the last one always has some.

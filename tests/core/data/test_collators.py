@@ -3,6 +3,7 @@ import pytest
 import torch
 import transformers
 
+from posttrain.compat.completion_only import DataCollatorForCompletionOnlyLM
 from posttrain.core.data.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -12,7 +13,6 @@ from posttrain.core.data.collators import (
     default_data_collator,
     pad_rows,
 )
-from posttrain.core.data.completion_only import DataCollatorForCompletionOnlyLM
 from tests.tiny import seq2seq_lm, tokenizer
 
 ROWS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]

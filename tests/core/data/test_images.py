@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 
-from posttrain.core.data.images import ImageError, ImageReader, NumberedRows, has_images, images_of
+from posttrain.lm.images.images import ImageError, ImageReader, NumberedRows, has_images, images_of
 from tests.tiny_vision import image
 
 Image = pytest.importorskip("PIL.Image")

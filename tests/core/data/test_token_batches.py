@@ -10,13 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from posttrain.cli.tools.memory_plan import rows_of
+from posttrain.cli.tools.memory_proposals import _smaller_batches
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import TokenBatchSampler
 from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.tools.memory_plan import rows_of
-from posttrain.core.tools.memory_proposals import _smaller_batches
 from posttrain.rl import DistillationConfig, GRPOConfig, KTOConfig
 from posttrain.sft import SFTConfig
 from posttrain.sft.cli import workload as sft_workload

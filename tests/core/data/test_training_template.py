@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from posttrain.core import get_training_chat_template
-from posttrain.core.data import chat_template
 from posttrain.core.errors import DataError
+from posttrain.lm.text import chat_template
 from tests import tiny
 from tests.core.test_chat_templates import FAMILIES, GENERATE, MARKED, MISTRAL, TURNS, template
 

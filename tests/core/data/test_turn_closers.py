@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from posttrain.core import get_training_chat_template
-from posttrain.core.data import chat_template
+from posttrain.lm.text import chat_template
 from posttrain.sft import SFTConfig
 from posttrain.sft.rows import Preparation, preparation_options
 from tests import tiny

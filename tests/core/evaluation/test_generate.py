@@ -10,8 +10,9 @@ import torch
 from datasets import Dataset
 
 from posttrain.core.errors import DataError
-from posttrain.core.evaluation import eval_loop, generate
-from posttrain.core.evaluation.generate import GenerationArguments, options, split_prompts
+from posttrain.core.evaluation import eval_loop
+from posttrain.lm.generate import generate
+from posttrain.lm.generate.generate import GenerationArguments, options, split_prompts
 from tests import tiny
 
 PAD = 9

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from posttrain.core.logging.plots import loss_curve, metric_curves
+from posttrain.cli.report.plots import loss_curve, metric_curves
 
 pytest.importorskip("matplotlib")
 

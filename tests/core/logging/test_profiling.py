@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from posttrain.core import MemorySnapshotCallback, ProfilerCallback, Trainer, TrainingArguments
-from posttrain.core.training import memory
+from posttrain.core.logging import memory
 
 
 class Model(nn.Module):

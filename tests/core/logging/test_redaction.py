@@ -17,14 +17,14 @@ import posttrain.core
 import posttrain.rl
 import posttrain.seq2seq
 import posttrain.sft
+from posttrain.cli import parse
+from posttrain.cli.report import run_record
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core import config as fields
-from posttrain.core.cli import parse
 from posttrain.core.errors import ConfigError
+from posttrain.core.fields.old_names import old_names
+from posttrain.core.fields.redaction import is_secret, masked, masked_words, redact
 from posttrain.core.hub.uploads import _reason
-from posttrain.core.logging import run_record
-from posttrain.core.logging.redaction import is_secret, masked, masked_words, redact
-from posttrain.core.old_names import old_names
 from tests import tiny
 from tests.contract.trainers import pad
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from posttrain.cli import main
+from posttrain.cli.report import report
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
-from posttrain.core.cli import main
 from posttrain.core.errors import CheckpointError
-from posttrain.core.logging import report
 from tests import tiny
 from tests.contract.trainers import pad
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
+from posttrain.cli.report import run_record
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.core.logging import run_record
 from tests import tiny
 from tests.contract.trainers import pad
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from posttrain.core.losses import language_modeling
-from posttrain.core.losses.distillation import HeadStates, Measure, TopK, divergence_terms, linear_divergence
+from posttrain.lm.loss import language_modeling
+from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, divergence_terms, linear_divergence
 
 VOCAB, WIDTH, WIDER = 50, 16, 24
 

@@ -9,13 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from posttrain.core.losses import language_modeling
-from posttrain.core.losses.language_modeling import (
-    cross_entropy,
-    linear_cross_entropy,
-    selective_log_softmax,
-    token_logps,
-)
+from posttrain.lm.loss import language_modeling
+from posttrain.lm.loss.language_modeling import cross_entropy, linear_cross_entropy, selective_log_softmax, token_logps
 
 VOCAB, WIDTH = 50, 16
 OPTIONS = [

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.core.data.segments import Segments
-from posttrain.core.models import adapters, gradient_checkpointing, lm_head
-from posttrain.core.models.activation_offloading import OffloadActivations, offloading_problem
-from posttrain.core.models.varlen_attention import enable_segments
+from posttrain.core.models import gradient_checkpointing
+from posttrain.lm.attention.activation_offloading import OffloadActivations, offloading_problem
+from posttrain.lm.attention.segments import Segments
+from posttrain.lm.attention.varlen_attention import enable_segments
+from posttrain.lm.loading import adapters
+from posttrain.lm.loss import lm_head
 from tests import tiny
 
 CPU = torch.device("cpu")  # where tensors are copied to the host as anywhere, though it saves nothing

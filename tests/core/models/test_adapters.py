@@ -9,7 +9,9 @@ import torch
 
 from posttrain.core.checkpoint import weights
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models import adapters, arguments, gradient_checkpointing, lm_head, loading, quantization
+from posttrain.core.models import gradient_checkpointing
+from posttrain.lm.loading import adapters, arguments, loading, quantization
+from posttrain.lm.loss import lm_head
 from tests import tiny
 from tests.core.models.gradients import LORA, batch, gradients
 

@@ -7,7 +7,7 @@ import torch
 
 from posttrain.core.config import validate
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.arguments import ModelConfig, ModelSideArguments
+from posttrain.lm.loading.arguments import ModelConfig, ModelSideArguments
 
 peft = pytest.importorskip("peft")
 

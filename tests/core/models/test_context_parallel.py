@@ -4,10 +4,10 @@ test_context.py runs them."""
 import pytest
 import torch
 
-from posttrain.core.data.segments import Segments
-from posttrain.core.models import context_parallel
-from posttrain.core.models.attention_blocks import Blocks, piece_by_piece
-from posttrain.core.models.varlen_attention import segment_attention
+from posttrain.lm.attention import context_parallel
+from posttrain.lm.attention.attention_blocks import Blocks, piece_by_piece
+from posttrain.lm.attention.segments import Segments
+from posttrain.lm.attention.varlen_attention import segment_attention
 from tests.tiny import causal_lm, classifier
 
 TREE = Segments((7, 5, 4, 6, 3, 2), (-1, -1, 1, 1, 3, 3))

@@ -6,7 +6,7 @@ from torch import nn
 
 from posttrain.core import TrainerCallback
 from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.core.models.ema import EMA
+from posttrain.core.training.ema import EMA
 from tests.contract.trainers import TRAINERS, weights
 
 make = TRAINERS["causal-lm"]

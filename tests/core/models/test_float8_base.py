@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from posttrain.core.models.loading import load_causal_lm
+from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 

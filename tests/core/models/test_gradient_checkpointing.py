@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.core.models import adapters, gradient_checkpointing, wrapping
+from posttrain.core.models import gradient_checkpointing, wrapping
+from posttrain.lm.loading import adapters
 from tests import tiny
 from tests.core.models.gradients import LORA, assert_same_gradients, batch, gradients
 

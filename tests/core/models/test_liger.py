@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 
-from posttrain.core.models import adapters, liger, wrapping
+from posttrain.core.models import liger, wrapping
+from posttrain.lm.loading import adapters
 from tests import tiny
 from tests.core.models.gradients import LORA
 

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from posttrain.core.losses.distillation import Measure, divergence_terms
-from posttrain.core.losses.language_modeling import (
+from posttrain.lm.loading import adapters
+from posttrain.lm.loss import lm_head
+from posttrain.lm.loss.distillation import Measure, divergence_terms
+from posttrain.lm.loss.language_modeling import (
     count_targets,
     cross_entropy,
     linear_cross_entropy,
     selective_log_softmax,
     shift_labels,
 )
-from posttrain.core.models import adapters, lm_head
 from tests import tiny
 from tests.core.models.gradients import LORA, assert_same_gradients, batch, gradients
 

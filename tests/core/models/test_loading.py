@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.core.models import adapters, loading
+from posttrain.lm.loading import adapters, loading
 from tests import tiny
 from tests.core.models.gradients import LORA
 

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from posttrain.core.models import adapters, regularization
+from posttrain.core.models import regularization
+from posttrain.lm.loading import adapters
 from tests import tiny
 from tests.core.models.gradients import LORA, batch
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from posttrain.core.models import router_replay
+from posttrain.lm.attention import router_replay
 from tests import tiny
 
 ARCHS = ["qwen3_moe", "mixtral", "gpt_oss"]

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
-from posttrain.core.data.segments import Segments, shared_beginning, without_padding
-from posttrain.core.models import document_kernels, varlen_attention
-from posttrain.core.models.block_mask import block_mask
-from posttrain.core.models.varlen_attention import enable_segments, segment_attention, segments_problem
 from posttrain.core.models.wrapping import base_model
+from posttrain.lm.attention import document_kernels, varlen_attention
+from posttrain.lm.attention.block_mask import block_mask
+from posttrain.lm.attention.segments import Segments, shared_beginning, without_padding
+from posttrain.lm.attention.varlen_attention import enable_segments, segment_attention, segments_problem
 from tests.tiny import causal_lm
 
 #: Two documents; a prompt with two completions, the second of which is continued twice.
@@ -496,7 +496,7 @@ def test_the_token_that_predicts_a_label_is_not_shared():
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_a_shared_beginning_changes_neither_loss_nor_gradients(arch):
-    from posttrain.core.models.lm_head import loss_in_head
+    from posttrain.lm.loss.lm_head import loss_in_head
 
     model = causal_lm(arch)
     ids = torch.randint(1, 90, (5, 17), generator=torch.Generator().manual_seed(0))

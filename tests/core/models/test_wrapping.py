@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.core.models import adapters, wrapping
+from posttrain.core.models import wrapping
+from posttrain.lm.loading import adapters
 from tests import tiny
 from tests.core.models.gradients import LORA
 

@@ -8,7 +8,7 @@ import importlib
 
 import pytest
 
-from posttrain.core.tools import absent_names
+from posttrain.compat import absent_names
 
 FACES = ("core", "sft", "rl", "seq2seq")
 #: What trl 1.16 exports, and what earlier versions did.

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.core.cli import main
+from posttrain.cli import main
+from posttrain.cli.tools import chat, evaluate, export, generate, load
 from posttrain.core.errors import CheckpointError, DataError
-from posttrain.core.tools import chat, evaluate, export, generate, load
 from tests import tiny
 
 TEMPLATE = (

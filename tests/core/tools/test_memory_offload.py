@@ -4,9 +4,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from posttrain.core.models.activation_offloading import OffloadActivations
-from posttrain.core.models.loading import load_causal_lm
-from posttrain.core.tools import memory_mesh, memory_plan
+from posttrain.cli.tools import memory_mesh, memory_plan
+from posttrain.lm.attention.activation_offloading import OffloadActivations
+from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.sft import SFTTrainer
 from tests import tiny
 from tests.core.tools.test_memory_plan import LENGTH, ROWS, WIDTH, a_run, saved_model, workload

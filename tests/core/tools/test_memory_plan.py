@@ -16,12 +16,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from posttrain.core import TrainerCallback
-from posttrain.core.cli import main, registry
-from posttrain.core.models import adapters, parts
-from posttrain.core.models.arguments import ModelConfig
-from posttrain.core.models.loading import load_causal_lm
-from posttrain.core.tools import memory_mesh, memory_plan, memory_proposals
+from posttrain.cli import main
+from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
+from posttrain.core import TrainerCallback, registry
+from posttrain.lm.loading import adapters, parts
+from posttrain.lm.loading.arguments import ModelConfig
+from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny, tiny_vision
 
@@ -343,7 +343,7 @@ def test_a_plan_needs_a_method(place, capsys):
 
 def test_methods_say_what_their_batches_are(folder):
     """Pairs are two rows each; a reference is held unless its answers are kept or an adapter is switched off."""
-    from posttrain.rl.dpo import DPOConfig
+    from posttrain.rl.algorithms.dpo import DPOConfig
 
     def plan(**given) -> tuple[memory_plan.Workload, memory_plan.Footprint]:
         run = a_run(folder, **{name: given.pop(name) for name in list(given) if name == "use_peft"})
@@ -394,7 +394,7 @@ LARGE = dict(hidden_size=384, intermediate_size=1536, num_hidden_layers=8, num_a
 IN_A_PROCESS = """
 import re, sys
 from tests.core.tools.test_memory_plan import LARGE, a_run, memory_plan, really, workload
-from posttrain.core.training.memory import host_bytes
+from posttrain.core.logging.memory import host_bytes
 
 small, large, out = sys.argv[1:]
 really(a_run(small, out), watch=False)  # what is loaded once

@@ -5,10 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from posttrain.cli.tools import memory_mesh
+from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.core.checkpoint import sharded
 from posttrain.core.distributed import sharding
-from posttrain.core.tools import memory_mesh
-from posttrain.core.tools.memory_count import LiveBytes
 from posttrain.sft import SFTConfig
 
 #: Llama 3 70B, with 2 of its 80 layers.

@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.core.cli import main
+from posttrain.cli import main
+from posttrain.cli.tools.merge import merge
 from posttrain.core.errors import CheckpointError
-from posttrain.core.tools.merge import merge
 from tests import tiny
 
 LM = {"task_type": "CAUSAL_LM"}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.cli import main
-from posttrain.core.tools import absent_names, migration
-from posttrain.core.tools.migration import migrate
+from posttrain.cli import main
+from posttrain.compat import absent_names, migration
+from posttrain.compat.migration import migrate
 from tests import programs
 from tests.test_docs import DOCUMENTS, blocks
 
@@ -523,7 +523,7 @@ def test_wrong_words_are_answered(words, said, tmp_path, monkeypatch, capsys):
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from posttrain.core.cli import main; main(['migrate', '--help']); print('torch' in sys.modules)"
+    code = "import sys; from posttrain.cli import main; main(['migrate', '--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("posttrain migrate SCRIPT.py") and done.stdout.endswith("False\n"), done.stderr
 
@@ -574,7 +574,7 @@ PREFER = """
     ("script", "said"),
     [
         (TRAIN, "posttrain.core.trainer 4 posttrain.core.arguments"),
-        (PREFER, "posttrain.rl.dpo 2 posttrain.sft.trainer"),
+        (PREFER, "posttrain.rl.algorithms.dpo 2 posttrain.sft.trainer"),
     ],
 )
 def test_a_migrated_script_trains(script, said, tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.core.cli import main, parse, registry
-from posttrain.core.tools import new
+from posttrain.cli import main, parse
+from posttrain.cli.tools import new
+from posttrain.core import registry
 from tests import programs, tiny, tiny_vision
 
 RECIPES = {recipe.name: recipe for recipe in new.recipes()}

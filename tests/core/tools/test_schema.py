@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from posttrain.core import TrainingArguments, cli
-from posttrain.core.cli import parse, registry
-from posttrain.core.tools.schema import schema_of
+from posttrain.cli import parse
+from posttrain.cli.tools.schema import schema_of
+from posttrain.core import TrainingArguments, cli, registry
 
 
 def test_types_bounds_choices_and_defaults_are_those_of_the_fields():

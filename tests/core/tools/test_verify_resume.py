@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
+from posttrain.cli.tools import verify_resume
 from posttrain.core.checkpoint import codec
-from posttrain.core.tools import verify_resume
 from tests.contract.trainers import TRAINERS
 
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from posttrain.cli.tools import vllm_serve
 from posttrain.core import cli
 from posttrain.core.errors import ConfigError
-from posttrain.core.tools import vllm_serve
 
 
 def test_the_command_has_what_a_trainer_needs():

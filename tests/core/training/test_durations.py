@@ -8,7 +8,7 @@ from torch import nn
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.errors import ConfigError
-from posttrain.core.training import durations
+from posttrain.core.fields import durations
 from posttrain.core.training.preemption import seconds
 
 

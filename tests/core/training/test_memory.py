@@ -10,7 +10,7 @@ from posttrain.core import Trainer
 from posttrain.core.data.collators import default_data_collator
 from posttrain.core.data.stateful_dataloader import Filler, is_filler
 from posttrain.core.errors import ConfigError
-from posttrain.core.training.memory import halves, is_out_of_memory
+from posttrain.core.logging.memory import halves, is_out_of_memory
 from posttrain.rl import DPOTrainer
 from posttrain.sft import SFTTrainer
 from tests.contract.trainers import PAIRS, TRAINERS, causal_lm, image_rows, images, sft, weights

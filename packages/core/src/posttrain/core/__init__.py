@@ -11,6 +11,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
 
+    from posttrain.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
+    from posttrain.cli.scripts import (
+        ScriptArguments,
+        ScriptParser,
+        TrlParser,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+    from posttrain.compat.completion_only import DataCollatorForCompletionOnlyLM
+    from posttrain.compat.row_formats import (
+        apply_chat_template,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        prepare_multimodal_messages,
+    )
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import (
         CallbackHandler,
@@ -21,15 +39,6 @@ if TYPE_CHECKING:
         TrainerCallback,
     )
     from posttrain.core.checkpoint import get_last_checkpoint
-    from posttrain.core.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
-    from posttrain.core.cli.scripts import (
-        ScriptArguments,
-        ScriptParser,
-        TrlParser,
-        get_kbit_device_map,
-        get_peft_config,
-        get_quantization_config,
-    )
     from posttrain.core.config import opt
     from posttrain.core.data.collators import (
         DataCollatorForLanguageModeling,
@@ -39,26 +48,11 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
-    from posttrain.core.data.completion_only import DataCollatorForCompletionOnlyLM
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
-    from posttrain.core.data.row_formats import (
-        apply_chat_template,
-        is_conversational,
-        is_conversational_from_value,
-        maybe_apply_chat_template,
-        maybe_convert_to_chatml,
-        prepare_multimodal_messages,
-    )
-    from posttrain.core.data.training_template import get_training_chat_template
-    from posttrain.core.evaluation.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.core.evaluation.eval_loop import StreamingMetric
-    from posttrain.core.evaluation.win_rate import WinRateCallback
     from posttrain.core.logging.parameter_monitor import ActivationMonitorCallback, ParameterMonitorCallback
     from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback, UtilizationCallback
     from posttrain.core.logging.rich_progress import RichProgressCallback
-    from posttrain.core.models.arguments import ModelConfig
-    from posttrain.core.models.bema import BEMACallback
-    from posttrain.core.models.clone_template import clone_chat_template, setup_chat_format
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -69,6 +63,12 @@ if TYPE_CHECKING:
         TrainOutput,
     )
     from posttrain.core.trainer import Trainer
+    from posttrain.core.training.bema import BEMACallback
+    from posttrain.lm.generate.completion_callbacks import LogCompletionsCallback, WeaveCallback
+    from posttrain.lm.generate.win_rate import WinRateCallback
+    from posttrain.lm.loading.arguments import ModelConfig
+    from posttrain.lm.loading.clone_template import clone_chat_template, setup_chat_format
+    from posttrain.lm.text.training_template import get_training_chat_template
 
 _HOMES = {
     "arguments": ("TrainingArguments",),
@@ -141,7 +141,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if name.startswith("__"):
             raise AttributeError(f"module 'posttrain.core' has no attribute {name!r}")
-        from posttrain.core.tools.absent_names import missing_name
+        from posttrain.compat.absent_names import missing_name
 
         raise missing_name("posttrain.core", name, __all__)
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

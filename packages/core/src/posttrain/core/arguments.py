@@ -18,30 +18,29 @@ from typing import Any, ClassVar
 
 import torch
 
-from posttrain.core import distributed
+from posttrain.core import distributed, registry
 from posttrain.core.checkpoint import CheckpointArguments, disk
-from posttrain.core.cli import registry
 from posttrain.core.config import Choice, ConfigMeta, Resolved, check_field, opt, tidy, validate
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import DistributedArguments
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
+from posttrain.core.fields import durations
+from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
+from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
-from posttrain.core.logging.redaction import masked, shown
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
-from posttrain.core.models.arguments import ModelSideArguments
-from posttrain.core.models.ema import EMAArguments
-from posttrain.core.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
 from posttrain.core.optim import lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
-from posttrain.core.training import durations
 from posttrain.core.training.allocator import AllocatorArguments
+from posttrain.core.training.ema import EMAArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.plan import NEVER
 from posttrain.core.training.preemption import InterruptArguments
+from posttrain.lm.loading.arguments import ModelSideArguments
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {

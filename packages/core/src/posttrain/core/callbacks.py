@@ -13,9 +13,9 @@ from typing import Any
 
 from posttrain.core.data.samplers import is_sized
 from posttrain.core.errors import did_you_mean
+from posttrain.core.fields.durations import Passing
 from posttrain.core.logging import terminal
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
-from posttrain.core.training.durations import Passing
 
 logger = logging.getLogger(__name__)
 

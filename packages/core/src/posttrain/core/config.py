@@ -20,8 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from posttrain.core.errors import ConfigError, did_you_mean
-from posttrain.core.logging.redaction import shown
-from posttrain.core.old_names import (
+from posttrain.core.fields.old_names import (
     Removed,
     Renamed,
     follow_old_fields,
@@ -29,6 +28,7 @@ from posttrain.core.old_names import (
     translate_old_names,
     without_aliases,
 )
+from posttrain.core.fields.redaction import shown
 
 
 class Help(str):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import TypeVar
 
-from posttrain.core.logging.redaction import redact
+from posttrain.core.fields.redaction import redact
 
 Config = TypeVar("Config")
 

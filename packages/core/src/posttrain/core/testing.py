@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from posttrain.cli.tools import verify_resume
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.store import Store
-from posttrain.core.tools import verify_resume
 
 #: What the tokenizer has read.
 CORPUS = [

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
+from posttrain.cli.report import report, run_record
 from posttrain.core import hub
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import (
@@ -31,16 +32,17 @@ from posttrain.core.callbacks import (
     PrinterCallback,
     ProgressCallback,
 )
-from posttrain.core.checkpoint import Store, codec, manager, reload, rng, shares, weights
+from posttrain.core.checkpoint import Store, codec, manager, reload, shares, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
-from posttrain.core.data import pipeline
+from posttrain.core.data import pipeline, rng
 from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.distributed import Distributed, sharding
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
-from posttrain.core.logging import report, run_record, trackers
+from posttrain.core.logging import trackers
 from posttrain.core.logging.input_counter import InputCounter
+from posttrain.core.logging.memory import MemoryTracker, explain_shortage
 from posttrain.core.logging.metrics import (
     FLOPS,
     TOKENS,
@@ -54,14 +56,11 @@ from posttrain.core.logging.metrics import (
 )  # fmt: skip
 from posttrain.core.losses import normalization, scale_check
 from posttrain.core.models import (
-    adapters,
     compiling,
-    ema,
     embeddings,
     float8,
     gradient_checkpointing,
     liger,
-    loading,
     regularization,
     special_tokens,
     wrapping,
@@ -71,6 +70,7 @@ from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerContro
 from posttrain.core.training import (
     allocator,
     argument_changes,
+    ema,
     loss_spikes,
     nonfinite,
     nonfinite_report,
@@ -80,11 +80,11 @@ from posttrain.core.training import (
     resume,
 )
 from posttrain.core.training.hf_compat import HFCompat, accept_old_names
-from posttrain.core.training.memory import MemoryTracker, explain_shortage
 from posttrain.core.training.oom import BatchSplitter
 from posttrain.core.training.plan import Plan, Progress, as_steps, check_intervals, make_plan, steps_left, windows
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.core.training.run import RunState
+from posttrain.lm.loading import adapters, loading
 
 logger = logging.getLogger(__name__)
 

@@ -6,18 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.rl.cpo import CPOConfig, CPOTrainer
-    from posttrain.rl.distillation import DistillationConfig, DistillationTrainer
-    from posttrain.rl.dpo import DPOConfig, DPOTrainer
-    from posttrain.rl.gkd import GKDConfig, GKDTrainer
-    from posttrain.rl.grpo import GRPOConfig, GRPOTrainer
-    from posttrain.rl.kto import KTOConfig, KTOTrainer
-    from posttrain.rl.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-    from posttrain.rl.orpo import ORPOConfig, ORPOTrainer
-    from posttrain.rl.reference import SyncRefModelCallback, create_reference_model
-    from posttrain.rl.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
-    from posttrain.rl.response_templates import add_response_schema, supports_tool_calling
-    from posttrain.rl.reward_functions import (
+    from posttrain.rl.algorithms.cpo import CPOConfig, CPOTrainer
+    from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
+    from posttrain.rl.algorithms.dpo import DPOConfig, DPOTrainer
+    from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
+    from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
+    from posttrain.rl.algorithms.kto import KTOConfig, KTOTrainer
+    from posttrain.rl.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+    from posttrain.rl.algorithms.orpo import ORPOConfig, ORPOTrainer
+    from posttrain.rl.algorithms.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
+    from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
+    from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
+    from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
+    from posttrain.rl.preference.row_formats import (
+        extract_prompt,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
+    from posttrain.rl.rewards.functions import (
         accuracy_reward,
         get_cosine_scaled_reward,
         get_repetition_penalty_reward,
@@ -25,16 +33,8 @@ if TYPE_CHECKING:
         reasoning_accuracy_reward,
         think_format_reward,
     )
-    from posttrain.rl.reward_model import RewardConfig, RewardTrainer
-    from posttrain.rl.rloo import RLOOConfig, RLOOTrainer
-    from posttrain.rl.row_formats import (
-        extract_prompt,
-        maybe_extract_prompt,
-        maybe_unpair_preference_dataset,
-        unpair_preference_dataset,
-    )
-    from posttrain.rl.tool_protocol import parse_response
-    from posttrain.rl.tpo import TPOConfig, TPOTrainer
+    from posttrain.rl.tools.protocol import parse_response
+    from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
 _HOMES = {
     "cpo": ("CPOConfig", "CPOTrainer"),
@@ -76,7 +76,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         if name.startswith("__"):
             raise AttributeError(f"module 'posttrain.rl' has no attribute {name!r}")
-        from posttrain.core.tools.absent_names import missing_name
+        from posttrain.compat.absent_names import missing_name
 
         raise missing_name("posttrain.rl", name, __all__)
     return getattr(importlib.import_module(f"posttrain.rl.{_HOME_OF[name]}"), name)

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import DataError
+from posttrain.core.registry import Method, Run
 
 
 def train_with(trainer: str) -> Callable[[Run], None]:
@@ -48,8 +48,8 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
     """A method's `workload`: `sides` completions of each row, each with its own copy of the prompt."""
 
     def workload(run: Run, length: int | None) -> Any:
-        from posttrain.core.tools.memory_plan import Workload, longest_row, rows_of
-        from posttrain.rl.score_heads import new_reward_model
+        from posttrain.cli.tools.memory_plan import Workload, longest_row, rows_of
+        from posttrain.rl.rewards.score_heads import new_reward_model
 
         config = run.config
         longest = longest_row(length, config.max_length)
@@ -66,7 +66,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
 def of_rollouts(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of completions; without `length`, the prompts' own lengths count."""
-    from posttrain.core.tools.memory_plan import Workload, longest_row
+    from posttrain.cli.tools.memory_plan import Workload, longest_row
 
     config = run.config
     size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)
@@ -110,8 +110,8 @@ def preview_of_prompts(run: Run, count: int) -> tuple[list[Any], list[str]]:
 DPO = Method(
     name="dpo",
     help="Train on pairs of a better and a worse completion, with the initial model as the reference.",
-    config="posttrain.rl.dpo:DPOConfig",
-    run=train_with("posttrain.rl.dpo:DPOTrainer"),
+    config="posttrain.rl.algorithms.dpo:DPOConfig",
+    run=train_with("posttrain.rl.algorithms.dpo:DPOTrainer"),
     workload=of_preferences(2, reference=True),
     preview=preview_of("preference"),
 )
@@ -119,8 +119,8 @@ DPO = Method(
 GRPO = Method(
     name="grpo",
     help="Train on the policy's own completions, scored by reward functions and compared within their group.",
-    config="posttrain.rl.grpo:GRPOConfig",
-    run=train_with("posttrain.rl.grpo:GRPOTrainer"),
+    config="posttrain.rl.algorithms.grpo:GRPOConfig",
+    run=train_with("posttrain.rl.algorithms.grpo:GRPOTrainer"),
     needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
     preview=preview_of_prompts,
@@ -129,8 +129,8 @@ GRPO = Method(
 RLOO = Method(
     name="rloo",
     help="REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
-    config="posttrain.rl.rloo:RLOOConfig",
-    run=train_with("posttrain.rl.rloo:RLOOTrainer"),
+    config="posttrain.rl.algorithms.rloo:RLOOConfig",
+    run=train_with("posttrain.rl.algorithms.rloo:RLOOTrainer"),
     needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
     preview=preview_of_prompts,
@@ -139,8 +139,8 @@ RLOO = Method(
 DISTILLATION = Method(
     name="distillation",
     help="Train a student to predict what a teacher predicts, on the student's own completions.",
-    config="posttrain.rl.distillation:DistillationConfig",
-    run=train_with("posttrain.rl.distillation:DistillationTrainer"),
+    config="posttrain.rl.algorithms.distillation:DistillationConfig",
+    run=train_with("posttrain.rl.algorithms.distillation:DistillationTrainer"),
     needs=("model_name_or_path", "dataset_name|datasets", "teacher_model_name_or_path|teacher_model_server_url"),
     workload=of_rollouts,
     preview=preview_of_prompts,
@@ -149,8 +149,8 @@ DISTILLATION = Method(
 KTO = Method(
     name="kto",
     help="Train on single completions labelled good or bad, with the initial model as the reference.",
-    config="posttrain.rl.kto:KTOConfig",
-    run=train_with("posttrain.rl.kto:KTOTrainer"),
+    config="posttrain.rl.algorithms.kto:KTOConfig",
+    run=train_with("posttrain.rl.algorithms.kto:KTOTrainer"),
     workload=of_preferences(1, reference=True),
     preview=preview_of("unpaired_preference"),
 )
@@ -158,8 +158,8 @@ KTO = Method(
 ORPO = Method(
     name="orpo",
     help="Fine-tune on the better completion of each pair and away from the worse, without a reference.",
-    config="posttrain.rl.orpo:ORPOConfig",
-    run=train_with("posttrain.rl.orpo:ORPOTrainer"),
+    config="posttrain.rl.algorithms.orpo:ORPOConfig",
+    run=train_with("posttrain.rl.algorithms.orpo:ORPOTrainer"),
     workload=of_preferences(2),
     preview=preview_of("preference"),
 )
@@ -167,8 +167,8 @@ ORPO = Method(
 CPO = Method(
     name="cpo",
     help="Train on pairs without a reference: CPO and SimPO.",
-    config="posttrain.rl.cpo:CPOConfig",
-    run=train_with("posttrain.rl.cpo:CPOTrainer"),
+    config="posttrain.rl.algorithms.cpo:CPOConfig",
+    run=train_with("posttrain.rl.algorithms.cpo:CPOTrainer"),
     workload=of_preferences(2),
     preview=preview_of("preference"),
 )
@@ -176,8 +176,8 @@ CPO = Method(
 REWARD = Method(
     name="reward",
     help="Train a reward model on pairs of a better and a worse completion.",
-    config="posttrain.rl.reward_model:RewardConfig",
-    run=train_with("posttrain.rl.reward_model:RewardTrainer"),
+    config="posttrain.rl.algorithms.reward_model:RewardConfig",
+    run=train_with("posttrain.rl.algorithms.reward_model:RewardTrainer"),
     workload=of_preferences(2, loss="score"),
     preview=preview_of("preference"),
 )

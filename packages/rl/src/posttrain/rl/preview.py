@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from posttrain.core.cli.registry import Run
-from posttrain.core.data import chat_template
-from posttrain.core.data.images import has_images
+from posttrain.cli.tools import preview
 from posttrain.core.errors import ConfigError
-from posttrain.core.models import loading
-from posttrain.core.tools import preview
-from posttrain.rl.preference_data import prepare_preferences
-from posttrain.rl.preference_rows import COMPLETIONS
-from posttrain.rl.prompts import PromptCodec, check_prompts
+from posttrain.core.registry import Run
+from posttrain.lm.images.images import has_images
+from posttrain.lm.loading import loading
+from posttrain.lm.text import chat_template
+from posttrain.rl.preference.data import prepare_preferences
+from posttrain.rl.preference.rows import COMPLETIONS
+from posttrain.rl.samples.prompts import PromptCodec, check_prompts
 
 
 def of_preferences(run: Run, count: int, kind: str) -> tuple[list[preview.Row], list[str]]:

@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         if name.startswith("__"):
             raise AttributeError(f"module 'posttrain.seq2seq' has no attribute {name!r}")
-        from posttrain.core.tools.absent_names import missing_name
+        from posttrain.compat.absent_names import missing_name
 
         raise missing_name("posttrain.seq2seq", name, __all__)
     return getattr(importlib.import_module("posttrain.seq2seq." + _PLACES[name]), name)

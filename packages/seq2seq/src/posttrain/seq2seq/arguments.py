@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
-from posttrain.core.evaluation.generate import GenerationArguments
+from posttrain.lm.generate.generate import GenerationArguments
 
 METRICS = ("bleu", "chrf", "ter", "rouge", "exact_match")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import DataError
+from posttrain.core.registry import Method, Run
 
 
 def run(run: Run) -> None:
@@ -15,7 +15,8 @@ def run(run: Run) -> None:
     Raises:
         DataError: before the model is loaded, if evaluations are configured without an evaluation dataset.
     """
-    from posttrain.core.models import adapters, loading, special_tokens
+    from posttrain.core.models import special_tokens
+    from posttrain.lm.loading import adapters, loading
     from posttrain.seq2seq.dataset import tokenize
     from posttrain.seq2seq.metrics import text_metrics
     from posttrain.seq2seq.trainer import Seq2SeqTrainer
@@ -53,12 +54,12 @@ def run(run: Run) -> None:
 
 
 def load_model(options: Any) -> Any:
-    """The model of a `posttrain.core.models.arguments.ModelConfig`: with an encoder where it has one, else a causal
+    """The model of a `posttrain.lm.loading.arguments.ModelConfig`: with an encoder where it has one, else a causal
     one.
     """
     from transformers import AutoConfig
 
-    from posttrain.core.models import loading
+    from posttrain.lm.loading import loading
 
     name, kwargs = options.model_name_or_path, options.model_init_kwargs()
     encodes = AutoConfig.from_pretrained(name, revision=options.model_revision).is_encoder_decoder
@@ -68,7 +69,7 @@ def load_model(options: Any) -> Any:
 
 def workload(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of `run`: sources and targets of maximum length."""
-    from posttrain.core.tools.memory_plan import Workload, load_config, rows_of
+    from posttrain.cli.tools.memory_plan import Workload, load_config, rows_of
 
     config, encodes = run.config, load_config(run).is_encoder_decoder
     size = length or config.max_source_length

@@ -12,10 +12,12 @@ from torch import nn
 from posttrain.core import Trainer
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
 from posttrain.core.errors import wrong_args
-from posttrain.core.evaluation import eval_loop, generate
-from posttrain.core.evaluation.predict_with_generate import GeneratesText
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
-from posttrain.core.models import embeddings, lm_head, wrapping
+from posttrain.core.models import embeddings, wrapping
+from posttrain.lm.generate import generate
+from posttrain.lm.generate.predict_with_generate import GeneratesText
+from posttrain.lm.loss import lm_head
 from posttrain.seq2seq.arguments import Seq2SeqTrainingArguments
 from posttrain.seq2seq.collators import MasksPadding, PromptTargetCollator, unclear_rows
 from posttrain.seq2seq.decoding import LeanGenerator

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.core.cli.registry import Method, Run
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.registry import Method, Run
 
 
 def run(run: Run) -> None:
@@ -68,7 +68,7 @@ def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
 
 def workload(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of `run`: rows of maximum length, each position with a target."""
-    from posttrain.core.tools.memory_plan import Workload, longest_row, rows_of
+    from posttrain.cli.tools.memory_plan import Workload, longest_row, rows_of
 
     longest = longest_row(length, run.config.max_length)
     return Workload(rows_of(run.config, longest), longest, "tokens")

@@ -41,7 +41,7 @@ class SFTCollator:
         pad_to_multiple_of: round T up to a multiple of this.
         padding_free: concatenate all rows. Needs attention that reads ``position_ids``.
         seq_lengths: such batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
-            `posttrain.core.data.segments`.
+            `posttrain.lm.attention.segments`.
         flash_kwargs: packed rows are laid out for flash attention.
         keep_rows: even then they stay (B, T), with documents given by ``cu_seq_lens_q`` alone.
     """

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
-from posttrain.core.data.images import ImageArguments
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
-from posttrain.core.evaluation.generate import GenerationArguments
-from posttrain.core.old_names import Removed, Renamed
+from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.lm.generate.generate import GenerationArguments
+from posttrain.lm.images.images import ImageArguments
 
 logger = logging.getLogger(__name__)
 

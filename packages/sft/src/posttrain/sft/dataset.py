@@ -1,6 +1,6 @@
 """Tokenizes and labels datasets in one pass and reports kept, truncated and dropped rows.
 
-`posttrain.core.data.chat_template.FORMATS` defines the formats of rows, and `posttrain.sft.rows` prepares a row. This
+`posttrain.lm.text.chat_template.FORMATS` defines the formats of rows, and `posttrain.sft.rows` prepares a row. This
 module handles kinds of datasets and the cache.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.data import chat_template, tokenization
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import DataError
+from posttrain.lm.text import chat_template, tokenization
 from posttrain.sft.packing import cache_location
 from posttrain.sft.report import FACTS, DataReport
 from posttrain.sft.rows import Draft, Preparation
@@ -63,7 +63,7 @@ def prepare_dataset(
             before, which it is not trained on), or "error".
         completion_only_loss: train on completions only; None: if there are completions.
         assistant_only_loss: train on the assistant's messages only; the same as ``train_on="assistant"``.
-        train_on: the messages of a conversation to train on, see `posttrain.core.data.chat_template.message_choice`.
+        train_on: the messages of a conversation to train on, see `posttrain.lm.text.chat_template.message_choice`.
         formatting_func: makes a text, a list of texts or a conversation of a row.
         eos_token: ends texts and completions; the tokenizer's by default. Conversations end as in their template.
         chat_template_kwargs: variables for the chat template; a row's own column of that name takes precedence.

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from posttrain.core.errors import DataError
-from posttrain.core.models.flash_attention import plain_attention
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens
+from posttrain.lm.attention.flash_attention import plain_attention
 from posttrain.sft.collators import SFTCollator
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from posttrain.core.cli.registry import Run
-from posttrain.core.data import chat_template
-from posttrain.core.data.images import has_images
-from posttrain.core.models import loading
-from posttrain.core.tools import preview
+from posttrain.cli.tools import preview
+from posttrain.core.registry import Run
+from posttrain.lm.images.images import has_images
+from posttrain.lm.loading import loading
+from posttrain.lm.text import chat_template
 from posttrain.sft import vision_preview
 from posttrain.sft.preparing import prepare_rows
 

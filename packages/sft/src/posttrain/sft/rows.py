@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.data import chat_template, turn_closers
-from posttrain.core.data.tool_calls import require_calls
 from posttrain.core.errors import DataError
+from posttrain.lm.text import chat_template, turn_closers
+from posttrain.lm.text.tool_calls import require_calls
 
 TRUNCATION = ("keep_start", "keep_end")
 TOO_LONG = ("truncate", "drop", "split", "error")

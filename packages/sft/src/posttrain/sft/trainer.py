@@ -16,25 +16,27 @@ import torch
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.data import chat_template
-from posttrain.core.data.images import columns_of, has_images
 from posttrain.core.data.pipeline import is_filler, set_seed
-from posttrain.core.data.segments import with_segments, without_padding
-from posttrain.core.data.vision import CountedBatch, check_model
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.evaluation.predict_with_generate import GeneratesText
+from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
-from posttrain.core.losses.language_modeling import cross_entropy, dynamic_weights, group_sums
-from posttrain.core.models import adapters, document_positions, flash_attention, lm_head, loading, varlen_attention
-from posttrain.core.models.activation_offloading import offloading, with_offloading
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.wrapping import base_model
-from posttrain.core.old_names import moved_arguments
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
+from posttrain.lm.attention import document_positions, flash_attention, varlen_attention
+from posttrain.lm.attention.activation_offloading import offloading, with_offloading
+from posttrain.lm.attention.segments import with_segments, without_padding
+from posttrain.lm.generate.predict_with_generate import GeneratesText
+from posttrain.lm.images.images import columns_of, has_images
+from posttrain.lm.images.vision import CountedBatch, check_model
+from posttrain.lm.loading import adapters, loading
+from posttrain.lm.loss import lm_head
+from posttrain.lm.loss.language_modeling import cross_entropy, dynamic_weights, group_sums
+from posttrain.lm.text import chat_template
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import check_ready

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows, round_up
-from posttrain.core.data.images import ROW_NUMBER, ImageReader, fault_of, read_images
-from posttrain.core.data.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.models.document_positions import DocumentPositions
-from posttrain.core.models.image_positions import SeenPrompt
+from posttrain.lm.attention.document_positions import DocumentPositions
+from posttrain.lm.images.image_positions import SeenPrompt
+from posttrain.lm.images.images import ROW_NUMBER, ImageReader, fault_of, read_images
+from posttrain.lm.images.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.sft.report import FACTS
 from posttrain.sft.rows import NO_TOKENS, Draft, Preparation, preparation_options
 
@@ -111,7 +111,7 @@ class VisionCollator:
 
     A row has ``images`` (or one ``image``): PIL images, arrays, bytes, paths, URLs or what a Hub dataset stores; and
     ``messages``, a ``prompt`` and a ``completion`` (texts or messages), or a ``text`` with the processor's
-    placeholders. Parts of messages may hold images themselves, see `posttrain.core.data.vision.place_images`. A row of
+    placeholders. Parts of messages may hold images themselves, see `posttrain.lm.images.vision.place_images`. A row of
     `posttrain.sft.vision_packing.PackedRows` holds several such rows.
 
     Gives ``input_ids``, ``labels`` and ``attention_mask``, each (B, T), padded on the right, and the processor's image
@@ -128,7 +128,7 @@ class VisionCollator:
         padding_free: all rows of a batch become one.
         one_row: all packed rows of a batch become one, for attention that separates documents in one row alone.
         seq_lengths: packed batches also hold ``seq_lengths`` (B, S), the tokens of each document, filled up with 0, for
-            `posttrain.core.data.segments`.
+            `posttrain.lm.attention.segments`.
     """
 
     prepare: VisionPreparation

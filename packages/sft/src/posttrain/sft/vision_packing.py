@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from posttrain.core.data import image_tokens
-from posttrain.core.data.images import numbered
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError, require
+from posttrain.lm.images import image_tokens
+from posttrain.lm.images.images import numbered
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.packing import Packing, pack
 from posttrain.sft.preparing import shuffled

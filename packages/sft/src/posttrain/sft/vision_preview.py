@@ -7,10 +7,10 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from posttrain.core.cli.registry import Run
-from posttrain.core.data.images import ROW_NUMBER, Video, described, read_images
-from posttrain.core.data.vision import VisionProcessor, place_images
-from posttrain.core.tools import preview
+from posttrain.cli.tools import preview
+from posttrain.core.registry import Run
+from posttrain.lm.images.images import ROW_NUMBER, Video, described, read_images
+from posttrain.lm.images.vision import VisionProcessor, place_images
 from posttrain.sft.report import DataReport
 from posttrain.sft.rows import Draft
 from posttrain.sft.vision import PACKED, TALKS, VisionDraft, VisionPreparation, check_config, facts_of, preparation

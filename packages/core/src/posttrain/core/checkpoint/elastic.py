@@ -14,8 +14,8 @@ import numpy as np
 
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.arguments import AUTO
-from posttrain.core.checkpoint.rng import rng_state, set_rng_state
 from posttrain.core.checkpoint.store import Store
+from posttrain.core.data.rng import rng_state, set_rng_state
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import Metrics
 

@@ -33,7 +33,7 @@ class Taken:
     Attributes:
         parts: names of what was taken.
         lacks: what was not, each with the reason.
-        rng: the random numbers, for `posttrain.core.checkpoint.rng.set_rng_state`.
+        rng: the random numbers, for `posttrain.core.data.rng.set_rng_state`.
     """
 
     parts: list[str] = field(default_factory=list)
@@ -175,7 +175,7 @@ def _curves(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_numbers(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state of the generators as `posttrain.core.checkpoint.rng.rng_state` gives it."""
+    """The state of the generators as `posttrain.core.data.rng.rng_state` gives it."""
     version, words, gauss_next = saved["python"]
     tree = {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss_next},

@@ -13,13 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, rng, sharded, weights
+from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, sharded, weights
 from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest, run_of
 from posttrain.core.checkpoint.store import Store, number_of
 from posttrain.core.checkpoint.transaction import Outcome, Saver
-from posttrain.core.models import ema, wrapping
+from posttrain.core.data import rng
+from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy
+from posttrain.core.training import ema
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import rng, weights
+from posttrain.core.checkpoint import weights
+from posttrain.core.data import rng
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
-from posttrain.core.training import memory
+from posttrain.core.logging import memory
 
 logger = logging.getLogger(__name__)
 

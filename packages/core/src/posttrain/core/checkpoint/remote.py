@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.manifest import MANIFEST, is_inside, read_manifest
 from posttrain.core.errors import CheckpointError, require
-from posttrain.core.logging.redaction import redact
+from posttrain.core.fields.redaction import redact
 
 _NAME = re.compile(r"checkpoint-\d+")
 

@@ -25,7 +25,7 @@ from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
-from posttrain.core.logging.redaction import redact
+from posttrain.core.fields.redaction import redact
 
 logger = logging.getLogger(__name__)
 

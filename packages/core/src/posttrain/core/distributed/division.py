@@ -1,7 +1,7 @@
 """Divides a model over the processes of a run: split matrices, divided experts and shards, in this order.
 
 Training does so over the processes that there are (`posttrain.core.distributed.processes`), and a memory plan over
-imagined ones (`posttrain.core.tools.memory_mesh`).
+imagined ones (`posttrain.cli.tools.memory_mesh`).
 """
 
 from __future__ import annotations

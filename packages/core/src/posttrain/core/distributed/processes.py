@@ -45,8 +45,9 @@ from posttrain.core.distributed.waits import LostProcessError, Waits, portable
 from posttrain.core.distributed.watchdog import FOLDER, Watchdog, report_failures
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
-from posttrain.core.models import context_parallel, parts
-from posttrain.core.models.padding_masks import announce_masks
+from posttrain.lm.attention import context_parallel
+from posttrain.lm.attention.padding_masks import announce_masks
+from posttrain.lm.loading import parts
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from posttrain.core.data.host_copies import host_copy
-from posttrain.core.training.memory import free_memory
+from posttrain.core.logging.memory import free_memory
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config import Help, opt
-from posttrain.core.logging.redaction import redact
+from posttrain.core.fields.redaction import redact
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.errors import require
-from posttrain.core.training import memory
+from posttrain.core.logging import memory
 
 logger = logging.getLogger(__name__)
 

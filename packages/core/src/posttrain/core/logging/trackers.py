@@ -15,9 +15,9 @@ from posttrain.core.callbacks import EVENTS, ClosingCallback
 from posttrain.core.callbacks import _hears as hears
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
+from posttrain.core.fields.redaction import redact
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import is_performance
-from posttrain.core.logging.redaction import redact
 from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Losses, and how they are averaged over an accumulation window."""
 
-from posttrain.core.losses.language_modeling import (
+from posttrain.lm.loss.language_modeling import (
     cross_entropy,
     linear_cross_entropy,
     selective_log_softmax,

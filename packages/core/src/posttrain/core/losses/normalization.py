@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from posttrain.core.data.batch_limits import explain_failure
-from posttrain.core.losses import language_modeling
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model
+from posttrain.lm.loss import language_modeling
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

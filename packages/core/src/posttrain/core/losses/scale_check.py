@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posttrain.core.checkpoint import rng
+from posttrain.core.data import rng
 from posttrain.core.losses.normalization import split_terms
 from posttrain.core.models.compiling import uncompiled
 from posttrain.core.models.wrapping import unwrap

@@ -1,7 +1,7 @@
 """Implements `torch_compile`: compiles a model's layers with one shared graph, or else the whole model.
 
 Layers do most of the work and compile once, whatever their number. Embeddings, masks and the output head stay
-uncompiled, so the head still computes its loss in tiles (`posttrain.core.models.lm_head`). Modules are compiled in
+uncompiled, so the head still computes its loss in tiles (`posttrain.lm.loss.lm_head`). Modules are compiled in
 place, without a wrapper that renames weights or hides the model; leaving the context restores them.
 """
 

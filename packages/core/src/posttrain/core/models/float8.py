@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import require
-from posttrain.core.models.lm_head import output_embedding
 from posttrain.core.models.wrapping import base_model
+from posttrain.lm.loss.lm_head import output_embedding
 
 logger = logging.getLogger(__name__)
 

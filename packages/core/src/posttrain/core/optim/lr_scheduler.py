@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.fields import durations
 from posttrain.core.optim.greedy_lr import GreedyLR
-from posttrain.core.training import durations
 
 #: Schedules that are stepped by the metric of an evaluation.
 FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")

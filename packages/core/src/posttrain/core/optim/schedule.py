@@ -13,8 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from posttrain.core.fields import durations
 from posttrain.core.optim import lr_scheduler
-from posttrain.core.training import durations
 
 
 class TokenLR(LambdaLR):

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.distributed import Distributed
+    from posttrain.core.logging.memory import MemoryTracker
     from posttrain.core.state import EvalLoopOutput, TrainerState
-    from posttrain.core.training.memory import MemoryTracker
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import RunState
 

@@ -17,9 +17,9 @@ from posttrain.core.callbacks import CallbackHandler, TrainerCallback
 from posttrain.core.checkpoint import Store
 from posttrain.core.distributed import Distributed
 from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
+from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import afresh
-from posttrain.core.old_names import translate_old_names
 from posttrain.core.state import has_state
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import codec, rng
+from posttrain.core.checkpoint import codec
+from posttrain.core.data import rng
 from posttrain.core.errors import NonFiniteError
 from posttrain.core.training import nonfinite
 from posttrain.core.training.nonfinite import Update

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.training import memory
+from posttrain.core.logging import memory
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.core.training.durations import parse
+from posttrain.core.fields.durations import parse
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,7 @@ def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]
 
 def as_steps(interval: float | str, max_steps: int) -> int:
     """An interval in optimizer steps: below 1 it is a share of the whole run, rounded up; `NEVER` for a text such as
-    ``1ep``, for which `posttrain.core.training.durations.Passing` looks.
+    ``1ep``, for which `posttrain.core.fields.durations.Passing` looks.
     """
     if isinstance(interval, str):
         return NEVER

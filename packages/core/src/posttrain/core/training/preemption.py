@@ -22,7 +22,7 @@ import torch
 from posttrain.core.config import opt
 from posttrain.core.data import workers
 from posttrain.core.distributed.maximum import Maximum
-from posttrain.core.training import durations
+from posttrain.core.fields import durations
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Control flags that are pending when a run stops; they are handled when it resumes.

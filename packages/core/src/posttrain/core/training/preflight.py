@@ -21,14 +21,15 @@ from torch import nn
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
-from posttrain.core.data import chat_template, pipeline
+from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.models import adapters, loading, quantization
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
+from posttrain.lm.loading import adapters, loading, quantization
+from posttrain.lm.text import chat_template
 
 Problem = str | Exception
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.checkpoint import rng
+from posttrain.core.data import rng
 from posttrain.core.distributed.stragglers import Pace
-from posttrain.core.models.ema import EMA
+from posttrain.core.training.ema import EMA
 from posttrain.core.training.nonfinite import FiniteGuard
 from posttrain.core.training.oom import BatchSplitter
 from posttrain.core.training.plan import Plan, Progress

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from posttrain.core.data.samplers import mix
-from posttrain.core.models.varlen_attention import PREFIX
 from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.lm.attention.varlen_attention import PREFIX
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, filters
 from posttrain.rl.generation.transformers import cut, evaluating, is_float32, rope_limit

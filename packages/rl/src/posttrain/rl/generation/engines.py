@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.image_positions import ImageExample
 from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.lm.images.image_positions import ImageExample
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Generator, Sampling
@@ -87,7 +87,7 @@ def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.T
 
 
 def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = None) -> Generator:
-    """The engine for `args`, a `posttrain.rl.rollout_config.GenerationArguments`.
+    """The engine for `args`, a `posttrain.rl.online.arguments.GenerationArguments`.
 
     The local engine, unless another is set or an option is set that only transformers' generate supports.
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.core.data.segments import Segments
-from posttrain.core.models.varlen_attention import layer_window, segment_attention
 from posttrain.core.models.wrapping import base_model, text_part
+from posttrain.lm.attention.segments import Segments
+from posttrain.lm.attention.varlen_attention import layer_window, segment_attention
 from posttrain.rl.generation.block import Block
 from posttrain.rl.generation.fixed_block import FixedBlock
 

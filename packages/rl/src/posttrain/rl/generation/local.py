@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.vision import join_tensors
-from posttrain.core.models.image_positions import ImageExample, ImagePositions, SeenPrompt
-from posttrain.core.models.lm_head import packed_head
-from posttrain.core.models.router_replay import Recorder
-from posttrain.core.models.varlen_attention import LAYER_TYPES, reading_problem
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.lm.attention.router_replay import Recorder
+from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem
+from posttrain.lm.images.image_positions import ImageExample, ImagePositions, SeenPrompt
+from posttrain.lm.images.vision import join_tensors
+from posttrain.lm.loss.lm_head import packed_head
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsNothingOn, decoding_attention
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
@@ -64,7 +64,7 @@ class LocalGenerator:
             counts once for all its completions, and each of these with as many tokens as it can get. None: no bound.
         example: of a model that sees, what it is tried with.
         with_routes: return the experts that a mixture chose. Its routers must be those of
-            `posttrain.core.models.router_replay`.
+            `posttrain.lm.attention.router_replay`.
     """
 
     shares_weights = True

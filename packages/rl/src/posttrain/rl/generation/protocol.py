@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from posttrain.core.data.images import Video
-from posttrain.core.models.image_positions import SeenPrompt
+from posttrain.lm.images.image_positions import SeenPrompt
+from posttrain.lm.images.images import Video
 
 MAX_ROWS = 256
 """Completions that a local engine writes at once, unless one prompt needs more."""

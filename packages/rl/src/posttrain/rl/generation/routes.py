@@ -1,4 +1,4 @@
-"""The experts of a mixture with which completions were written, for `posttrain.core.models.router_replay`."""
+"""The experts of a mixture with which completions were written, for `posttrain.lm.attention.router_replay`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from posttrain.core.models.router_replay import Recorder
+from posttrain.lm.attention.router_replay import Recorder
 
 
 class Routes:

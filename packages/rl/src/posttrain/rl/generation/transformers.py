@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.image_features import features_once
 from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.lm.images.image_features import features_once
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from posttrain.core.distributed.environment import local_rank, rank, world_size
 from posttrain.core.errors import require
-from posttrain.core.models.router_replay import layers_of
 from posttrain.core.models.wrapping import base_model
+from posttrain.lm.attention.router_replay import layers_of
 from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import never, prefers_probable
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head

@@ -1,0 +1,230 @@
+"""The command line: ``posttrain <method> run.yaml --learning_rate 1e-5``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import CheckpointError, ConfigError, DataError
+
+# Each is a module of `posttrain.cli.tools` with a function `run`.
+COMMANDS = {
+    "new": "List recipes, or write one out: a run to begin with.",
+    "launch": "Start a program, or a method, in several processes.",
+    "check": "Find what is wrong with the arguments of a run, and write them as one file.",
+    "preview": "Show the training tokens of a run.",
+    "bench": "Measure the speed and the memory of a run in a few optimizer steps.",
+    "plan": "Estimate the memory that a run needs, and what would make it fit.",
+    "chat": "Talk to a model or an adapter in the terminal.",
+    "generate": "Complete the prompts of a JSONL file.",
+    "evaluate": "Evaluate a model or an adapter on tasks of lm-eval.",
+    "export": "Write one model for other programs: safetensors, or GGUF for llama.cpp.",
+    "consolidate": "Make one model of weights that were saved in parts.",
+    "merge": "Add an adapter into the weights it was trained on, and compare.",
+    "migrate": "Rewrite scripts for transformers' Trainer or trl; shows the change, or makes it.",
+    "vllm-serve": "Start a vLLM server that online training can send weights to.",
+    "verify-resume": "Kill and resume a run, and compare it with an uninterrupted one bit by bit.",
+    "rerun": "Start a run again from its record, and compare.",
+    "report": "Write a page about a run, or about several side by side.",
+    "schema": "Print the arguments of a method as a JSON schema.",
+    "env": "Versions and hardware, for a bug report.",
+}
+
+# Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
+SMOKE: dict[str, Any] = {
+    "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
+    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False,
+    "check_saved_model": True,
+}  # fmt: skip
+# Then one more, from the checkpoint.
+SMOKE_RESUME: dict[str, Any] = {"max_steps": 3, "resume_from_checkpoint": "true"}
+SMOKE_ROWS = 32
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: the words after ``posttrain``; None: those of this process.
+
+    Returns:
+        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
+        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where nobody reads the output any more.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _quiet_others()
+    try:
+        status = _dispatch(words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return 128 + 13  # as a program that SIGPIPE ends
+    except ConfigError as error:
+        name, status = " ".join(["posttrain", *words[:1]]), 2
+        problems = error.problems
+        message = f"{name}: {problems[0]}" if len(problems) == 1 else "\n".join(
+            [f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)]
+        )  # fmt: skip
+    except (DataError, CheckpointError) as error:
+        message, status = f"posttrain {words[0]}: {error}", 1
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, SystemExit):  # of a run that has saved a checkpoint; it has its own exit code
+            raise
+        message, status = f"\nposttrain {words[0]}: interrupted.", 128 + signal.SIGINT
+    if os.environ.get("RANK", "0") == "0":  # once, not once a process
+        print(message, file=sys.stderr)
+    return status
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads the output any more; a pipe may also have broken between two processes of a run."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        return True
+    return False
+
+
+def _quiet_others() -> None:
+    """Leave out what libraries tell each other's developers, of which a user of the command line can change nothing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a kernel that it did not find, for any adapter
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
+
+
+def _dispatch(words: list[str]) -> int:
+    from posttrain.cli import help
+
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help.overview(COMMANDS))
+    elif words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"posttrain {version('posttrain-core')}")
+    elif words[0] in COMMANDS:
+        module = importlib.import_module(f"posttrain.cli.tools.{words[0].replace('-', '_')}")
+        makes_runs: dict[str, tuple[Any, ...]] = {
+            "check": (_read_and_check,),
+            "preview": (_read,),
+            "plan": (_read,),
+            "bench": (_read,),
+            "rerun": (_train,),
+            "schema": (_classes,),
+        }
+        return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
+    elif "--accelerate_config" in words[1:]:  # the method in several processes
+        place = words.index("--accelerate_config")
+        launch = importlib.import_module("posttrain.cli.tools.launch")
+        return launch.run([*words[place : place + 2], *words[:place], *words[place + 2 :]])
+    else:
+        return _run_method(words[0], words[1:])
+    return 0
+
+
+def _run_method(name: str, words: list[str]) -> int:
+    from posttrain.cli import help, parse
+    from posttrain.core import registry
+
+    if name.startswith("-"):
+        raise ConfigError("posttrain", [f"the method comes first, before {name}"])
+    method = registry.method(name, others=COMMANDS)
+    if {"-h", "--help"} & set(words):
+        print(help.of_method(method, _classes(method)))
+        return 0
+    return _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
+
+
+def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> int:
+    """Run `method` with `settings`, `problems` having been found in them before; the exit status."""
+    run = _checked(method, settings, problems)
+    from posttrain.cli.report import run_record
+    from posttrain.core.hub import uploads  # after the checks: this imports torch
+
+    uploads.USED.clear()
+    with run_record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
+        if smoke:
+            _smoke(method, run)
+        else:
+            method.run(run)
+    return 3 if any(one.failed for one in uploads.USED) else 0
+
+
+def _checked(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
+    """The `Run` that `settings` make, once nothing is found that is wrong with it or that this machine lacks."""
+    run = _configs(method, settings, problems)
+    from posttrain.core.training import preflight  # after the checks: this imports torch
+
+    if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
+        raise ConfigError(f"posttrain {method.name}", found)
+    return run
+
+
+def _classes(method: Any) -> tuple[type, type, type]:
+    """The configs that the words of a method are read into."""
+    from posttrain.cli.mixture import CommandSource
+    from posttrain.lm.loading.arguments import ModelConfig
+
+    return method.config_class, ModelConfig, CommandSource
+
+
+def _read(method: Any, words: list[str]) -> Any:
+    """The `Run` of a method from `words`, its files and flags."""
+    from posttrain.cli import parse
+
+    return _configs(method, *parse.read_words(words))
+
+
+def _read_and_check(method: Any, words: list[str]) -> dict[str, Any]:
+    """The settings of a method from `words`, its files and flags, by name, as text; checked as for training."""
+    from posttrain.cli import parse
+
+    settings, problems = parse.read_words(words)
+    _checked(method, settings, problems)
+    return {name: setting.value for name, setting in settings.items()}
+
+
+def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
+    """The `Run` that `settings` make; `ConfigError` with their problems and those found before."""
+    from posttrain.cli import parse
+    from posttrain.core import registry
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FutureWarning)
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+        return registry.Run(*parse.configs(_classes(method), settings, problems, method.needs))
+
+
+def _smoke(method: Any, run: Any) -> None:
+    """Train two optimizer steps on a few rows in a temporary folder, read the model back, resume and train a third."""
+    from posttrain.core.fields import durations
+
+    folder = Path(f"{run.config.output_dir}-smoke")  # the same in every process of the run
+    evaluate = {} if run.config.eval_strategy == "no" else {"eval_strategy": "steps", "eval_steps": 2}
+    duration = durations.if_tokens(run.config.max_duration)  # the schedule follows it
+    run.config = dataclasses.replace(run.config, output_dir=str(folder), max_duration=duration, **SMOKE, **evaluate)
+    run.data = dataclasses.replace(run.data, max_rows=SMOKE_ROWS)
+    try:
+        method.run(run)
+        if run.config.process_index == 0:
+            print("Two optimizer steps are made. Now the run is resumed from their checkpoint, for a third one.")
+        method.run(dataclasses.replace(run, config=dataclasses.replace(run.config, **SMOKE_RESUME)))
+    finally:
+        if run.config.process_index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if run.config.process_index == 0:
+        evaluation = "evaluation, " if evaluate else ""
+        print(
+            f"The smoke run passed: data, model, training, {evaluation}a checkpoint, resuming from it and reading the "
+            "saved model back work. Nothing was kept."
+        )

@@ -1,0 +1,1 @@
+"""The record of a run, its samples and plots, and the page made of them."""

@@ -1,0 +1,206 @@
+"""The command ``posttrain export``: one folder, or one GGUF file, that other programs read."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.cli import parse
+from posttrain.cli.tools import load
+from posttrain.cli.tools.merge import TOLERANCE, merge
+from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.lm.loading import loading
+
+HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--tolerance SHARE] ...
+
+Write a model, or an adapter merged into its base, for other programs. A TARGET that ends in .gguf is written by
+llama.cpp's own converter and read back through transformers; any other is a folder of safetensors with the tokenizer,
+which transformers, vLLM and SGLang read.
+
+  --dtype TYPE         float32, bfloat16 or float16; by default that of the checkpoint. Of GGUF also q8_0
+  --llama_cpp FOLDER   a clone of https://github.com/ggml-org/llama.cpp, for GGUF; by default $LLAMA_CPP
+  --base MODEL         folder or name of the base weights of an adapter; by default those named in it
+  --tolerance SHARE    share of an adapter's effect that merging may lose [default 0.1]
+  --trust_remote_code  run code from the model's repository
+"""
+KINDS = {"base": str, "dtype": str, "llama_cpp": str, "tolerance": float, "trust_remote_code": bool}
+CONVERTER = "convert_hf_to_gguf.py"
+#: What the converter calls the types.
+OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "q8_0": "q8_0"}
+#: The largest part of a weight matrix's spread that its rounding may change.
+ROUNDING = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9, "q8_0": 2**-5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Args:
+        target: the folder or file.
+        dtype: of its weights.
+        largest: of the absolute differences between a weight and what was read back, as a part of the spread of its
+            matrix; the mean over each matrix, and the largest of all. Of GGUF alone.
+    """
+
+    target: str
+    dtype: str
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        size = sum(file.stat().st_size for file in _files(Path(self.target))) / 2**20
+        read = "" if self.largest is None else (
+            f" Read back, its weights differ by {self.largest:.2g} of their spread at most, in the mean of a matrix."
+        )  # fmt: skip
+        return f"{self.target}: {size:,.0f} MiB in {self.dtype}.{read}"
+
+
+def run(words: list[str]) -> None:
+    """The command.
+
+    Raises:
+        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be exported.
+    """
+    if {"-h", "--help"} & set(words):
+        print(HELP.rstrip())
+        return
+    is_gguf = any(word.endswith(".gguf") for word in words[1:2])
+    quantized = {"dtype": "q8_0"} if is_gguf and _takes(words, "q8_0") else {}
+    what = "a model and the folder or file to write"
+    names, given = parse.typed_flags("export", words, KINDS, names=2, what=what, least={"tolerance": 0})
+    try:
+        print(export(*names, **(given | quantized)))
+    except (OSError, ImportError) as error:
+        raise CheckpointError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError("export", [str(error)]) from error
+
+
+def _takes(words: list[str], dtype: str) -> bool:
+    """Take ``--dtype q8_0`` out of `words`; whether it was there."""
+    rest, taken = parse.take_flags(words, ["dtype"])
+    if [value for _, value in taken] != [dtype]:
+        return False
+    words[:] = rest
+    return True
+
+
+def export(
+    model: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    base: str | None = None,
+    llama_cpp: str | os.PathLike[str] | None = None,
+    tolerance: float = TOLERANCE,
+    trust_remote_code: bool = False,
+) -> Export:
+    """Write `model`, or an adapter merged into its base, as one folder of safetensors or one GGUF file.
+
+    Args:
+        model: folder or Hub name of a model, or the folder of an adapter.
+        target: the folder to write, or a file that ends in .gguf; there must be nothing yet.
+        dtype: of the weights: float32, bfloat16, float16, and of GGUF also q8_0; by default that of the checkpoint.
+        base: the base of an adapter; by default the one named in it.
+        llama_cpp: a clone of llama.cpp, for GGUF; by default the environment's LLAMA_CPP.
+        tolerance: share of an adapter's effect that merging may lose.
+
+    Raises:
+        CheckpointError: the converter fails, or what it wrote is another model. FileExistsError: `target` is there.
+        FileNotFoundError: there is no such model, or no converter.
+    """
+    target = Path(target)
+    is_gguf = target.suffix == ".gguf"
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise FileExistsError(f"There is something in {target} already; name another target.")
+    if dtype is not None and dtype not in OUTTYPES or (dtype == "q8_0" and not is_gguf):
+        raise ValueError(f"dtype={dtype!r}: a folder is written in float32, bfloat16 or float16, GGUF also in q8_0.")
+    converter = find_converter(llama_cpp) if is_gguf else None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    kept = None if dtype == "q8_0" else dtype
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+        folder = Path(beside) / "model"
+        if (Path(model) / "adapter_config.json").is_file():
+            merge(model, folder, base, kept, tolerance, trust_remote_code)
+        else:
+            whole, tokenizer = load.load(model, base, kept, device="cpu", trust_remote_code=trust_remote_code)
+            whole.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        dtype = dtype or str(loading.load_causal_lm(folder, {"dtype": "auto"}).dtype).removeprefix("torch.")
+        if converter is None:
+            if target.exists():
+                target.rmdir()
+            folder.rename(target)
+            return Export(str(target), dtype)
+        file = Path(beside) / target.name
+        _convert(converter, folder, file, dtype)
+        largest = compare_gguf(folder, file)
+        if not largest <= ROUNDING[dtype]:
+            raise CheckpointError(
+                f"What {converter} wrote is another model: read back, its weights differ by {largest:.2g} of their "
+                f"spread, where {dtype} rounds by {ROUNDING[dtype]:.2g}. Nothing was kept."
+            )
+        shutil.move(file, target)
+    return Export(str(target), dtype, largest)
+
+
+def find_converter(llama_cpp: str | os.PathLike[str] | None = None) -> Path:
+    """llama.cpp's converter.
+
+    Raises:
+        FileNotFoundError: it is not there. ImportError: its package gguf is not installed.
+    """
+    folder = llama_cpp or os.environ.get("LLAMA_CPP")
+    if not folder:
+        raise FileNotFoundError(
+            "GGUF is written by llama.cpp's own converter. Get it: git clone --depth 1 "
+            "https://github.com/ggml-org/llama.cpp, and name the folder: --llama_cpp llama.cpp (or LLAMA_CPP)."
+        )
+    if not (found := Path(folder) / CONVERTER).is_file():
+        raise FileNotFoundError(f"There is no {CONVERTER} in {folder}; name a clone of llama.cpp.")
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("'gguf' is not installed, which reads GGUF. Run: pip install gguf", name="gguf")
+    return found
+
+
+def _convert(converter: Path, folder: Path, file: Path, dtype: str) -> None:
+    command = [sys.executable, str(converter), str(folder), "--outfile", str(file), "--outtype", OUTTYPES[dtype]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not file.is_file():
+        last = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()][-3:]
+        absent = re.search(r"No module named '(\w+)", " ".join(last))
+        needs = f" Run: pip install {absent[1]} (its requirements.txt pins another transformers)" if absent else ""
+        raise CheckpointError(f"{converter} failed with status {done.returncode}: {' '.join(last)}.{needs}")
+
+
+def compare_gguf(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> float:
+    """The largest mean difference between a weight of the model in `folder` and of the GGUF `file`, as transformers
+    reads it, divided by the standard deviation of that weight.
+
+    Raises:
+        CheckpointError: the file lacks a weight.
+    """
+    file = Path(file)
+    expected: Any = loading.load_causal_lm(folder, {"dtype": "float32"}).state_dict()
+    found: Any = loading.load_causal_lm(file.parent, {"dtype": "float32", "gguf_file": file.name}).state_dict()
+    if absent := sorted(expected.keys() ^ found.keys()):
+        raise CheckpointError(f"{file.name} does not hold the weights of {folder}: {', '.join(absent[:3])} ...")
+    gaps = [
+        (found[name] - weight).abs().mean() / weight.std().clamp_min(1e-6)
+        for name, weight in expected.items()
+        if weight.numel() > 1 and weight.is_floating_point()
+    ]
+    return float(torch.stack(gaps).max())
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

@@ -1,0 +1,137 @@
+"""Loads a trained model or adapter to be used, for the commands after training; no command of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.errors import CheckpointError, ConfigError, require
+from posttrain.core.models import special_tokens
+from posttrain.core.models.wrapping import is_peft_model, unwrap
+from posttrain.lm.loading import loading
+from posttrain.lm.text import chat_template
+
+#: The flags of all commands that load a model, and their types.
+KINDS: dict[str, type] = {"base": str, "dtype": str, "device": str, "trust_remote_code": bool}
+FLAGS = """  --base MODEL         folder or name of the base weights of an adapter; by default those named in it
+  --dtype TYPE         of the weights: float32, bfloat16 or float16; by default that of the checkpoint
+  --device DEVICE      such as cuda or cpu; by default a GPU where there is one
+  --trust_remote_code  run code from the model's repository"""
+NO_TEMPLATE = (
+    "The tokenizer has no chat template, so it cannot read messages: give a text, or train the model on conversations "
+    "with chat_template_path set."
+)
+#: The least values of flags that several of these commands have.
+LEAST = {"temperature": 0, "max_new_tokens": 1, "batch_size": 1, "num_return": 1, "limit": 1, "num_fewshot": 0}
+
+
+def load(
+    model: str | os.PathLike[str],
+    base: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """A causal language model, or an adapter on its base, ready to generate, and its tokenizer.
+
+    Args:
+        model: folder or Hub name of a model, or the folder of an adapter.
+        base: folder or Hub name of the base weights of an adapter; by default those named in it.
+        dtype: of the weights; by default that of the checkpoint.
+        device: by default a GPU where there is one.
+
+    Raises:
+        CheckpointError: the adapter names no base. FileNotFoundError: there is no such model. ValueError: there is no
+            such device.
+    """
+    path, place = os.fspath(model), _device(device)
+    if (absent := loading.missing_folder(path)) is not None:
+        raise absent
+    adapter = path if (Path(path) / "adapter_config.json").is_file() else None
+    if adapter is not None:
+        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {adapter}")
+        path = base or peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+        if not path:
+            raise CheckpointError(f"The adapter in {adapter} does not name its base. Name it: --base MODEL")
+    elif base is not None:
+        raise CheckpointError(f"base={base!r} has no use: {path} holds no adapter.")
+    has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
+    tokenizer = loading.load_tokenizer(adapter if adapter and has_tokenizer else path, trust_remote_code)
+    special_tokens.ensure_pad_token(tokenizer)
+    options = {"dtype": dtype or "auto"}
+    found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code)
+    if adapter is not None:
+        found = peft.PeftModel.from_pretrained(found, adapter)
+    return found.to(place).eval(), tokenizer
+
+
+def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, Any]:
+    """`load` for the command line: takes its flags out of `given`, and raises what a command tells without a traceback.
+
+    Raises:
+        CheckpointError: the model cannot be loaded. ConfigError: a flag has a value that cannot be.
+    """
+    flags = {name: given.pop(name) for name in KINDS if name in given}
+    try:
+        return load(model, **flags)
+    except (OSError, ImportError) as error:
+        raise CheckpointError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(command, [str(error)]) from error
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name; None: a GPU where there is one."""
+    try:
+        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: a PyTorch without CUDA
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"device={name!r} cannot be used here ({why}). Leave it out, or set cpu.") from error
+    return place
+
+
+@contextlib.contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within this context `model` is its base.
+
+    Raises:
+        ValueError: it has no adapter.
+    """
+    if not is_peft_model(model):
+        raise ValueError("This model has no adapter that could be taken off.")
+    with model.disable_adapter():  # type: ignore[operator]  # of peft.PeftModel
+        yield
+
+
+def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """The tokens of a prompt: of a text, or of messages, as the chat template has them before an answer.
+
+    Raises:
+        ValueError: there are messages, and the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ValueError(NO_TEMPLATE)
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def ends(model: nn.Module, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: those of the model's generation config and the end of a turn in its template."""
+    own: Any = unwrap(model).generation_config.eos_token_id
+    listed = own if isinstance(own, (list, tuple)) else [] if own is None else [own]
+    return sorted({*listed, *chat_template.end_tokens(tokenizer)})
+
+
+def sampling(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
+    """The arguments of ``generate`` for a temperature; 0 takes the most probable token."""
+    if temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

@@ -1,0 +1,162 @@
+"""Counts the memory of tensors while they live: on the device, and on the host for those that are moved there.
+
+A memory plan runs a step with fake tensors, which are all of one device. What training would move to the host is
+known by who moves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from posttrain.cli.tools.memory_mesh import local
+from posttrain.core.distributed import sharding
+
+aten = torch.ops.aten
+
+
+@dataclass
+class _Held:
+    """A storage that lives: its bytes, and whether they are on the host."""
+
+    size: int
+    on_host: bool
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make while they live.
+
+    Attributes:
+        now, peak: on the device, at this moment and at most. high: the most since it was last set.
+        host, host_peak: of those that were moved to the host.
+        most: elements of a result whose size hangs on numbers, at most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.high = self.peak = self.host = self.host_peak = 0
+        self.most = sys.maxsize
+        self.paused = False
+        self._makes_on_host = False
+        self._known: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # what is done with a process's part of it is counted
+        if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
+            found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
+        elif func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):  # as if it kept everything
+            found = func(args[0], [self._everywhere(index) if _is_mask(index) else index for index in args[1]])
+        elif func is aten._grouped_mm.default:  # torch knows the shape of its result in bfloat16 alone
+            ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+            found = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
+        elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
+            return 1
+        elif func is torch.ops._c10d_functional.wait_tensor.default:  # only the fake one gives a copy
+            return args[0]
+        else:
+            found = func(*args, **(kwargs or {}))
+        if not self.paused:
+            self.add(found)
+        return found
+
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        resize, live = self._resize, self
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes memory so
+            result = resize(storage, size)
+            if (held := live._known.get(storage)) is not None:
+                live._count(held, size)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
+        self._shapes = sharding.shapes_within(self._pause)
+        self._shapes.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._shapes.__exit__(*error)
+        super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """What is made in here is not counted."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def _everywhere(self, mask: torch.Tensor) -> torch.Tensor:
+        return mask.new_empty(mask.numel(), dtype=torch.long)
+
+    def add(self, tree: Any) -> int:
+        """Count the tensors in `tree` that are not counted yet; returns the bytes on the device."""
+        before = self.now
+        for tensor in tree_leaves(tree):
+            storage = local(tensor).untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage not in self._known:
+                self._known[storage] = held = _Held(0, self._makes_on_host)
+                self._count(held, storage.nbytes())
+                weakref.finalize(storage, self._count, held, 0)
+        return self.now - before
+
+    def to_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on count `tensors`, which were counted before, on the host."""
+        for tensor in tensors:
+            held = self._known[local(tensor).untyped_storage()]
+            size = held.size
+            self._count(held, 0)
+            held.on_host = True
+            self._count(held, size)
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made in here is on the host."""
+        before, self._makes_on_host = self._makes_on_host, True
+        try:
+            yield
+        finally:
+            self._makes_on_host = before
+
+    @contextlib.contextmanager
+    def saves_on_host(self) -> Iterator[None]:
+        """What is saved in here for the backward pass waits for it on the host."""
+
+        def away(tensor: torch.Tensor) -> torch.Tensor:
+            with self.on_host():
+                return torch.empty_like(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(away, torch.empty_like):
+            yield
+
+    def _count(self, held: _Held, size: int) -> None:
+        """The storage now takes `size` bytes."""
+        more, held.size = size - held.size, size
+        if held.on_host:
+            self.host += more
+            self.host_peak = max(self.host_peak, self.host)
+        else:
+            self.now += more
+            self.high, self.peak = max(self.high, self.now), max(self.peak, self.now)
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool and index.ndim == 1
+
+
+def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a product of matrices in groups: (S, K) @ (G, K, N), or the (G, K, N) of (K, S) @ (S, N)."""
+    if right.ndim == 3:
+        return (*left.shape[-2:-1], right.shape[2])
+    return len(ends), left.shape[0], right.shape[1]

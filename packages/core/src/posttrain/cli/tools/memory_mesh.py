@@ -1,0 +1,148 @@
+"""Divides the model of a memory plan over processes that are not there, by the code that divides it in training.
+
+The process group is torch's ``fake`` one, whose messages go nowhere. With fake tensors nothing is computed either, so
+one process here is one of many: it holds its shards, gathers a layer's weights when the layer runs, and computes its
+slice of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.distributed import division, expert_parallel, shard_settings, sharding, tensor_parallel
+from posttrain.core.distributed.division import Division
+from posttrain.core.errors import ConfigError
+from posttrain.lm.attention import context_parallel
+
+
+@contextlib.contextmanager
+def imagined(processes: int) -> Iterator[None]:
+    """Within this context the process is the first of so many, of which the others do not exist."""
+    if processes == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    variables = {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        division.forget_operations()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def processes() -> int:
+    """The number of processes of this context; 1 outside."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def cp_size(args: Any) -> int:
+    """Processes that split a row."""
+    return shard_settings.sizes_of(args.parallelism_config).get("cp_size", 1)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How a run's processes divide its model; see `Distributed`.
+
+    Attributes:
+        division: None in one process, and under DDP, which holds the model whole.
+        peers: those with the same rows where rows are cut, a process group.
+    """
+
+    division: Division | None = None
+    peers: Any = None
+
+    @property
+    def copies(self) -> bool:
+        """Whether DDP keeps gradients in buckets beside the model's."""
+        return processes() > 1 and self.division is None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights, gradients and optimizer state are in host memory."""
+        settings = None if self.division is None else self.division.settings
+        return settings is not None and settings.cpu_offload
+
+    @property
+    def has_several(self) -> bool:
+        """Whether some weights are divided over other processes than others."""
+        return self.division is not None and (
+            self.division.experts > 1 or "tp" in (self.division.mesh.mesh_dim_names or ())
+        )
+
+
+def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
+    """How a run with `args` would divide a model with this `config` over the processes of this context. Made without
+    fake tensors.
+
+    Raises:
+        ConfigError: the sizes do not fit the number of processes, or the model.
+    """
+    total, sizes = processes(), shard_settings.sizes_of(args.parallelism_config)
+    settings, problems = shard_settings.read(args.fsdp, args.fsdp_config, args.parallelism_config)
+    problems += [*division.problems(sizes, total, args), *division.model_problems(sizes, config)]
+    if problems:
+        raise ConfigError("posttrain plan", problems)
+    if total == 1:
+        return Mesh()
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+    settings = division.sharding_of(settings, sizes, total)
+    try:
+        mesh = sharding.make_mesh(settings, device_type, total, total, tp=tp, cp=cp)
+        keepers = sharding.make_expert_mesh(mesh, ep) if ep > 1 and tp == 1 else None
+    except ValueError as error:
+        raise ConfigError("posttrain plan", [str(error)]) from error
+    peers = torch.distributed.new_group(list(range(cp))) if cp > 1 else None
+    is_whole = settings is None and tp * ep == 1
+    return Mesh(None if is_whole else Division(settings, mesh, ep, keepers), peers)
+
+
+def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -> None:
+    """Divide `model`, of fake tensors, over the processes.
+
+    Args:
+        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
+    """
+    if mesh.peers is not None:
+        context_parallel.enable(model, mesh.peers)
+    if mesh.division is not None:
+        with sharding.meshes_within(_numbers):
+            division.cut(model, mesh.division, device, precision)
+
+
+@contextlib.contextmanager
+def _numbers() -> Iterator[None]:
+    """Within this context new tensors are real ones, on the host."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
+def even_routes(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    """Within this context experts that processes have between them get equally many tokens."""
+    has_experts = mesh.division is not None and mesh.division.experts > 1
+    return expert_parallel.even_routes() if has_experts else contextlib.nullcontext()
+
+
+def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """A step of `optimizer`, as training makes it."""
+    tensor_parallel.step(optimizer) if mesh.has_several else optimizer.step()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of `tensor`."""
+    return tensor.to_local() if sharding.is_piece(tensor) else tensor

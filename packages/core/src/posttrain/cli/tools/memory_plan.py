@@ -1,0 +1,437 @@
+"""Estimates the peak memory of a run without computing or loading, and finds changes that make it fit.
+
+The model is built from its config with fake tensors (torch's `FakeTensorMode`), which have shapes, types and a device,
+but no numbers. The training code runs one micro-batch forward and backward and one optimizer step, and every tensor is
+counted while it exists. So weights, gradients and optimizer state are exact; activations and the peak are estimates:
+see `Footprint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from posttrain.cli.tools import memory_mesh
+from posttrain.cli.tools.memory_count import LiveBytes
+from posttrain.cli.tools.memory_mesh import local
+from posttrain.core.errors import ConfigError
+from posttrain.core.models import gradient_checkpointing, regularization, wrapping
+from posttrain.core.optim import builder
+from posttrain.core.registry import Run
+from posttrain.lm.attention import context_parallel, varlen_attention
+from posttrain.lm.attention.activation_offloading import OffloadActivations
+from posttrain.lm.attention.segments import Segments
+from posttrain.lm.loading import adapters, loading, parts
+from posttrain.lm.loss import language_modeling, lm_head
+
+TILE = 512  # rows of the largest tile of `posttrain.lm.loss.language_modeling`
+STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
+
+# Bytes of bitsandbytes for each number of a weight, by the field of `ModelConfig`: a 4-bit
+# number with a float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits,
+# with a scale for each row.
+QUANTIZED = {"load_in_4bit": 0.5 + 4 / 64, "use_bnb_nested_quant": 0.5 + 1 / 64 + 4 / 64 / 256, "load_in_8bit": 1.0}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The shape of a micro-batch in a training method.
+
+    Args:
+        rows: of one forward. length: maximum tokens of each.
+        loss: "tokens" (`linear_cross_entropy`) and "logps" (`token_logps`) never hold whole logits; "logits": the
+            model's own loss, which does; "score": one number a row.
+        target_length: tokens of an encoder-decoder's output.
+        reference: a frozen copy of the model is evaluated too, if there is no adapter to disable.
+        generated: tokens in the key/value cache, if the model itself generates between optimizer steps.
+        auto_class: of transformers, with which the method loads models.
+        make: ``(config, **keywords of from_config)``, what makes its models where no such class does.
+    """
+
+    rows: int
+    length: int
+    loss: str = "logits"
+    target_length: int | None = None
+    reference: bool = False
+    generated: int = 0
+    auto_class: str = "AutoModelForCausalLM"
+    make: Callable[..., nn.Module] | None = None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one process on its device, but for `host`.
+
+    weights, gradients, optimizer (its state), reference, average (EMA): exact, but for quantized weights, which follow
+    `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most.
+    buckets: gradients as DDP averages them, which live beside them. cache: keys and values in generation. peak: the
+    most that lives at one time. Not in it: what kernels use inside, the fragments between tensors, batches that are
+    waiting, CUDA's own libraries, Python. host: the most that is moved to the host at one time: activations, and with
+    FSDP's `cpu_offload` weights, gradients and optimizer state, which the other numbers then leave out.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    peak: int
+    reference: int = 0
+    average: int = 0
+    cache: int = 0
+    buckets: int = 0
+    host: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind; they sum to `peak`."""
+        found = {
+            "weights": self.weights,
+            "reference model": self.reference,
+            "average of the weights": self.average,
+            "gradients": self.gradients,
+            "gradients in DDP's buckets": self.buckets,
+            "optimizer state": self.optimizer,
+            "activations": self.activations,
+            "loss and logits": self.head,
+            "generation cache": self.cache,
+        }
+        rest = self.peak - sum(found.values())
+        found["passing tensors" if rest > 0 else "not at the same time"] = rest
+        return {name: size for name, size in found.items() if size or name == "weights"}
+
+
+def rows_of(config: Any, longest: int, sides: int = 1) -> int:
+    """Rows of a micro-batch of `config`, each of `sides` texts of `longest` tokens."""
+    if config.max_batch_tokens is None:
+        return sides * config.per_device_train_batch_size
+    return sides * max(config.max_batch_tokens // (sides * longest), 1)
+
+
+def longest_row(*lengths: int | None) -> int:
+    """The first of `lengths` that is not None, in tokens.
+
+    Raises:
+        ConfigError: none is.
+    """
+    found = next((length for length in lengths if length), None)
+    if found is None:
+        raise ConfigError(
+            "posttrain plan", ["the config does not limit the length of rows; set it, as in --length 2048"]
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
+    """The footprint of `run`.
+
+    Args:
+        device: type of its device; None: the training device of this machine.
+
+    Raises:
+        ConfigError: there is no such model, or it does not run with fake tensors.
+    """
+    config, device = load_config(run), device or device_type(run.config)
+    mesh = memory_mesh.mesh_of(run.config, device, config)
+    try:
+        with torch.device("meta"):
+            model, quantized = _make(run, work, config)
+        # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
+        # device.
+        varlen_attention.tiles_of(_rows(work.rows, work.length))  # kept, because it hangs on numbers
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device), memory_mesh.even_routes(mesh):
+            _make_fake(model)
+            precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
+            if run.config.activation_checkpointing:
+                how = dict(run.config.activation_checkpointing_kwargs or {})
+                how.pop("offload", None)  # see `_save_inputs_on_host`
+                gradient_checkpointing.enable_gradient_checkpointing(model, how)
+            memory_mesh.divide(model, mesh, torch.device(device), precision)
+            return _measure(run, work, model, quantized, mesh)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise ConfigError("posttrain plan", [f"{run.model.model_name_or_path} cannot be run without numbers: "
+                          f"{type(error).__name__}: {reason[0]}"]) from error  # fmt: skip
+
+
+def device_type(config: Any) -> str:
+    """Where a run with `config` would train here."""
+    found = None if config.use_cpu else torch.accelerator.current_accelerator()
+    return found.type if found is not None else "cpu"
+
+
+def load_config(run: Run) -> Any:
+    """The config of the model that `run` trains, which for a folder is one file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoConfig
+
+    path, options = run.model.model_name_or_path, {"revision": run.model.model_revision}
+    options["trust_remote_code"] = getattr(run.config, "trust_remote_code", False)
+    try:
+        with loading.explain_missing(path, "model"):
+            return AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError("posttrain plan", [str(error).strip().splitlines()[0]]) from error
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace each tensor of `model` by an empty one on the current device; tied ones stay tied."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in tables:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    trained = tensor.requires_grad
+                    made[tensor] = nn.Parameter(empty, trained) if tensors is module._parameters else empty
+                tensors[name] = None if tensor is None else made[tensor]
+
+
+def _rows(rows: int, length: int) -> Segments:
+    """The trainers' layout of rows of the same length on the CPU."""
+    return Segments((length,) * rows, (-1,) * rows)
+
+
+@functools.cache
+def _register_attention() -> str:
+    """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is
+    to hide.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, length, dropout = len(query), query.shape[2], kwargs.get("dropout")
+        if query.device.type != "cpu" or dropout or not getattr(module, "is_causal", False) or length != key.shape[2]:
+            return sdpa(module, query, key, value, mask, *args, **kwargs)
+        queries, keys, values = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
+        segments = _rows(rows, length)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        window, softcap = varlen_attention.layer_window(module, kwargs.get("sliding_window")), kwargs.get("softcap")
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        out = varlen_attention.segment_attention(queries, keys, values, segments, **options)
+        return out[0].transpose(0, 1).unflatten(0, (rows, length)), None
+
+    AttentionInterface.register("footprint", attend)
+    AttentionMaskInterface.register("footprint", lambda *args, **kwargs: None)
+    return "footprint"
+
+
+def _measure(
+    run: Run, work: Workload, model: nn.Module, quantized: list[nn.Linear], mesh: memory_mesh.Mesh
+) -> Footprint:
+    args, live = run.config, LiveBytes()
+    weights = live.add([*model.parameters(), *model.buffers()])
+    held = weights
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if (args.activation_checkpointing_kwargs or {}).get("offload"):
+        _save_inputs_on_host(model, live)
+    if mesh.offloads:
+        live.to_host(model.parameters())
+        weights = live.now
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda one: live.to_host([one.grad]))
+    with live:
+        optimizer = builder.build(model, args)
+        if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
+            _accumulate(model, args, work, live, trained)
+        activations, head = _pass(model, args, work, live)
+        if parts.sees(model):  # what encodes images is trained too, though none was shown
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
+        early, in_pass, host = _state_bytes(optimizer), live.peak, live.host_peak
+        with live.on_host() if mesh.offloads else contextlib.nullcontext():
+            memory_mesh.step(optimizer, mesh)
+    state = _state_bytes(optimizer)
+    saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
+    unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
+    reference = held if work.reference and not wrapping.is_peft_model(model) else 0
+    average = 0 if args.ema_decay is None else sum(4 * local(parameter).numel() for parameter in trained)
+    cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
+    # The pass was measured without optimizer state, which always exists from the second step on.
+    if mesh.offloads:
+        host = max(host + state - early, live.host_peak) + reference + average
+        state = early = gradients = reference = average = 0
+    else:
+        host = live.host_peak
+    buckets = gradients if mesh.copies else 0
+    peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
+    others = {"reference": reference, "average": average, "cache": cache, "buckets": buckets, "host": host}
+    return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **others)
+
+
+def _save_inputs_on_host(model: nn.Module, live: LiveBytes) -> None:
+    """Let recomputed layers keep their inputs on the host, as transformers does with ``offload=True``."""
+
+    def within(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with live.saves_on_host():
+                return checkpoint(*args, **kwargs)
+
+        return call
+
+    for module in model.modules():
+        if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
+            module._gradient_checkpointing_func = within(checkpoint)  # type: ignore[assignment]
+
+
+class _Offloaded(OffloadActivations):
+    """Counts what is moved to the host, which is the device of fake tensors."""
+
+    kinds = (torch.Tensor, FakeTensor)
+
+    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
+        head = lm_head.output_embedding(wrapping.base_model(model))
+        super().__init__(model, torch.device("cpu"), stays=[] if head is None else [head])
+        self.live = live
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.live.on_host():
+            return super().to_host(tensor)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+
+def _accumulate(model: nn.Module, args: Any, work: Workload, live: LiveBytes, trained: list[nn.Parameter]) -> None:
+    """What the micro-batches before the last one leave: gradients, under FSDP of whole weights."""
+    sharded: Any = model
+    if not hasattr(model, "set_requires_gradient_sync"):
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        return
+    each = bool(args.accelerator_config.accumulation.get("sync_each_batch"))
+    sharded.set_requires_gradient_sync(each)
+    _pass(model, args, work, live)
+    sharded.set_requires_gradient_sync(True)
+
+
+def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Linear]]:
+    """(the model on the meta device, those of its layers that would be quantized)."""
+    import transformers
+
+    options, quantized = run.model, []
+    if work.loss == "score":
+        config.num_labels = 1
+        for one in (config, config.get_text_config()):
+            one.pad_token_id = getattr(one, "pad_token_id", None) or 0
+    config.use_cache = run.config.use_cache
+    dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype or "float32")
+    kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": getattr(run.config, "trust_remote_code", False)}
+    if options.attn_implementation:
+        kwargs["attn_implementation"] = options.attn_implementation
+    make = work.make or getattr(transformers, _class_of(config, run, work)).from_config
+    model: Any = make(config, **kwargs).train()
+    slices = memory_mesh.cp_size(run.config) > 1  # their own attention
+    if model.config._attn_implementation == "sdpa" and not slices and not getattr(config, "is_encoder_decoder", False):
+        model.set_attn_implementation(_register_attention())
+    if options.load_in_4bit or options.load_in_8bit:
+        model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
+        head = lm_head.output_embedding(model)
+        quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    if (adapter := options.peft_config()) is not None:
+        if getattr(config, "is_encoder_decoder", False):
+            adapter.task_type = "SEQ_2_SEQ_LM"
+        model = adapters.add_adapter(model, adapter, getattr(run.config, "train_parts", None))
+    elif (trained := getattr(run.config, "train_parts", None)) is not None:
+        parts.freeze_others(model, trained)
+    if getattr(run.config, "disable_dropout", False):
+        regularization.disable_dropout(model)
+    return model, quantized
+
+
+def _class_of(config: Any, run: Run, work: Workload) -> str:
+    if work.auto_class != loading.READING[0]:
+        return work.auto_class
+    return loading.whole_class(config, work.auto_class, run.model.model_name_or_path)
+
+
+def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int]:
+    """One micro-batch forward and backward: (activations, head) of `Footprint`.
+
+    Leaves the gradients at the parameters.
+    """
+    before = reached = live.now
+    head = lm_head.output_embedding(wrapping.base_model(model))
+    inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
+    labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    in_tiles = plain and work.loss in ("tokens", "logps")
+    if not in_tiles and work.loss != "score":
+        inputs["labels"] = labels
+
+    def arrive(*_: Any) -> None:
+        nonlocal reached
+        reached = live.high = live.now
+
+    def loss_in_tiles(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
+        targets, live.most = language_modeling.shift_labels(labels), TILE
+        if slicing is not None and slicing.current is not None:
+            targets = slicing.current.cut(targets, language_modeling.IGNORE_INDEX)
+        weight, bias, part = lm_head.CausalHead(head).own()
+        options: dict[str, Any] = {"bias": bias, "part": part}
+        if work.loss == "logps":
+            return torch.stack(tuple(language_modeling.token_logps(hidden, weight, targets, stats=STATS, **options)))
+        loss, stats, *_ = language_modeling.linear_cross_entropy(hidden, weight, targets, return_stats=True, **options)
+        return torch.stack([loss, *stats])
+
+    low = bool(args.bf16 or args.fp16)
+    with contextlib.ExitStack() as stack:
+        if getattr(args, "activation_offloading", False):
+            stack.enter_context(_Offloaded(model, live))
+        slicing = stack.enter_context(context_parallel.head_reads_slices(model)) if in_tiles else None
+        if head is not None:
+            stack.enter_context(head.register_forward_pre_hook(arrive))
+        if isinstance(head, nn.Linear) and in_tiles:
+            stack.enter_context(lm_head.forward_replaced(head, functools.partial(loss_in_tiles, head)))
+        with torch.autocast(labels.device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=low):
+            output = model(**inputs)
+            loss = output.loss if "labels" in inputs else output.logits[0].sum()
+            activations, taken = reached - before, live.high - reached
+            if work.loss == "score" or head is None:
+                activations, taken = live.now - before, 0
+            output = None
+            if work.reference:
+                with torch.no_grad():
+                    model(**inputs)
+        loss.backward()
+    return activations, taken
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        local(tensor).nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor)
+    )
+
+
+def _quantized_rate(options: Any) -> float:
+    if options.load_in_8bit:
+        return QUANTIZED["load_in_8bit"]
+    return QUANTIZED["use_bnb_nested_quant" if options.use_bnb_nested_quant else "load_in_4bit"]
+
+
+def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
+    """Of the keys and values of `tokens` in each layer."""
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads_kept = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads_kept * width * tokens * itemsize

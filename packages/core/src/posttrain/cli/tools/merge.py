@@ -1,0 +1,282 @@
+"""The command ``posttrain merge``, which merges an adapter into its base and compares the logits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from posttrain.cli import parse
+from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint.weights import ADAPTER
+from posttrain.core.errors import CheckpointError, require
+from posttrain.core.models import special_tokens
+from posttrain.core.models.wrapping import base_model
+from posttrain.lm.loading import loading
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
+
+HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
+
+Merge an adapter (LoRA and others) into its base weights and write the model with its tokenizer into FOLDER, in the
+format of from_pretrained. An adapter trained on 4 or 8 bits is added to the original weights. The logits of the merged
+model are compared with those of base and adapter, and a merge that loses too much is an error.
+
+  --base MODEL         folder or name of the base weights; by default those named in the adapter
+  --dtype TYPE         of the merged weights: float32, bfloat16 or float16; by default that of the base
+  --tolerance SHARE    share of the adapter's effect that may be lost [default 0.1]
+  --trust_remote_code  run code from the model's repository
+"""
+
+
+def run(words: list[str]) -> None:
+    """The command.
+
+    Raises:
+        ConfigError: the words are not those of `HELP`. CheckpointError: the adapter cannot be merged.
+    """
+    if {"-h", "--help"} & set(words):
+        print(HELP.rstrip())
+        return
+    kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
+    what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
+    folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what, least={"tolerance": 0})
+    try:
+        print(merge(folders[0], folders[1], **given))
+    except (OSError, ImportError) as error:
+        raise CheckpointError(str(error)) from error
+    print(f"The model is in {folders[1]}.")
+
+
+#: Classes of transformers by the task that peft notes in an adapter's config.
+AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+}
+PROBE = (
+    "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening.",
+    "Question: A train takes 3 hours for 240 km. How fast is it? Answer: 240 / 3 = 80 km/h.",
+    "def mean(numbers):\n    return sum(numbers) / len(numbers)\n",
+    "Die Ergebnisse wurden gemessen und mit denen des vorigen Jahres verglichen.",
+)
+PROBE_WIDTH = 64
+#: The part of what the adapter changes that a merge may lose.
+TOLERANCE = 0.1
+#: Differences below this part of the spread of all logits are rounding.
+ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The effect of a merge on the logits of a fixed batch, computed in float32.
+
+    Args:
+        base: the model to which the adapter was added.
+        dtype: of the merged weights.
+        largest, mean: of the absolute differences between the merged model, read back, and the base with its adapter.
+        effect: the mean absolute difference between the base with and without the adapter.
+        spread: the standard deviation of the logits.
+    """
+
+    base: str
+    dtype: str
+    largest: float
+    mean: float
+    effect: float
+    spread: float
+
+    def __str__(self) -> str:
+        share = (
+            f", {self.mean / self.effect:.2%} of the {self.effect:.3g} that the adapter changes" if self.effect else ""
+        )
+        return (
+            f"Merged into {self.base} in {self.dtype}: the logits differ from those of base and adapter by "
+            f"{self.mean:.3g} in the mean{share}, and by {self.largest:.3g} at most (they spread by "
+            f"{self.spread:.3g})."
+        )
+
+
+def merge(
+    adapter: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    base: str | None = None,
+    dtype: str | None = None,
+    tolerance: float = TOLERANCE,
+    trust_remote_code: bool = False,
+) -> Merge:
+    """Write the merged model with its tokenizer into `folder`, in the format of ``from_pretrained``.
+
+    An adapter that was trained on 4 or 8 bits is added to the original weights, because quantized ones cannot hold the
+    sum. The sum is in float32 and rounded once. The host needs memory for two float32 copies of the weights.
+
+    Args:
+        adapter: a folder with a saved adapter: a checkpoint, or the output of `save_model`.
+        folder: of the merged model; it must not exist.
+        base: folder or Hub name of the weights; by default those named in the adapter.
+        dtype: of the merged weights; by default that of the base.
+        tolerance: a merge that loses a larger part of the adapter's effect is an error, unless it is rounding.
+
+    Raises:
+        CheckpointError: the adapter cannot be merged, the base holds quantized weights, or too much is lost. Nothing is
+            written then.
+        FileExistsError: there is something in `folder`.
+    """
+    peft = require("peft", "posttrain-core[peft]", why="merging an adapter")
+    adapter, folder = Path(adapter), Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"There is something in {folder} already; name a new folder.")
+    config = _read_config(peft, adapter)
+    base = base or config.base_model_name_or_path
+    if not base:
+        raise CheckpointError(
+            f"The adapter in {adapter} does not name the model it was trained on. Name it: --base MODEL"
+        )
+    tokenizer = loading.load_tokenizer(_holder_of_tokenizer(adapter, base), trust_remote_code)
+    options = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
+    _refuse_quantized(base, options, trust_remote_code)
+    options = {
+        "model_init_kwargs": options,
+        "auto_class": AUTO_CLASSES[_task(config)],
+        "trust_remote_code": trust_remote_code,
+    }
+    model = loading.load_causal_lm(base, **options)
+    dtype = dtype or _stored_dtype(base_model(model))
+    batch = _batch(base_model(model), tokenizer)
+    plain = _logits(model, batch)
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter), config=config)
+    expected = _logits(adapted, batch)
+    merged = adapted.merge_and_unload(safe_merge=True).to(getattr(torch, dtype))
+    _untie_if_different(merged)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=_made(folder.parent)))
+    try:
+        merged.save_pretrained(str(beside))
+        tokenizer.save_pretrained(str(beside))
+        del model, adapted, merged
+        options["model_init_kwargs"] = {
+            name: value for name, value in options["model_init_kwargs"].items() if name != "revision"
+        }
+        difference = (_logits(loading.load_causal_lm(str(beside), **options), batch) - expected).abs()
+        outcome = Merge(
+            base, dtype, float(difference.max()), float(difference.mean()),
+            float((expected - plain).abs().mean()), float(expected.std()),
+        )  # fmt: skip
+        if not outcome.mean <= max(tolerance * outcome.effect, ROUNDING * outcome.spread):
+            raise CheckpointError(
+                f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Is {base} the "
+                "model that it was trained on (--base)? Does --dtype=float32 help? --tolerance sets how much may be "
+                "lost."
+            )
+        beside.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return outcome
+
+
+def _read_config(peft: Any, adapter: Path) -> Any:
+    if not (adapter / "adapter_config.json").is_file():
+        raise CheckpointError(f"There is no adapter in {adapter}: adapter_config.json is missing.")
+    if not (adapter / ADAPTER).is_file():
+        raise CheckpointError(f"There is no {ADAPTER} in {adapter}.")
+    config = peft.PeftConfig.from_pretrained(str(adapter))
+    if config.is_prompt_learning:
+        raise CheckpointError(
+            f"The adapter in {adapter} is of {getattr(config.peft_type, 'value', config.peft_type)}, whose virtual "
+            "tokens are no part of any weight and cannot be merged. Use it with peft.PeftModel.from_pretrained."
+        )
+    if _task(config) not in AUTO_CLASSES:
+        known = ", ".join(AUTO_CLASSES)
+        raise CheckpointError(f"The adapter in {adapter} is for {config.task_type}; merge knows {known}.")
+    return config
+
+
+def _task(config: Any) -> str:
+    return getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
+
+
+def _labels(adapter: Path, config: Any) -> dict[str, int]:
+    """The classes of a classifier, whose head the adapter holds whole."""
+    if _task(config) != "SEQ_CLS":
+        return {}
+    tensors = codec.read_tensors(adapter / ADAPTER)
+    heads = [
+        t.shape[0]
+        for name, t in tensors.items()
+        if name.endswith(("score.weight", "classifier.weight", "out_proj.weight"))
+    ]
+    return {"num_labels": heads[0]} if heads else {}
+
+
+def _holder_of_tokenizer(adapter: Path, base: str) -> str:
+    return str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
+
+
+def _refuse_quantized(base: str, options: dict[str, Any], trust_remote_code: bool) -> None:
+    from transformers import AutoConfig
+
+    with loading.explain_missing(base, "model"):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **options)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"{base} holds quantized weights, which cannot hold the sum with an adapter: each weight has 16 or 256 "
+            "values. Name the model that they were made of: --base MODEL"
+        )
+
+
+def _stored_dtype(model: PretrainedModel) -> str:
+    """What the weights of the base are in on disk; they were read as float32."""
+    from transformers import AutoConfig
+
+    stored = AutoConfig.from_pretrained(model.config.name_or_path).dtype
+    return str(stored or torch.float32).removeprefix("torch.")
+
+
+def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:
+    """The same tokens each time, as inputs of `model`."""
+    special_tokens.ensure_pad_token(tokenizer)
+    options = {
+        "padding": True,
+        "truncation": True,
+        "max_length": PROBE_WIDTH,
+        "padding_side": "right",
+        "return_tensors": "pt",
+    }
+    rows = tokenizer(list(PROBE), **options)
+    batch = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+    if getattr(model.config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = rows["input_ids"]
+    if getattr(model.config, "pad_token_id", None) is None:
+        model.config.pad_token_id = tokenizer.pad_token_id  # a classifier looks for the last real token by it
+    return batch
+
+
+def _logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the real tokens, or of the rows, in float32."""
+    with torch.no_grad():
+        logits = model.eval()(**batch).logits.float()
+    return logits[batch["attention_mask"].bool()] if logits.ndim == 3 else logits
+
+
+def _untie_if_different(model: PretrainedModel) -> None:
+    """An adapter may have trained the head or the embedding alone of a model that had one weight for both."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    if head is None or not getattr(config, "tie_word_embeddings", False):
+        return
+    embedding = model.get_input_embeddings()
+    if head.weight is not embedding.weight and not torch.equal(head.weight, embedding.weight):
+        model.config.tie_word_embeddings = config.tie_word_embeddings = False
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

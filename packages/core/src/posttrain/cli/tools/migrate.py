@@ -1,0 +1,119 @@
+"""The command ``posttrain migrate``, which rewrites scripts for transformers' Trainer or trl."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import tempfile
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from posttrain.core.errors import ConfigError
+
+HELP = """posttrain migrate SCRIPT.py [SCRIPT.py | FOLDER ...] [--write]
+
+Rewrite scripts for transformers' Trainer or trl: import the names that posttrain has from it, and rename old arguments.
+The rest of a script does not change. Manual decisions are listed with their lines. Nothing is run.
+
+  --write  change the files; without it the changes are only shown
+"""
+#: Folders of other people's code.
+LEFT_OUT = {"__pycache__", "site-packages", "node_modules"}
+
+
+def run(words: list[str]) -> int:
+    """The command.
+
+    Returns:
+        the exit status: 1 where a file cannot be read as Python, else 0.
+
+    Raises:
+        ConfigError: the words are not those of `HELP`.
+    """
+    if {"-h", "--help"} & set(words):
+        print(HELP.rstrip())
+        return 0
+    paths = [Path(word) for word in words if word != "--write"]
+    problems = [f"unknown flag {path}" for path in paths if str(path).startswith("-")]
+    problems += [f"{path} does not exist" for path in paths if not str(path).startswith("-") and not path.exists()]
+    problems += [
+        f"{path}: notebooks are not supported; write it as a script with: jupyter nbconvert --to script"
+        for path in paths
+        if path.suffix == ".ipynb"
+    ]
+    if not paths:
+        problems.append("it takes the scripts to rewrite, or folders of them")
+    if problems:
+        raise ConfigError("migrate", problems)
+    return _migrate(scripts(paths), write="--write" in words)
+
+
+def scripts(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files among `paths`, and the scripts in the folders among them, hidden folders left out; each once."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in inside:
+            parts = file.relative_to(path).parts[:-1]
+            if not any(part in LEFT_OUT or part.startswith(".") for part in parts):
+                found[file] = None
+    return iter(found)
+
+
+def _migrate(files: Iterable[Path], write: bool) -> int:
+    from posttrain.compat import migration
+
+    changed = "rewritten" if write else "to be rewritten"
+    counts = {changed: 0, "as it should be": 0, "without transformers and trl": 0, "not readable": 0}
+    for file in files:
+        try:
+            source, encoding = read(file)
+            done = migration.migrate(source)
+        except (SyntaxError, ValueError, OSError) as error:
+            counts["not readable"] += 1
+            line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            print(f"{file}{line}: {getattr(error, 'msg', error)}; left as it is")
+            continue
+        if done is None:
+            counts["without transformers and trl"] += 1
+            continue
+        counts[changed if done.text != source else "as it should be"] += 1
+        if done.text != source:
+            if write:
+                replace(file, done.text.encode(encoding))
+                print(f"{file}: rewritten")
+            else:
+                before, after = source.splitlines(), done.text.splitlines()
+                print("\n".join(difflib.unified_diff(before, after, str(file), str(file), lineterm="")))
+        for note in done.notes:
+            print(f"{file}:{note.line}: {note.text}")
+    missing = [f"posttrain-{name}" for name in migration.PACKAGES if name not in migration.faces()]
+    if missing:
+        print(f"Not installed, so that what they have stays as it is: {', '.join(missing)}.")
+    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    hint = " Nothing was written; --write does." if counts[changed] and not write else ""
+    print(f"Scripts: {said or 'none was found'}.{hint}")
+    return 1 if counts["not readable"] else 0
+
+
+def read(file: Path) -> tuple[str, str]:
+    """The text of a script with its line ends as they are, and the encoding that it declares."""
+    with file.open("rb") as stream:
+        encoding, _ = tokenize.detect_encoding(stream.readline)
+    return file.read_bytes().decode(encoding), encoding
+
+
+def replace(file: Path, content: bytes) -> None:
+    """Put `content` in the place of `file`, whole or not at all, with its permissions; a link stays a link."""
+    target = os.path.realpath(file)
+    handle, unfinished = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".migrate-")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        shutil.copymode(target, unfinished)
+        os.replace(unfinished, target)
+    except BaseException:
+        os.unlink(unfinished)
+        raise

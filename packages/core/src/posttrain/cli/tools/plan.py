@@ -1,0 +1,270 @@
+"""The command ``posttrain plan``, which estimates the memory of a run and suggests changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.cli import parse
+from posttrain.core import registry
+from posttrain.core.errors import ConfigError
+from posttrain.core.registry import Method, Run
+
+USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N | --cards N] [--length N]
+                      [--image_size WIDTHxHEIGHT] [--name value ...]
+
+Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
+method (posttrain <method> --help); nothing is loaded, trained or written.
+
+  --memory SIZE  available memory, such as 24GiB [default: free memory of the training device]
+  --processes N  processes of the run, each with so much memory; fsdp and parallelism_config divide the model over them
+  --cards N      propose how to divide the model over N cards, each with so much memory: measures the ways there are,
+                 first those that compute most rows at a time and divide least, until one fits
+  --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
+  --image_size WIDTHxHEIGHT
+                 says how many of a row's tokens an image of that size in pixels becomes
+
+Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates from torch operations on
+fake tensors, without workspaces of kernels and fragmentation; keep a tenth free for these."""
+UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)}}
+UNITS |= {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
+TIGHT = 0.9
+
+
+def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
+    """Print the memory plan of a run.
+
+    Args:
+        words: a method, files and flags, among them those of `USAGE`.
+        read: makes a run of a method and its words.
+    """
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
+    words, options = _take_options(words)
+    found = registry.first_named(words, "plan")
+    workload_of = found.workload
+    if workload_of is None:
+        having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
+        raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
+    processes, cards = options.pop("processes"), options.pop("cards")
+    if processes and cards:
+        raise ConfigError("posttrain plan", ["--processes plans one way, and --cards looks for one; leave one out"])
+
+    from posttrain.cli.tools import memory_mesh  # after the words are known to be right: this imports torch
+
+    with memory_mesh.imagined(processes or cards or 1):
+        _plan(found, words[1:], read, bool(cards), **options)
+
+
+def _plan(
+    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], looks: bool, memory: int | None,
+    length: int | None, image_size: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    from posttrain.cli.tools import memory_plan
+
+    asked = read(method, words)
+    device, of_images = memory_plan.device_type(asked.config), _of_images(asked, image_size)
+    is_host = memory is None and device == "cpu"
+    memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
+    workload_of: Any = method.workload
+
+    def workload(run: Run) -> Any:
+        return workload_of(run, length)
+
+    if looks:
+        _choose(asked, workload, memory, device)
+        print(of_images, end="")
+    else:
+        _show(asked, workload, memory, whose, device, is_host, of_images)
+
+
+def _choose(asked: Run, workload: Callable[[Run], Any], memory: int, device: str) -> None:
+    from posttrain.cli.tools import memory_mesh, memory_proposals
+
+    work, head = workload(asked), ("way", "rows at a time", "weights", "gradients", "optimizer", "peak")
+    tokens = f"{work.rows} rows of {work.length} tokens"
+    print(f"{memory_mesh.processes()} cards ({device}) of {in_words(memory)}, micro-batches of {tokens}:\n")
+    print(_line(*head), flush=True)
+    least: tuple[int, str] | None = None
+    for found in memory_proposals.choices(asked, workload):
+        plan = found.footprint
+        if plan is None:
+            print(f"{_line(found.name, str(found.rows))}  {found.problem}", flush=True)
+            continue
+        sizes = map(in_words, (plan.weights, plan.gradients + plan.buckets, plan.optimizer, plan.peak))
+        fits = plan.peak <= memory
+        print(f"{_line(found.name, str(found.rows), *sizes)}{'  fits' * fits}", flush=True)
+        if fits:
+            print(f"\nPropose: {_flags(found.changes) or 'nothing needs to be set'}\n{_verdict(plan.peak, memory)}.")
+            return
+        if least is None or least[0] > plan.peak:
+            least = plan.peak, f"{found.name}: --processes {memory_mesh.processes()} {_flags(found.changes)}"
+    print("\nNone of them fits." + ("" if least is None else f" See what helps beside {least[1]}"))
+
+
+def _line(name: str, rows: str, *sizes: str) -> str:
+    return f"  {name:<32}{rows:>14}" + "".join(f"{size:>14}" for size in sizes)
+
+
+def _flags(changes: dict[str, Any]) -> str:
+    return " ".join(f"--{name} {_as_word(value)}" for name, value in changes.items() if name not in ALIASES)
+
+
+def _show(
+    asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, is_host: bool, of_images: str
+) -> None:  # fmt: skip
+    from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
+
+    work, processes = workload(asked), memory_mesh.processes()
+    plan = memory_plan.measure(asked, work)
+    tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
+    where = "in one process" if processes == 1 else f"in each of {processes} processes"
+    print(f"A micro-batch of {tokens} tokens, {where} on the {device}:\n")
+    width = max(map(len, plan.parts))
+    for name, size in plan.parts.items():
+        print(f"  {name:<{width}}  {in_words(size):>12}")
+    print(f"  {'peak (estimate)':<{width}}  {in_words(plan.peak):>12}\n{of_images}")
+    if plan.host:
+        same = ", which is the same here" if is_host else ""
+        print(f"Moved to the host's memory{same}: up to {in_words(plan.host)} for each process.\n")
+    taken = plan.peak + (plan.host if is_host else 0)
+    print(f"{_verdict(taken, memory)}: {in_words(memory)} {whose}.", flush=True)
+    if taken > memory:
+        _propose(memory_proposals.proposals(asked, workload, memory), memory)
+
+
+def _of_images(run: Run, size: tuple[int, int] | None) -> str:
+    """What to say of images, in paragraphs; nothing of a model of text alone.
+
+    Args:
+        size: width and height in pixels of an image whose tokens are counted.
+
+    Raises:
+        ConfigError: they cannot be counted.
+    """
+    from posttrain.cli.tools import memory_plan
+    from posttrain.lm.loading import parts
+
+    if not parts.sees_images(memory_plan.load_config(run)):
+        if size is not None:
+            raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
+        return ""
+    how_many = "--image_size WIDTHxHEIGHT says how many they are"
+    if size is not None:
+        how_many = f"one of {size[0]} x {size[1]} pixels becomes {_image_tokens(run, size):,}"
+    return (
+        f"\nThe model sees images. Their tokens are among those of a row: {how_many}.\n"
+        "What its vision part computes for them is not counted.\n"
+    )
+
+
+def _image_tokens(run: Run, size: tuple[int, int]) -> int:
+    """The tokens that an image of `size` (width, height) becomes, with those around it."""
+    from posttrain.core.errors import DataError
+    from posttrain.lm.images.image_tokens import ImageTokens
+    from posttrain.lm.images.vision import VisionProcessor
+    from posttrain.lm.loading import loading
+
+    path, most = run.model.model_name_or_path, getattr(run.config, "max_image_pixels", None)
+    if most is not None and size[0] * size[1] > most:
+        raise ConfigError("posttrain plan", [f"--image_size: an image has more than max_image_pixels={most} pixels"])
+    try:
+        trusts = getattr(run.config, "trust_remote_code", False)
+        processor = loading.load_tokenizer(path, trusts, loading.SEEING[1], revision=run.model.model_revision)
+        shown = ImageTokens(VisionProcessor(processor)).show(processor.image_token, [size])
+    except (ImportError, OSError, TypeError, ValueError, DataError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            "posttrain plan", [f"--image_size needs the processor of {path}, which does not count: {reason[0]}"]
+        ) from error
+    return len(processor.tokenizer(shown.text, add_special_tokens=False)["input_ids"]) + shown.hidden
+
+
+def _verdict(peak: int, memory: int) -> str:
+    if peak > memory:
+        return "It does not fit"
+    return "It fits" if peak <= TIGHT * memory else "It fits barely, and what is not counted may be too much"
+
+
+def _propose(proposals: Any, memory: int) -> None:
+    print("\nWhat helps, the cheapest first, each measured in the same way:\n", flush=True)
+    fits = False
+    for one in proposals:
+        changes = _flags(one.changes)
+        fits = one.footprint.peak <= memory
+        print(
+            f"  {in_words(one.footprint.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.price}",
+            flush=True,
+        )
+    if not fits:
+        print(
+            "\nNothing that is known here makes it fit: take shorter rows, a smaller model, or more processes "
+            "(--processes)."
+        )
+
+
+ALIASES = {"activation_checkpointing"}  # the other name is set too, and wins over either of the two in a file
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"'{json.dumps(value)}'"
+    if value is None:
+        return "null"
+    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def in_words(size: int) -> str:
+    """`size` bytes in GiB, or in MiB below one."""
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
+def _free(device: str) -> int:
+    """Bytes that can be had on the device; all that there are, where the system does not say what is free on the
+    host.
+    """
+    import torch
+
+    from posttrain.core.logging.memory import free_memory
+
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = free_memory()
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+
+
+def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    options: dict[str, Any] = {"memory": None, "length": None, "processes": None, "cards": None, "image_size": None}
+    rest, given = parse.take_flags(words, options)
+    problems = []
+    for name, value in given:
+        read, what = READ.get(name, (_number, "number above 0"))
+        options[name] = read(value)
+        if not options[name]:
+            problems.append(f"--{name} {value} must be a {what}")
+    if problems:
+        raise ConfigError("posttrain plan", problems)
+    return rest, options
+
+
+def _number(word: str) -> int:
+    return int(word) if re.fullmatch(r"\d+", word) else 0
+
+
+def _bytes(word: str) -> int:
+    size = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?(\w*)", word)
+    return int(float(size[1]) * UNITS[size[2]]) if size is not None and size[2] in UNITS else 0
+
+
+def _sides(word: str) -> tuple[int, int] | None:
+    sides = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+    return None if sides is None else (int(sides[1]), int(sides[2]))
+
+
+READ: dict[str, tuple[Callable[[str], Any], str]] = {
+    "memory": (_bytes, "size such as 24GiB"), "image_size": (_sides, "size such as 1024x768, in pixels")
+}  # fmt: skip

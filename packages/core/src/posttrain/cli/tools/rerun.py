@@ -1,0 +1,98 @@
+"""The command ``posttrain rerun``, which repeats a run from its record and reports differences."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.cli import parse
+from posttrain.cli.report import run_record
+from posttrain.core import registry
+from posttrain.core.distributed import environment
+from posttrain.core.errors import ConfigError
+
+USAGE = """usage: posttrain rerun FOLDER [--name value ...]
+
+Repeat the run with the output FOLDER, with the method, the settings and the working directory of its run.json. The
+output goes to FOLDER-rerun, or to --output_dir; other settings override those of the record.
+Differences are reported: versions, hardware and processes at the start, rows and logged losses at the end."""
+
+
+def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[str]], None]) -> None:
+    """Start a run again.
+
+    Args:
+        words: what follows ``posttrain rerun``.
+        train: runs a method with settings and the problems that were found in them.
+
+    Raises:
+        ConfigError: no folder is named, or the run was not started by the command line.
+        CheckpointError: there is no record.
+    """
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
+    problems: list[str] = []
+    folders, flags = parse.read_flags(words)
+    if len(folders) != 1:
+        raise ConfigError("rerun", [f"name one folder that holds a {run_record.RECORD}, not {len(folders)}"])
+    first = run_record.read(folders[0])["starts"][0]
+    say = print if environment.rank() == 0 else lambda text: None
+    now = {"packages": run_record.packages(), "hardware": run_record.hardware(), "processes": environment.world_size()}
+    told = {name: first[name] for name in now}
+    for line in run_record.differences(told, now) or ["versions, hardware and processes are as they were"]:
+        say(f"  {line}")
+    if first["asked"] is None:
+        raise ConfigError(
+            "rerun",
+            [
+                "the run was started by another program, which sets its own output folder: "
+                f"in {first['directory'] or 'any folder'}, with another output folder, run: "
+                f"{shlex.join(first['command'])}"
+            ],
+        )
+    folder = Path(folders[0]).resolve()
+    folder = folder if folder.is_dir() else folder.parent
+    settings = {
+        name: parse.Setting(f"{run_record.RECORD}: {name}", value) for name, value in first["asked"]["settings"].items()
+    }
+    settings["output_dir"] = parse.Setting("rerun", f"{folder}-rerun")
+    settings.pop("resume_from_checkpoint", None)
+    if "output_dir" in flags:
+        flags["output_dir"].value = str(Path(flags["output_dir"].value).resolve())
+    settings |= flags
+    if (directory := first["directory"]) is not None:  # None: it had been deleted when the run began
+        if not Path(directory).is_dir():
+            problem = f"the working directory of the run, {directory}, is not there, from which it looked for its files"
+            raise ConfigError("rerun", [problem])
+        os.chdir(directory)
+    train(registry.method(first["asked"]["method"]), settings, problems)
+    if environment.rank() == 0:  # which has written the record and the log
+        for line in compare(folder, Path(settings["output_dir"].value)):
+            say(f"  {line}")
+
+
+def compare(before: Path, after: Path) -> list[str]:
+    """A line for each difference between two runs that have ended, in what they were given and in the losses of their
+    logs.
+    """
+    then, now = (run_record.read(folder)["starts"][0] for folder in (before, after))
+    given: dict[str, Any] = {"packages": {}, "hardware": {}, "processes": 1}
+    found = run_record.differences(then | given, now | given)
+    losses = [_losses(folder / "log.jsonl") for folder in (before, after)]
+    common = sorted(losses[0].keys() & losses[1].keys())
+    apart = next((step for step in common if losses[0][step] != losses[1][step]), None)
+    if apart is not None:
+        return [*found, f"the losses differ from optimizer step {apart} on: {losses[0][apart]} and {losses[1][apart]}"]
+    if not common:
+        return [*found, "the losses cannot be compared: no optimizer step has one in both logs (see logging_steps)"]
+    return [*found, f"the {len(common)} losses that both logs hold are equal"]
+
+
+def _losses(log: Path) -> dict[int, float]:
+    records = map(json.loads, log.read_text(encoding="utf-8").splitlines())
+    return {record["step"]: record["loss"] for record in records if "loss" in record}

@@ -1,0 +1,1 @@
+"""Names and row formats of transformers and trl."""

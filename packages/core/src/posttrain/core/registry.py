@@ -1,0 +1,115 @@
+"""Finds the training methods of installed packages by entry points.
+
+A package adds a method with two lines in its ``pyproject.toml`` and nothing in this one::
+
+    [project.entry-points."posttrain.methods"]
+    sft = "posttrain.sft.cli:METHOD"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from posttrain.core.errors import ConfigError, did_you_mean
+
+GROUP = "posttrain.methods"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """A parsed and checked command line: everything that a method needs to train.
+
+    Args:
+        config: the method's own config, such as an `SFTConfig`.
+        model: a `posttrain.lm.loading.arguments.ModelConfig`: the model, its loading options and its adapter.
+        data: a `posttrain.cli.mixture.CommandSource`: which dataset.
+    """
+
+    config: Any
+    model: Any
+    data: Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """One training method.
+
+    Args:
+        name: the word on the command line.
+        help: one sentence for ``posttrain --help``.
+        config: the import path of its config class, ``"module:Class"``; imported when needed.
+        run: trains.
+        needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
+        preview: ``(run, count)`` -> the first `count` prepared rows (`posttrain.cli.tools.preview.Row`) and the lines
+            of a data report; None if not supported.
+        workload: ``(run, length)`` -> the shape of a micro-batch (`posttrain.cli.tools.memory_plan.Workload`) with
+            rows of `length` tokens; None: the config's maximum. None if not supported.
+    """
+
+    name: str
+    help: str
+    config: str
+    run: Callable[[Run], None]
+    needs: tuple[str, ...] = ("model_name_or_path", "dataset_name|datasets")
+    preview: Callable[[Run, int], tuple[list[Any], list[str]]] | None = None
+    workload: Callable[[Run, int | None], Any] | None = None
+
+    @property
+    def config_class(self) -> type:
+        module, _, name = self.config.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+@cache
+def methods() -> dict[str, Method]:
+    """``{name: method}`` of every installed package, sorted; one that cannot be imported is left out with a warning."""
+    found = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            logger.warning("The method %r (%s) cannot be loaded: %s", entry.name, entry.value, error)
+    return found
+
+
+def method(name: str, others: Iterable[str] = ()) -> Method:
+    """The method called `name`; `ConfigError` with the nearest name if there is none.
+
+    Args:
+        others: what else could have been meant, the commands of the command line.
+    """
+    if name not in methods():
+        known, what = ", ".join(methods()) or "none is installed; pip install posttrain-sft adds one", "unknown method"
+        near = did_you_mean(name, [*methods(), *others])
+        if others:
+            known, what = f"{known}; commands: {', '.join(others)}", "unknown method or command"
+        raise ConfigError("posttrain", [f"{what} {name!r}{near} (methods: {known})"])
+    return methods()[name]
+
+
+def first_named(words: list[str], command: str) -> Method:
+    """The method that `words` begin with; `ConfigError` where they do not, for ``posttrain <command>``."""
+    if not words or words[0].startswith("-"):
+        raise ConfigError(f"posttrain {command}", [f"name the method first, as in posttrain {command} sft run.yaml"])
+    return method(words[0])
+
+
+def configs_with(field: str) -> list[str]:
+    """Names of the config classes of all methods that have a field called `field`."""
+    owners = []
+    for found in methods().values():
+        try:
+            if field in {known.name for known in dataclasses.fields(found.config_class)}:
+                owners.append(found.config_class.__name__)
+        except (ImportError, AttributeError):  # a method whose optional packages are missing is skipped here
+            continue
+    return owners

@@ -1,0 +1,1 @@
+"""What every trainer of language models shares: text, images, attention, the output head, loading, generation."""

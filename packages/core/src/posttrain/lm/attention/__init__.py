@@ -1,0 +1,1 @@
+"""Attention over packed, padded and split rows."""

@@ -1,0 +1,1 @@
+"""Text generated while training, for evaluation and for the eye."""

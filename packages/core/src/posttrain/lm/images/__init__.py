@@ -1,0 +1,1 @@
+"""Images and videos of rows: reading, tokens, positions and features."""

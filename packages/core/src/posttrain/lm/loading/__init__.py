@@ -1,0 +1,1 @@
+"""Models, tokenizers, adapters and quantization by name, and their arguments."""

@@ -1,0 +1,184 @@
+"""Adds and checks adapters of peft."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.errors import require
+from posttrain.core.models.wrapping import base_model, is_peft_model
+from posttrain.lm.loading import parts
+from posttrain.lm.loading.quantization import is_quantized
+
+
+def check_peft_config(peft_config: Any) -> Any:
+    """The module peft, after a check of `peft_config`.
+
+    Raises:
+        ImportError: it is not installed. TypeError: `peft_config` is none of its configs. ValueError: it begins in a
+            way that it alone cannot describe.
+    """
+    peft = require("peft", "posttrain-core[peft]", why="peft_config")
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
+    if vars(peft_config).get("init_lora_weights") == "eva":
+        raise ValueError(
+            "init_lora_weights='eva' begins from activations on data, and without them it is plain LoRA. Call "
+            "peft.get_peft_model and peft.initialize_lora_eva_weights with your data, and pass that model without "
+            "peft_config."
+        )
+    check_base_can_be_found_again(peft_config)
+    return peft
+
+
+def check_base_can_be_found_again(peft_config: Any) -> None:
+    """Raise ValueError if the adapter began by changing the weights below by numbers that no checkpoint holds.
+
+    PiSSA, OLoRA and LoftQ compute what they take off these weights from the weights alone, and so does who loads them.
+    """
+    init = str(vars(peft_config).get("init_lora_weights"))
+    if init.startswith("pissa_niter_") or init in ("corda", "lora_ga"):
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the weights below the adapter by numbers that depend on chance or on "
+            "data. A saved adapter holds none of them, so loaded on the model it would compute something else. Set "
+            "'pissa' or 'olora'; or save model.get_base_model() as the new base, and set "
+            "init_lora_weights=True in the adapter's config."
+        )
+
+
+def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = None) -> nn.Module:
+    """Freeze `model` and put the adapter that `peft_config` describes on it.
+
+    Args:
+        train_parts: of a vision-language model, the parts that get adapters; see `parts.adapter_config`.
+
+    On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314),
+    and modules trained whole in the dtype of the model.
+
+    Returns:
+        The `peft.PeftModel`.
+    """
+    peft = check_peft_config(peft_config)
+    if is_peft_model(model):
+        if not _describes_adapter_of(model, peft_config, train_parts):
+            raise ValueError(
+                "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
+                "peft_config), or pass model.merge_and_unload() to build on it."
+            )
+        warnings.warn("The model already has the adapter that peft_config describes: it is trained.", stacklevel=3)
+        return model
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "The model was loaded with an adapter in its layers, which would be trained and not saved beside that of "
+            "peft_config. Give the trainer the adapter's folder by name, or PeftModel.from_pretrained(base, folder, "
+            "is_trainable=True), and leave out peft_config."
+        )
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
+    parts.tell_adapted(adapted)
+    _tell_unmatched(adapted)
+    if checkpointed and hasattr(model, "enable_input_require_grads"):
+        base_model(model).enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
+    if is_quantized(model):
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "modules_to_save" not in name:  # they get what layers in `dtype` compute
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted
+
+
+def _tell_unmatched(model: Any) -> None:
+    """Warn of what the adapter's config names and the model does not have, which peft passes over in silence."""
+    config, base = model.peft_config[model.active_adapter], base_model(model)
+    adapted = getattr(model.base_model, "targeted_module_names", None)
+    known = {
+        "target_modules": adapted,
+        "layers_to_transform": adapted and [part for name in adapted for part in name.split(".")],
+        "target_parameters": getattr(model.base_model, "targeted_parameter_names", None),
+        # peft itself adds the names that heads of classifiers may have
+        "modules_to_save": ["classifier", "score", *(name for name, _ in base.named_modules())],
+    }
+    for field, names in known.items():
+        given = getattr(config, field, None)
+        if names is None or not isinstance(given, (list, set, tuple)):
+            continue
+        unmatched = sorted(one for one in given if not any(f".{name}".endswith(f".{one}") for name in names))
+        if not unmatched:
+            continue
+        experts = [n for n, p in base.named_parameters() if ".experts." in n and p.ndim == 3 and "lora_" not in n]
+        wanted = sorted({".".join(name.replace(".base_layer", "").split(".")[-3:]) for name in experts})
+        hint = f" Its experts are parameters, not modules: target_parameters={wanted} adapts them." if wanted else ""
+        warnings.warn(
+            f"peft_config.{field}: {', '.join(map(repr, unmatched))} match nothing of this {type(base).__name__}, and "
+            f"nothing is trained for them.{hint}",
+            stacklevel=3,
+        )
+
+
+def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> nn.Module:
+    """`model` with the adapter of `peft_config` if there is one, and with what else shall not be trained frozen.
+
+    Raises:
+        ValueError: nothing of it can be trained, or it has no such parts.
+    """
+    if peft_config is not None:
+        model = add_adapter(model, peft_config, train_parts)
+    elif train_parts is not None:
+        parts.freeze_others(model, train_parts)
+    check_trainable(model)
+    return model
+
+
+def _describes_adapter_of(model: Any, peft_config: Any, train_parts: str | None) -> bool:
+    """Whether `peft_config` is that of the adapter of `model`, as in scripts that call ``get_peft_model`` first."""
+
+    def described(config: Any) -> dict[str, Any]:
+        # Loading fills in the rest: the base's name, its revision, and whether the adapter is trained.
+        filled_in = ["base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"]
+        filled_in += ["target_modules"] if getattr(peft_config, "target_modules", None) is None else []
+        filled_in += ["exclude_modules"] if train_parts is not None else []
+        fields = {name: value for name, value in config.to_dict().items() if name not in filled_in}
+        return {name: sorted(v, key=repr) if isinstance(v, (set, list)) else v for name, v in fields.items()}
+
+    mine = model.peft_config[model.active_adapter]
+    return type(mine) is type(peft_config) and (mine is peft_config or described(mine) == described(peft_config))
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError if nothing can be trained: quantized weights without an adapter, which round small changes away
+    (unless transformers' ``is_qat_trainable`` is True), or a frozen adapter.
+    """
+    base = base_model(model)
+    adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
+    for config in model.peft_config.values() if is_peft_model(model) else ():  # type: ignore[operator, union-attr]
+        check_base_can_be_found_again(config)
+    for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
+    if is_quantized(model) and not adapted and not for_training:
+        raise ValueError(
+            f"This {type(base).__name__} is quantized, and quantized weights cannot be trained themselves. "
+            "Pass peft_config (e.g. peft.LoraConfig()) to train an adapter on them, or load the model unquantized."
+        )
+    if is_peft_model(model) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"The adapter of this {type(base).__name__} is frozen, so there is nothing to train. Load it with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    _keep_products_differentiable(base)
+
+
+def _keep_products_differentiable(model: nn.Module) -> None:
+    """Hold bitsandbytes' layers of 4 bits in the form through which gradients flow.
+
+    On processors with AVX512-BF16 an evaluation packs them for good for a kernel without a backward pass: every layer
+    before them would get no gradient from then on, in silence.
+    """
+    module: Any
+    for module in model.modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        module.support_avx512bf16_for_cpu = False
+        state = getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            module.state_dict()  # writing it down unpacks it in place

@@ -1,0 +1,241 @@
+"""The arguments about the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, validate
+from posttrain.core.errors import did_you_mean, missing, require
+from posttrain.core.fields.old_names import AnswersToOldNames
+from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS
+from posttrain.lm.loading.loading import DTYPES, loading_problems
+from posttrain.lm.loading.quantization import BITS
+
+#: What torch.compile takes as `mode`.
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass
+class ModelSideArguments:
+    """How a run changes its model."""
+
+    activation_checkpointing: bool | None = opt(
+        None,
+        "Recompute activations in the backward instead of keeping them: less memory, about a third more time.",
+        flag=True,
+    )
+    activation_checkpointing_kwargs: JSONObject = opt(
+        None,
+        "Options of torch.utils.checkpoint, such as use_reentrant (False unless set); every_n_layers and offload; and "
+        "mlp_tile, the tokens for which an MLP is recomputed at a time: less memory for long rows, at one more forward "
+        "pass of the MLPs.",
+    )
+    gradient_checkpointing: bool | None = opt(None, "The older name of activation_checkpointing.", flag=True)
+    gradient_checkpointing_kwargs: JSONObject = opt(None, "The older name of activation_checkpointing_kwargs.")
+    torch_compile: bool = opt(
+        False, "Compile the model's layers with torch.compile; setting a backend or a mode implies it."
+    )
+    torch_compile_backend: str | None = opt(None, "Backend of torch.compile; None takes inductor.")
+    torch_compile_mode: str | None = opt(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
+    use_liger_kernel: bool = opt(
+        False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
+    )
+    liger_kernel_config: Resolved[dict[str, bool] | str | None, dict[str, bool] | None] = opt(
+        None, 'Which kernels Liger applies, e.g. {"rope": true, "fused_linear_cross_entropy": false}.'
+    )
+    use_cache: bool = opt(False, "Keep the key/value cache on in training, which costs memory and helps no loss.")
+    neftune_noise_alpha: float | None = opt(
+        None, "Strength of the uniform noise added to input embeddings in training; papers use 5 to 15.", min=0
+    )
+
+    def _normalize(self) -> None:
+        for new, old in (
+            ("activation_checkpointing", "gradient_checkpointing"),
+            ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        ):
+            default = type(self).__dataclass_fields__[new].default
+            value, alias = getattr(self, new), getattr(self, old)
+            if alias is not None and (not value or value == default):
+                value = alias
+            if new == "activation_checkpointing" and value is None:
+                value = False
+            setattr(self, new, value)
+            setattr(self, old, value)
+        launched = os.environ.get(
+            "ACCELERATE_DYNAMO_BACKEND", "no"
+        ).lower()  # as posttrain launch and accelerate set it
+        if launched not in ("no", "") and not self.torch_compile:
+            mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
+            self.torch_compile_backend = self.torch_compile_backend or launched
+            self.torch_compile_mode = self.torch_compile_mode or (None if mode == "default" else mode)
+        if self.torch_compile_backend is not None or self.torch_compile_mode is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+
+    def _problems(self) -> Iterator[str]:
+        if isinstance(self.activation_checkpointing_kwargs, str):
+            yield (
+                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} (or "
+                "gradient_checkpointing_kwargs) is not a JSON object; give a dict or a string such as "
+                "'{\"use_reentrant\": false}'"
+            )
+        elif self.activation_checkpointing_kwargs:
+            for name in self.activation_checkpointing_kwargs:
+                if name not in CHECKPOINT_OPTIONS:
+                    yield (
+                        f"activation_checkpointing_kwargs (or gradient_checkpointing_kwargs): {name!r} is not one of "
+                        f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
+                    )
+        if isinstance(self.liger_kernel_config, str):
+            yield (
+                f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written "
+                "as JSON"
+            )
+        elif self.liger_kernel_config and not self.use_liger_kernel:
+            yield "liger_kernel_config has no effect without use_liger_kernel=True; set that, or leave it out"
+        if self.torch_compile_mode is not None and self.torch_compile_mode not in COMPILE_MODES:
+            near = did_you_mean(self.torch_compile_mode, COMPILE_MODES)
+            yield f"torch_compile_mode={self.torch_compile_mode!r} is not one of {', '.join(COMPILE_MODES)}{near}"
+        if self.torch_compile_backend not in (None, "inductor"):
+            known = torch.compiler.list_backends(exclude_tags=())
+            if self.torch_compile_backend not in known:
+                near = did_you_mean(self.torch_compile_backend, known)
+                yield f"torch_compile_backend={self.torch_compile_backend!r} is not one of {', '.join(known)}{near}"
+
+    def _preflight(self) -> Iterator[str | Exception]:
+        if self.torch_compile_mode in CUDA_GRAPHS and torch.cuda.is_available():
+            yield (
+                f"torch_compile_mode={self.torch_compile_mode!r} records CUDA graphs, one for each shape and layer, "
+                "and the shapes of batches change here; this has not run on a GPU. Set "
+                "torch_compile_mode='max-autotune-no-cudagraphs', or leave it out"
+            )
+        if self.use_liger_kernel and (error := missing("liger_kernel", "liger-kernel", "use_liger_kernel=True")):
+            yield ImportError(
+                f"{error}; or leave use_liger_kernel out: SFT, preference training, GRPO and seq2seq compute their "
+                "losses in the head without it, and hold no logits either",
+                name="liger_kernel",
+            )
+
+
+@dataclass
+class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
+    """Which model a command line trains, how it is loaded, and its adapter."""
+
+    model_name_or_path: str | None = opt(None, "Model to train: a folder, or a name on the Hugging Face Hub.")
+    model_revision: str = opt("main", "Branch, tag or commit on the Hub.")
+    dtype: str | None = opt(
+        "float32", "Type of the weights; auto takes that of the checkpoint.", choices=DTYPES, aliases=("torch_dtype",)
+    )
+    attn_implementation: str | None = opt(None, "Attention implementation, e.g. sdpa, eager or flash_attention_2.")
+    use_peft: bool = opt(False, "Train a LoRA adapter instead of all weights.")
+    lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
+    lora_alpha: int = opt(32, "The LoRA weights are multiplied by lora_alpha / lora_r.", above=0)
+    lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1)
+    lora_target_modules: list[str] | None = opt(
+        None, "Names of the modules that get an adapter; all-linear takes every linear layer but the head."
+    )
+    lora_target_parameters: list[str] | None = opt(
+        None, "Names of parameters that get an adapter, for experts that are kept as one tensor."
+    )
+    lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
+    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.")
+    use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
+    init_lora_weights: str | None = opt(
+        None,
+        "How the LoRA matrices begin: pissa and olora take the largest part of the weights over. None: B at 0.",
+        choices=("gaussian", "olora", "orthogonal", "pissa"),
+    )
+    use_dora: bool = opt(False, "Learn the magnitude of the weights apart from their direction (DoRA); slower.")
+    load_in_8bit: bool = opt(False, "Load the frozen base in 8 bits (bitsandbytes); needs use_peft.")
+    load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
+    bnb_4bit_quant_type: str = opt("nf4", "4-bit number format.", choices=("nf4", "fp4"))
+    use_bnb_nested_quant: bool = opt(False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.")
+    bnb_4bit_quant_storage: str | None = opt(None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def _problems(self) -> Iterator[str]:
+        if self.load_in_8bit and self.load_in_4bit:
+            yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
+        elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
+            bits = "load_in_8bit" if self.load_in_8bit else "load_in_4bit"
+            yield (
+                f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter "
+                "on them"
+            )
+
+    def _preflight(self) -> Iterator[str | Exception]:
+        if self.model_name_or_path is not None:
+            quantized = {name: True for name in BITS if getattr(self, name)}
+            yield from loading_problems(self.model_name_or_path, self.model_init_kwargs() | quantized)
+        if self.use_peft and (error := missing("peft", "posttrain-core[peft]", "use_peft=True")):
+            yield error
+
+    #: Scripts read it here; it is an argument of the trainers' configs, which load the model.
+    trust_remote_code: ClassVar[bool] = False
+
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``trust_remote_code=False``, which earlier versions took here."""
+        return {name: value for name, value in kwargs.items() if (name, value) != ("trust_remote_code", False)}
+
+    @classmethod
+    def unknown_argument_hint(cls, name: str) -> str:
+        return ": set it in the trainer's config, such as SFTConfig" if name == "trust_remote_code" else ""
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """`dtype` under the name that older scripts read."""
+        return self.dtype
+
+    def model_init_kwargs(self) -> dict[str, Any]:
+        """What `load_causal_lm` takes as `model_init_kwargs`."""
+        kwargs = {"revision": self.model_revision, "dtype": self.dtype or "float32"}
+        return kwargs | ({"attn_implementation": self.attn_implementation} if self.attn_implementation else {})
+
+    def peft_config(self) -> Any | None:
+        """The `peft.LoraConfig` these fields describe, or None without `use_peft`."""
+        if not self.use_peft:
+            return None
+        peft = require("peft", "posttrain-core[peft]", why="use_peft=True")
+        targets: list[str] | str | None = self.lora_target_modules
+        if isinstance(targets, list) and len(targets) == 1 and not targets[0].isidentifier():
+            targets = targets[0]  # a pattern, or all-linear, which peft accepts only as a string
+        return peft.LoraConfig(
+            task_type=self.lora_task_type,
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=targets,
+            target_parameters=self.lora_target_parameters,
+            modules_to_save=self.lora_modules_to_save,
+            use_rslora=self.use_rslora,
+            init_lora_weights=self.init_lora_weights or True,
+            use_dora=self.use_dora,
+            bias="none",
+        )
+
+    def quantization_config(self) -> Any | None:
+        """The `transformers.BitsAndBytesConfig` these fields describe, or None without a `load_in_...`."""
+        if not (self.load_in_8bit or self.load_in_4bit):
+            return None
+        require("bitsandbytes", "posttrain-core[quantization]", why="load_in_8bit and load_in_4bit")
+        from transformers import BitsAndBytesConfig
+
+        if self.load_in_8bit:
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=None if self.dtype in (None, "auto") else self.dtype,
+            bnb_4bit_quant_type=self.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=self.use_bnb_nested_quant,
+            bnb_4bit_quant_storage=self.bnb_4bit_quant_storage,
+        )

@@ -1,0 +1,279 @@
+"""Loads models and tokenizers from a folder or the Hub, with checks before any weight is read."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.checkpoint.weights import check_indices
+from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
+from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.lm.loading.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
+
+ADAPTER_CONFIG = "adapter_config.json"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+#: The classes of transformers that load a model and what reads its rows, of text alone and with images.
+READING = ("AutoModelForCausalLM", "AutoTokenizer")
+SEEING = ("AutoModelForImageTextToText", "AutoProcessor")
+CANNOT_SEE = (
+    "The rows are vision-related: they have images, and {} reads text alone. Pass a vision-language model, as "
+    "AutoModelForImageTextToText loads it, or leave the images out."
+)
+
+
+def load_causal_lm(
+    name_or_path: str | os.PathLike[str],
+    model_init_kwargs: dict[str, Any] | None = None,
+    quantization_config: Any | None = None,
+    trust_remote_code: bool = False,
+    auto_class: str | type = "AutoModelForCausalLM",
+) -> nn.Module:
+    """Load a model by folder or Hub name, in float32 unless `model_init_kwargs` has a dtype.
+
+    float32, because a change of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, would be rounded
+    away in bfloat16.
+
+    Args:
+        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
+        quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or
+            a dict of its fields. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one
+            by one.
+        auto_class: the class to load with, or its name in transformers.
+
+    The folder of an adapter gives a `peft.PeftModel` of it on its base, and the adapter is trained.
+
+    A vision-language model is loaded whole for rows of text alone, also where transformers has a class for its text
+    part: what is saved is the same kind of model, with all of its parts.
+
+    Raises:
+        MissingModelError: there is no such folder, and the Hub gave nothing under that name.
+        CheckpointError: an index in the folder names files outside of it, or an adapter does not name its base.
+        ValueError: `auto_class` sees images, and the model reads text alone.
+    """
+    import transformers
+
+    kwargs = dict(model_init_kwargs or {})
+    dtype = kwargs.pop("torch_dtype", None) or "float32"
+    kwargs["dtype"] = _checked_dtype(kwargs.get("dtype") or dtype)
+    kwargs |= quantization_kwargs(kwargs, quantization_config)
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    path = os.fspath(name_or_path)
+    check_indices(os.path.join(path, kwargs.get("subfolder") or ""))
+    if is_adapter(path):
+        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
+        base = _base_of_adapter(path)
+        model = load_causal_lm(base, kwargs, None, trust_remote_code, auto_class)
+        return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+    with explain_missing(path, "model"):
+        name = auto_class
+        if auto_class in (READING[0], SEEING[0]):
+            name = whole_class(_config(path, kwargs), auto_class, path)
+        loader: Any = getattr(transformers, name) if isinstance(name, str) else name
+        model = loader.from_pretrained(path, **kwargs)
+    stored_otherwise = getattr(_config(path, kwargs), "quantization_config", None) is not None
+    return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
+
+
+def whole_class(config: Any, auto_class: str, name_or_path: str) -> str:
+    """The class of `READING` or `SEEING` that loads every part of a model with this config.
+
+    Raises:
+        ValueError: the model was to see images, and only `READING` has a class for it.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    reader: Any
+    seer: Any
+    reader, seer = (
+        classes[type(config)] if type(config) in classes else None
+        for classes in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    )
+    if auto_class == SEEING[0] and reader is not None and seer is None:
+        raise ValueError(CANNOT_SEE.format(f"{name_or_path!r} ({type(config).__name__})"))
+    saved_as_reader = reader is not None and reader.__name__ in (getattr(config, "architectures", None) or ())
+    return SEEING[0] if seer is not None and not saved_as_reader else auto_class
+
+
+def _config(path: str, kwargs: dict[str, Any]) -> Any:
+    """The config of the model at `path`; None where transformers reads none, which loading then explains."""
+    try:
+        return config_of(path, kwargs)
+    except (OSError, ValueError):
+        return None
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether `model` is the folder of an adapter."""
+    return isinstance(model, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(model), ADAPTER_CONFIG))
+
+
+def _base_of_adapter(folder: str) -> str:
+    with open(os.path.join(folder, ADAPTER_CONFIG), encoding="utf-8") as file:
+        if base := json.load(file).get("base_model_name_or_path"):
+            return base
+    raise CheckpointError(
+        f"{os.path.join(folder, ADAPTER_CONFIG)} does not name the base of the adapter (base_model_name_or_path). "
+        "Write it there, or pass PeftModel.from_pretrained(base, folder, is_trainable=True)."
+    )
+
+
+def config_of(name_or_path: str | os.PathLike[str], kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> Any:
+    """The config of the model that ``from_pretrained(name_or_path, **kwargs)`` loads, without its weights."""
+    import transformers
+
+    names = ("trust_remote_code", "revision", "subfolder", "token", "cache_dir", "local_files_only")
+    where = {"trust_remote_code": trust_remote_code} | {name: kwargs[name] for name in names if name in kwargs}
+    return kwargs.get("config") or transformers.AutoConfig.from_pretrained(os.fspath(name_or_path), **where)
+
+
+def load_tokenizer(
+    source: str | os.PathLike[str] | nn.Module,
+    trust_remote_code: bool = False,
+    auto_class: str = "AutoTokenizer",
+    **kwargs: Any,
+) -> Any:
+    """The tokenizer at a folder or Hub name, or the one next to the weights of a loaded model.
+
+    Args:
+        auto_class: the class of transformers to load with; AutoProcessor for models with images.
+
+    Raises:
+        ValueError: a model that was not loaded from anywhere.
+    """
+    import transformers
+
+    if isinstance(source, nn.Module):
+        path = getattr(getattr(base_model(source), "config", None), "name_or_path", "")
+        if not path:
+            raise ValueError(
+                f"This {type(unwrap(source)).__name__} was not loaded from a folder or the Hub, so there is no "
+                "tokenizer to load with it. Pass processing_class=<its tokenizer>."
+            )
+    else:
+        path = os.fspath(source)
+    with explain_missing(path, "tokenizer"):
+        loader = getattr(transformers, auto_class)
+        return loader.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+
+
+def loading_problems(
+    name_or_path: str | os.PathLike[str], kwargs: dict[str, Any] | None = None, quantization_config: Any = None
+) -> Iterator[str | Exception]:
+    """Problems with the arguments of `load_causal_lm`, checked before any weight is read."""
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    elsewhere = any(kwargs.get(name) for name in ("config", "gguf_file", "subfolder"))
+    if (absent := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
+        yield absent
+    dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
+    if dtype is not None:
+        try:
+            _checked_dtype(dtype)
+        except ValueError as wrong:
+            yield wrong
+    if asked_bits(kwargs, quantization_config):
+        if error := missing("bitsandbytes", "posttrain-core[quantization]", "load_in_4bit and load_in_8bit"):
+            yield error
+    if problem := attention_problem(kwargs.get("attn_implementation")):
+        yield problem
+
+
+def attention_problem(implementation: Any) -> str | None:
+    """Why a model cannot be loaded with this `attn_implementation`, as a sentence; None if it can, or if unknown."""
+    if not isinstance(implementation, str) or "/" in implementation:  # a kernel of the Hub
+        return None
+    from transformers import utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    name = implementation.removeprefix("paged|")
+    if name not in known:
+        near = did_you_mean(name, known)
+        return (
+            f"attn_implementation={implementation!r} is not one of {', '.join(k for k in known if '|' not in k)}{near}"
+        )
+    there = getattr(utils, f"is_flash_attn_{name.removeprefix('flash_attention_')}_available", lambda: True)
+    if name.startswith("flash_attention_") and not there() and missing("kernels", "kernels") is not None:
+        lacks = "flash-attn is not installed" if torch.cuda.is_available() else "no GPU is visible"
+        return (
+            f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or "
+            "kernels) on a machine with a GPU, or set attn_implementation='sdpa'"
+        )
+    return None
+
+
+def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = True) -> MissingModelError | None:
+    """What to raise for a model's folder that is not there; None for one that is, and for a name on the Hub."""
+    path = os.fspath(name_or_path)
+    if _looks_local(path) and not os.path.exists(path):
+        return MissingModelError(f"The model folder {path!r} does not exist (looked from {os.getcwd()}).")
+    configs = ("config.json", ADAPTER_CONFIG, "params.json")
+    if needs_config and os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in configs):
+        found = ", ".join(sorted(os.listdir(path))[:8]) or "nothing"
+        return MissingModelError(
+            f"The model folder {path!r} holds no config.json, so it is no model. It holds: {found}."
+        )
+    return None
+
+
+@contextlib.contextmanager
+def explain_missing(path: str, what: str) -> Iterator[None]:
+    """Explain whether a folder or an answer of the Hub is missing if loading from `path` fails.
+
+    Raises:
+        MissingModelError: instead of transformers' error in this context.
+    """
+    if _looks_local(path) and not os.path.exists(path):
+        raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
+    try:
+        yield
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MissingModelError(
+            f"{path!r} is not a folder here (looked from {os.getcwd()}), and the Hugging Face Hub gave no {what} under "
+            f"that name: {reason} Check the name, or download it first if this machine is offline."
+        ) from error
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if isinstance(name, torch.dtype) or name == "auto" or isinstance(getattr(torch, name, None), torch.dtype):
+        return name
+    raise ValueError(
+        f"dtype={dtype!r} is not a type of torch{did_you_mean(name, DTYPES, '.')} Set one of {', '.join(DTYPES)}."
+    )
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
+
+
+def has_other_head(model: nn.Module) -> bool:
+    """Whether the head of `model`, by its class, gives no probabilities of next tokens: a classifier, BERT, ..."""
+    return any(head in type(model).__name__ for head in ("Classification", "QuestionAnswering", "MaskedLM"))
+
+
+def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
+    """A fresh model from `model_init`, called with the trial where it takes one.
+
+    Raises:
+        RuntimeError: it returned None.
+    """
+    takes_trial = any(
+        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(model_init).parameters.values()
+    )
+    model = model_init(trial) if takes_trial else model_init()
+    if model is None:
+        raise RuntimeError("model_init returned None; it must return a model.")
+    return model

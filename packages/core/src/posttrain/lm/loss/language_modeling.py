@@ -1,0 +1,637 @@
+"""Language modeling losses in tiles, so that whole logits are never stored.
+
+A plain loss needs three allocations of (tokens, vocabulary); `linear_cross_entropy` and `token_logps` need one buffer
+of `chunk_size` rows: positions without a label are dropped, then for each tile of the rest
+
+    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)      (tile, V)
+
+is computed, scored, replaced by its gradient in place, and overwritten by the next tile. `linear_cross_entropy` takes
+the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is unknown in the forward,
+recomputes each tile in the backward (4 products).
+
+Shapes: N tokens, H hidden size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from posttrain.core.data.host_copies import host_copy, know, places_of
+from posttrain.lm.loss import vocabulary_slices
+from posttrain.lm.loss.vocabulary_slices import Slice
+
+IGNORE_INDEX = -100
+BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
+BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
+ARGMAX_WIDTH = 128
+VOCAB_ROWS = 8192  # rows of a 16 bit weight gradient that are added to the float32 sum at a time
+
+
+class LossStats(NamedTuple):
+    """Statistics from the loss's pass over the logits. Detached, 0-d, float32."""
+
+    num_correct: torch.Tensor
+    """How many targets are the most probable token."""
+    entropy_sum: torch.Tensor
+    """Entropy of the predicted distributions, in nats, summed over the targets."""
+
+
+#: Further statistics that `token_logps` computes for each predicted distribution: whether the target is the most
+#: probable
+#: token (1 or 0), the entropy in nats, the mean of the logits over the vocabulary, and log sum p^2, the logarithm of
+#: the probability that two draws agree.
+TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+
+def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """Align (B, T) labels with the logits of a causal model: position t holds the token that t predicts, t + 1.
+
+    The last position predicts nothing and holds `ignore_index`.
+    """
+    shifted, copy = F.pad(labels[..., 1:], (0, 1), value=ignore_index), host_copy(labels)
+    return shifted if copy is None else know(shifted, F.pad(copy[..., 1:], (0, 1), value=ignore_index))
+
+
+def labelled_places(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """(M,) where the flattened `labels` hold one; waits for the device only where the host knows nothing of them."""
+    copy = host_copy(labels)
+    return places_of(know(labels != ignore_index, None if copy is None else copy != ignore_index))
+
+
+def count_targets(labels: torch.Tensor, shifted: bool, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """How many positions of (B, T) `labels` a loss is taken at, as a 0-d integer tensor.
+
+    Args:
+        shifted: the labels are aligned with the logits already (`shift_labels`, encoder-decoder models). If not, the
+            first position of each row does not count: nothing predicts it.
+    """
+    return ((labels if shifted else labels[..., 1:]) != ignore_index).sum()
+
+
+# ------------------------------------------------------------------------------------------------------ on whole logits
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_items: torch.Tensor | int | None = None,
+    shift: bool = True,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    dft: bool = False,
+) -> torch.Tensor:
+    r"""Cross-entropy of logits that are there already, in float32.
+
+    With smoothing :math:`\epsilon` (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7) a target costs
+    :math:`-(1-\epsilon)\log p_y - \frac{\epsilon}{V}\sum_v \log p_v`.
+
+    Args:
+        logits: (B, T, V) or (N, V). labels: (B, T) or (N,).
+        num_items: what the sum is divided by; the number of targets in `labels` when None.
+        shift: the logits at t predict the label at t + 1 (a causal model); False when labels are aligned already.
+        dft: weight each loss as `dynamic_weights` has it.
+
+    Returns:
+        0-d. Zero, with zero gradients, where no position has a label.
+    """
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    labels = labels.reshape(-1).to(logits.device)
+    logits = logits.reshape(-1, logits.shape[-1]).to(statistics_dtype(logits.dtype))
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if dft:
+        losses = F.cross_entropy(logits, labels, reduction="none", **options)
+        total = (losses * dynamic_weights(losses)).sum()
+    else:
+        total = F.cross_entropy(logits, labels, reduction="sum", **options)
+    return total / _divisor(count_targets(labels, True, ignore_index) if num_items is None else num_items, total.device)
+
+
+def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) ->
+    (...).
+    """
+    logits = logits.to(statistics_dtype(logits.dtype))
+    return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def dynamic_weights(losses: torch.Tensor) -> torch.Tensor:
+    r"""What Dynamic Fine-Tuning multiplies cross-entropies with, Wu et al. 2025, https://arxiv.org/abs/2508.05629, eq.
+    9.
+
+    .. math:: L = -\sum_t \operatorname{sg}(p_t) \log p_t, \quad p_t = \exp(-\mathrm{loss}_t)
+
+    The gradient of cross-entropy is that of a policy whose reward is 1 / p, which is large where the model finds the
+    target improbable; the weight p, a constant to the gradient (sg), takes that out.
+
+    Args:
+        losses: of any shape, -log p of each target.
+
+    Returns:
+        p, detached, in the shape of `losses`.
+    """
+    return losses.detach().neg().exp()
+
+
+def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """`count` on `device`, with 1 for 0: a sum over no target is 0, and stays 0."""
+    count = torch.as_tensor(count, device=device)
+    return torch.where(count == 0, torch.ones_like(count), count)
+
+
+# --------------------------------------------------------------------------------------------------- from hidden states
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "sum",
+    return_stats: bool = False,
+    dft: bool = False,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 0,
+    part: Slice | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, LossStats] | tuple[torch.Tensor, LossStats, tuple[torch.Tensor, torch.Tensor]]:
+    """Cross-entropy of ``hidden @ weight.T + bias`` without the (N, V) logits, labels smoothed as in `cross_entropy`.
+
+    The forward computes the required gradients of hidden, weight and bias, which are kept for one backward; a frozen
+    head needs none. Dropping unlabelled positions synchronizes with the device once per call.
+
+    Args:
+        hidden: (B, T, H) or (N, H), aligned with the labels: see `shift_labels`.
+        weight: (V, H). bias: (V,).
+        labels: (B, T) or (N,) integers in [0, V), or `ignore_index`.
+        chunk_size: rows of a tile, of which 16 bit types take twice as many; the memory used is about
+            ``chunk_size * V * 4`` bytes plus the gradients. On a GPU a tile has at least 2**23 logits.
+        softcap: logits are bounded to (-softcap, softcap) by a tanh (Gemma 2). scale: multiplies them before that.
+        reduction: "sum", "mean" over the targets, or "none" for the shape of labels. "none" recomputes the tiles in the
+            backward, as `token_logps` does.
+        return_stats: also return `LossStats`, at the cost of two more passes over the logits.
+        dft: weight each loss as `dynamic_weights` has it.
+        groups: in the shape of labels, the group of each, from 0 to `num_groups` - 1; needs `return_stats`.
+        part: the tokens of the vocabulary that `weight` and `bias` are of, where other processes have the others; None:
+            all. They must call with the same hidden states and labels.
+
+    Returns:
+        The loss in float32; 0 without targets. With `return_stats`, ``(loss, stats)``; with `groups` besides,
+        ``(loss, stats, (losses, targets))``, the summed loss and the number of targets of each group, as `group_sums`
+        has them.
+    """
+    if reduction not in ("sum", "mean", "none"):
+        raise ValueError(f"reduction={reduction!r} is not one of sum, mean, none.")
+    if dft and label_smoothing:
+        raise ValueError(
+            f"dft weights a target by its probability; label_smoothing={label_smoothing} has several. Set it to 0."
+        )
+    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft, part)
+    hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
+    # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
+    wait = reduction == "none" or options.dtype == torch.float16
+    function = _TokenLosses if wait else _SummedLoss
+    names = ("correct", "entropy") if return_stats else ()
+    loss, *stats = function.apply(hidden, weight, bias, targets, rows, options, names, needs_grad(hidden, weight, bias))
+    if wait:
+        losses = loss = loss * dynamic_weights(loss) if dft else loss
+    else:
+        losses, *stats = stats
+    if reduction == "none":
+        loss = _scatter(loss, rows, labels)
+    elif wait:
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / max(targets.numel(), 1)
+    if not return_stats:
+        return loss
+    found = LossStats(*(stat.sum() for stat in stats))
+    if groups is None:
+        return loss, found
+    groups = groups.reshape(-1).to(losses.device)
+    return loss, found, group_sums(losses.detach(), groups if rows is None else groups[rows], num_groups)
+
+
+def group_sums(values: torch.Tensor, groups: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of `values`, how many they are) of each group, both (G,) in float32: (N,) values, (N,) groups from 0 to G -
+    1.
+
+    Never waits for the device, and adds in a fixed order, as scattering does not.
+    """
+    member = groups == torch.arange(num_groups, device=groups.device)[:, None]
+    return torch.where(member, values.float(), 0.0).sum(1), member.sum(1).float()
+
+
+def token_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    return_entropy: bool = False,
+    stats: tuple[str, ...] = (),
+    part: Slice | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """``log p(label)`` at every position of `labels` without the (N, V) logits; 0 without a label.
+
+    The arguments are those of `linear_cross_entropy`; `temperature` divides the logits last. Differentiable for any
+    upstream gradient.
+
+    Returns:
+        float32, in the shape of `labels`. With `return_entropy`, ``(logps, entropy)``: the entropy of each predicted
+        distribution in nats, detached. With `stats`, names in `TOKEN_STATS`, ``(logps, *stats)``, detached.
+    """
+    stats = stats or (("entropy",) if return_entropy else ())
+    if unknown := sorted({*stats} - {*TOKEN_STATS}):
+        raise ValueError(f"stats holds {unknown[0]!r}, which is not one of {', '.join(TOKEN_STATS)}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature!r} must be > 0.")
+    options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0, part=part)
+    hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
+    losses, *found = _TokenLosses.apply(
+        hidden, weight, bias, targets, rows, options, stats, needs_grad(hidden, weight, bias)
+    )
+    logps = _scatter(-losses, rows, labels)
+    return (logps, *(_scatter(stat, rows, labels) for stat in found)) if stats else logps
+
+
+class Options(NamedTuple):
+    dtype: torch.dtype
+    chunk_size: int
+    softcap: float | None
+    scale: float
+    temperature: float
+    label_smoothing: float
+    dft: bool = False
+    part: Slice | None = None
+
+
+def _targets(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Check shapes; return hidden as (N, H), the (M,) labels that count, and their rows in hidden (None for all)."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size!r} must be >= 1.")
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} must be the shape of labels {tuple(labels.shape)} with one more dimension, "
+            f"as wide as weight {tuple(weight.shape)}."
+        )
+    rows = labelled_places(labels, ignore_index).to(hidden.device)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
+    if rows.numel() == labels.numel():
+        return hidden, labels, None
+    return hidden, labels[rows], rows
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
+
+
+def _scatter(values: torch.Tensor, rows: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """(M,) `values` at their rows of a zero tensor in the shape of `like`."""
+    if rows is not None:
+        values = values.new_zeros(like.numel()).index_copy(0, rows, values)
+    return values.view(like.shape)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The type of the matrix products: autocast's where it is on, else the wider of the two."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+class Tiles:
+    """Computes ``hidden @ weight.T + bias`` in large tiles and processes them in small blocks.
+
+    A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits; on a GPU
+    at least a block. It is scored and overwritten in blocks that fit in the cache, in the type of the statistics. All
+    tiles and blocks of a call share their buffers.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: Options,
+        num_rows: int,
+        rows: torch.Tensor | None,
+    ) -> None:
+        self.dtype = options.dtype
+        self.hidden, self.rows, self.num_rows, self.options = hidden, rows, num_rows, options
+        self.weight = weight.to(self.dtype)
+        self.bias = None if bias is None else bias.to(self.dtype)
+        vocabulary, new = weight.shape[0], hidden.new_empty
+        on_cpu = hidden.device.type == "cpu"
+        block_rows = max((BLOCK_ELEMENTS if on_cpu else BLOCK_ELEMENTS_ON_DEVICES) // vocabulary, 1)
+        tile_rows = options.chunk_size * (2 if self.dtype.itemsize == 2 else 1)
+        if not on_cpu:  # of a small vocabulary a tile would be too little work
+            tile_rows = max(tile_rows, block_rows)
+        self.tile_rows = min(tile_rows, max(num_rows, 1))
+        self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
+        # Each block of a slice of the vocabulary is an exchange between processes.
+        self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
+        block = self.block_rows, vocabulary
+        self.statistics_dtype = statistics_dtype(self.dtype)
+        self.probabilities = new(block, dtype=self.statistics_dtype)
+        self.converted = None if self.dtype == self.statistics_dtype else new(block, dtype=self.statistics_dtype)
+
+    def __iter__(self):
+        """(start, stop) of each tile, counted in labelled rows."""
+        for start in range(0, self.num_rows, self.tile_rows):
+            yield start, min(start + self.tile_rows, self.num_rows)
+
+    def scores(self, columns: int) -> torch.Tensor:
+        """(columns, M) to be filled block by block: small tensors that are kept between large ones would break memory
+        up.
+        """
+        return self.hidden.new_empty(columns, self.num_rows, dtype=self.statistics_dtype)
+
+    def hidden_at(self, start: int, stop: int) -> torch.Tensor:
+        if self.rows is None:
+            return self.hidden[start:stop].to(self.dtype)
+        return self.hidden.index_select(0, self.rows[start:stop]).to(self.dtype)
+
+    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, V) products of n rows, in the shared buffer."""
+        tile = self.tile[: len(hidden)]
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=tile)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=tile)
+
+    def blocks(self, tile: torch.Tensor):
+        """(start, stop) of each block of `tile`."""
+        for start in range(0, len(tile), self.block_rows):
+            yield start, min(start + self.block_rows, len(tile))
+
+    def logits(self, products: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(n, V) logits of a block, and d(logits)/d(what the softcap was given) if there is a softcap."""
+        softcap, scale, temperature = self.options.softcap, self.options.scale, self.options.temperature
+        logits = products if self.converted is None else self.converted[: len(products)].copy_(products)
+        slope = None
+        if scale != 1.0:
+            logits.mul_(scale)
+        if softcap is not None:
+            logits.div_(softcap).tanh_()
+            slope = logits.square().neg_().add_(1.0) if with_slope else None
+            logits.mul_(softcap)
+        if temperature != 1.0:
+            logits.div_(temperature)
+        return logits, slope
+
+    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n, V) probabilities of a block, in the shared buffer."""
+        out, part = self.probabilities[: len(logits)], self.options.part
+        return torch.softmax(logits, 1, out=out) if part is None else vocabulary_slices.softmax(logits, part, out)
+
+
+def _score(
+    logits: torch.Tensor, tiles: Tiles, labels: torch.Tensor, stats: tuple[str, ...], scores: torch.Tensor
+) -> None:
+    """Write the losses of a block of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
+
+    Its probabilities are then in the buffer of `tiles`. Logits are overwritten.
+    """
+    smoothing, part, found = tiles.options.label_smoothing, tiles.options.part, {}
+    if part is not None:
+        out = tiles.probabilities[: len(logits)]
+        scores.copy_(torch.stack(vocabulary_slices.score(logits, labels, part, stats, smoothing, out)))
+        return
+    expected = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    if smoothing:
+        expected = (1 - smoothing) * expected + smoothing * logits.mean(1)
+    if "correct" in stats:
+        highest, best = _highest(logits)
+        found["correct"] = (best == labels).to(logits.dtype)
+    else:
+        highest = logits.amax(1)
+    if "mean_logit" in stats:
+        found["mean_logit"] = logits.mean(1)
+    probabilities = tiles.softmax(logits)
+    log_sums = -probabilities.amax(1).log()  # of exp(logits - highest), whose largest is 1
+    if "entropy" in stats:
+        # With d = logits - highest:  -sum p log p = log(sum e^d) - sum p d. A masked logit is -inf, and 0 * -inf is
+        # NaN.
+        distance = logits.sub_(highest.unsqueeze(1)).clamp_(min=-1e30)
+        found["entropy"] = log_sums - distance.mul_(probabilities).sum(1)
+    if "log_collision" in stats:
+        found["log_collision"] = 2 * torch.linalg.vector_norm(probabilities, dim=1).log()
+    for row, values in zip(scores, (highest + log_sums - expected, *(found[name] for name in stats)), strict=True):
+        row.copy_(values)
+
+
+def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum of each row of (n, V), and its first index.
+
+    On the CPU, argmax of torch 2.13 takes seven times as long as max, so it only searches one chunk.
+    """
+    whole = logits.shape[1] // ARGMAX_WIDTH * ARGMAX_WIDTH
+    if logits.device.type != "cpu" or not whole:
+        return logits.max(1)
+    stretches = logits[:, :whole].view(len(logits), -1, ARGMAX_WIDTH)
+    highest, stretch = stretches.amax(2).max(1)
+    place = stretch * ARGMAX_WIDTH + stretches[torch.arange(len(logits)), stretch].argmax(1)
+    if whole == logits.shape[1]:
+        return highest, place
+    last, place_in_last = logits[:, whole:].max(1)
+    return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
+
+
+class Gradients:
+    """Gradients of hidden, weight and bias, filled tile by tile; None where not needed."""
+
+    def __init__(self, tiles: Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
+        needs_hidden, needs_weight, needs_bias = needs
+        statistics = tiles.statistics_dtype
+        self.weight_dtype, self.part = weight.dtype, tiles.options.part
+        self.hidden = torch.zeros_like(tiles.hidden) if needs_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=statistics) if needs_weight else None
+        self.bias = weight.new_zeros(len(weight), dtype=statistics) if needs_bias else None
+
+    def of_block(
+        self,
+        tiles: Tiles,
+        products: torch.Tensor,
+        labels: torch.Tensor,
+        slope: torch.Tensor | None,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Overwrite a block of a tile with its gradient times the upstream gradient `factor`, (n,)."""
+        gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
+        here, vocabulary = torch.arange(len(labels), device=labels.device), gradient.shape[1]
+        if self.part is not None:
+            vocabulary, (labels, is_own) = self.part.size, self.part.own(labels, gradient.shape[1])
+            here, labels = here[is_own], labels[is_own]
+        gradient[here, labels] -= 1 - smoothing
+        if smoothing:
+            gradient.sub_(smoothing / vocabulary)
+        self.write(tiles, products, gradient, slope, factor)
+
+    def write(
+        self,
+        tiles: Tiles,
+        products: torch.Tensor,
+        gradient: torch.Tensor,
+        slope: torch.Tensor | None,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Overwrite a block of a tile with the `gradient` of its (n, V) logits, which is changed, times `factor`."""
+        if slope is not None:
+            gradient.mul_(slope)
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0) if factor is None else factor @ gradient)
+        if (
+            factor is not None and tiles.dtype == torch.float16
+        ):  # small probabilities underflow unless the loss scale is in the tile
+            gradient.mul_(factor.unsqueeze(1))
+        products.copy_(gradient)
+
+    def of_tile(
+        self,
+        tiles: Tiles,
+        start: int,
+        stop: int,
+        hidden: torch.Tensor,
+        tile: torch.Tensor,
+        factor: torch.Tensor | None,
+    ) -> None:
+        """Add a tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
+
+        The factor is multiplied into the H wide operand, not into the V wide tile.
+        """
+        factor = None if factor is None or tiles.dtype == torch.float16 else factor.unsqueeze(1)
+        if self.hidden is not None:
+            gradient = tile @ tiles.weight
+            gradient = (gradient if factor is None else gradient * factor).to(self.hidden.dtype)
+            if tiles.rows is None:
+                self.hidden[start:stop] = gradient
+            else:
+                self.hidden.index_copy_(0, tiles.rows[start:stop], gradient)
+        if self.weight is not None:
+            weighted = hidden if factor is None else (hidden * factor).to(tile.dtype)
+            if tile.dtype == self.weight.dtype:
+                self.weight.addmm_(tile.t(), weighted)
+            else:  # each tile's product is rounded to 16 bits, their sum is not
+                for a in range(0, len(self.weight), VOCAB_ROWS):
+                    self.weight[a : a + VOCAB_ROWS] += tile[:, a : a + VOCAB_ROWS].t() @ weighted
+
+    def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
+        """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of their tensors."""
+        if self.part is not None and self.hidden is not None:
+            self.part.total(self.hidden)
+        gradients = [self.hidden, self.weight, self.bias]
+        self.hidden = self.weight = self.bias = None  # the optimizer's .grad may take the memory over without a copy
+        if factor is not None:
+            gradients = [None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients]
+        hidden, weight, bias = gradients
+        return hidden, *(None if g is None else g.to(self.weight_dtype) for g in (weight, bias))
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sum of the losses, with gradients computed in the forward. Returns (sum, losses (M,), and each of `stats`
+    (M,)).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
+            gradients = Gradients(tiles, weight, needs)
+            factor = options.scale / options.temperature
+            scores = tiles.scores(1 + len(stats))
+            weights = tiles.scores(1)[0] if options.dft else None
+            for start, stop in tiles:
+                states = tiles.hidden_at(start, stop)
+                tile = tiles.multiply(states)
+                for a, b in tiles.blocks(tile):
+                    rows_here = slice(start + a, start + b)
+                    logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
+                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
+                    if weights is not None:
+                        weights[rows_here] = dynamic_weights(scores[0, rows_here])
+                    if any(needs):
+                        of_rows = None if weights is None else weights[rows_here]
+                        gradients.of_block(tiles, tile[a:b], labels[rows_here], slope, of_rows)
+                if any(needs):
+                    of_rows = None if weights is None else weights[start:stop]
+                    gradients.of_tile(tiles, start, stop, states, tile, of_rows)
+            if weights is not None:
+                scores[0] *= weights
+            losses, *found = scores
+        ctx.gradients, ctx.factor = gradients, factor
+        ctx.mark_non_differentiable(losses, *found)
+        return losses.sum(), losses, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, *_):
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "The loss of linear_cross_entropy was differentiated a second time, but its gradients are kept for "
+                "one backward only. Sum the losses before one backward(), or set reduction='none' and sum yourself."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(grad_loss * ctx.factor), None, None, None, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Each loss separately; the backward recomputes the tiles. Returns (losses, and each of `stats`), each (M,)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
+            scores = tiles.scores(1 + len(stats))
+            for start, stop in tiles:
+                tile = tiles.multiply(tiles.hidden_at(start, stop))
+                for a, b in tiles.blocks(tile):
+                    rows_here = slice(start + a, start + b)
+                    logits, _ = tiles.logits(tile[a:b], with_slope=False)
+                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
+            losses, *found = (column.clone() for column in scores)
+        ctx.save_for_backward(hidden, weight, bias, labels, rows)
+        ctx.options, ctx.needs = options, needs
+        ctx.mark_non_differentiable(*found)
+        return losses, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_losses, *_):
+        hidden, weight, bias, labels, rows = ctx.saved_tensors
+        options = ctx.options
+        factors = grad_losses * (options.scale / options.temperature)
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
+            gradients = Gradients(tiles, weight, ctx.needs)
+            for start, stop in tiles:
+                states, factor = tiles.hidden_at(start, stop), factors[start:stop]
+                tile = tiles.multiply(states)
+                for a, b in tiles.blocks(tile):
+                    logits, slope = tiles.logits(tile[a:b], with_slope=True)
+                    tiles.softmax(logits)
+                    gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
+                gradients.of_tile(tiles, start, stop, states, tile, factor)
+        return *gradients.scaled(), None, None, None, None, None

@@ -1,0 +1,491 @@
+"""Finds a language model's output head by a test forward and computes the loss in it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens, unwrap
+from posttrain.lm.attention import context_parallel
+from posttrain.lm.attention.context_parallel import RowSlice
+from posttrain.lm.loss import vocabulary_slices
+from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence
+from posttrain.lm.loss.language_modeling import (
+    IGNORE_INDEX,
+    labelled_places,
+    linear_cross_entropy,
+    product_dtype,
+    shift_labels,
+    token_logps,
+)
+from posttrain.lm.loss.vocabulary_slices import Slice
+
+if TYPE_CHECKING:
+    from posttrain.core.models.wrapping import PretrainedModel
+
+SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
+SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+
+
+@dataclass(frozen=True)
+class CausalHead:
+    """A head whose logits are ``softcap * tanh(scale * linear(hidden) / softcap)``; plain ``linear(hidden)`` by
+    default.
+
+    Its attributes are the arguments of `linear_cross_entropy` and `token_logps`.
+    """
+
+    linear: nn.Linear
+    softcap: float | None = None
+    scale: float = 1.0
+    softcap_switch: str | None = None
+    """The config field that turns the model's softcap off when None; no field if this is None."""
+
+    def own(self) -> tuple[torch.Tensor, torch.Tensor | None, Slice | None]:
+        """(weight, bias, which tokens of the vocabulary they are of), where tensor parallelism has split them: those of
+        this process. None: all tokens."""
+        weight, part = vocabulary_slices.of_weight(self.linear.weight)
+        if self.linear.bias is None or part is None:
+            return weight, self.bias, part
+        bias, part_of_bias = vocabulary_slices.of_weight(self.linear.bias)
+        return (weight, bias, part) if part == part_of_bias else (self.weight, self.bias, None)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return _whole(self.linear.weight)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self.linear.bias is None else _whole(self.linear.bias)
+
+
+def causal_head(model: nn.Module) -> CausalHead | None:
+    """The output embedding of `model` if it determines the logits exactly and its weight is not sharded, else None.
+
+    Test: the model runs with known numbers instead of its head's output, and its logits must equal these, up to a
+    softcap and a scale in its config. The result is cached while the head exists.
+    """
+    head, _ = _find_head(model)
+    return None if head is None or _is_sharded(model) or head.linear.weight.device.type == "meta" else head
+
+
+def supports_loss_in_head(model: nn.Module) -> str | None:
+    """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
+    wrapped = cast("PretrainedModel", model)
+    while wrapped is not unwrap(wrapped):
+        if hasattr(wrapped, "_orig_mod"):
+            return "The model is compiled: its head is part of the compiled graph."
+        if type(wrapped) is nn.DataParallel:
+            return "The model is in nn.DataParallel, which copies it for every forward."
+        wrapped = wrapped.module
+    if getattr(wrapped, "_compiled_call_impl", None) is not None:
+        return "The model is compiled: its head is part of the compiled graph."
+    head, reason = _find_head(model)
+    if head is not None and head.softcap is not None and head.softcap_switch is None:
+        return f"{type(base_model(model)).__name__} caps its logits, and no field of its config turns that off."
+    return reason
+
+
+@contextlib.contextmanager
+def loss_in_head(
+    model: nn.Module,
+    labels: torch.Tensor,
+    *,
+    shifted: bool = False,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    return_stats: bool = True,
+    dft: bool = False,
+    groups: torch.Tensor | None = None,
+    num_groups: int = 0,
+) -> Iterator[None]:
+    """Within this context the model's head computes the loss without whole logits, under any wrapper.
+
+    DDP sees an ordinary forward, and FSDP has gathered the head's weight when it is used. Call the model without
+    labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, detached, the number of
+    correctly predicted targets and the summed entropy in nats (`LossStats`); without `return_stats` only the loss.
+    ``model(**inputs).loss`` does not exist: add its other terms, such as the auxiliary loss of a mixture of experts.
+    With `groups` 2 G more numbers follow: the summed loss and the targets of each group.
+
+    Args:
+        labels: (B, T), for the inputs of the forward.
+        shifted: the labels are aligned with the logits already, as after `shift_labels`.
+        dft: weight each loss as `posttrain.lm.loss.language_modeling.dynamic_weights` has it.
+        groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
+
+    Raises:
+        ValueError: for a problem from `supports_loss_in_head`.
+    """
+    targets = labels if shifted else shift_labels(labels, ignore_index)
+    if groups is not None and not shifted:
+        groups = shift_labels(groups, 0)
+
+    def loss(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
+        weight, bias, of_vocabulary = head.own()
+        found = linear_cross_entropy(
+            hidden,
+            weight,
+            _aligned(model, targets, hidden, ignore_index, part),
+            bias=bias,
+            part=of_vocabulary,
+            ignore_index=ignore_index,
+            chunk_size=chunk_size,
+            softcap=head.softcap,
+            scale=head.scale,
+            label_smoothing=label_smoothing,
+            return_stats=return_stats,
+            dft=dft,
+            groups=None if groups is None else _aligned(model, groups, hidden, 0, part),
+            num_groups=num_groups,
+        )
+        if isinstance(found, torch.Tensor):
+            sums = found.unsqueeze(0)
+        else:
+            loss, stats, *by_group = found
+            sums = torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
+        return sums if part is None else part.total(sums)
+
+    with _head_replaced_for_slices(model, loss):
+        yield
+
+
+@contextlib.contextmanager
+def logps_in_head(
+    model: nn.Module,
+    labels: torch.Tensor,
+    *,
+    shifted: bool = False,
+    temperature: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+    return_entropy: bool = False,
+    stats: tuple[str, ...] = (),
+) -> Iterator[None]:
+    """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
+
+    With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats. With S names of
+    `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T).
+    """
+    targets = labels if shifted else shift_labels(labels, ignore_index)
+
+    def logps(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
+        aligned = _aligned(model, targets, hidden, ignore_index, part)
+        weight, bias, of_vocabulary = head.own()
+        scores = token_logps(
+            hidden,
+            weight,
+            aligned,
+            bias=bias,
+            part=of_vocabulary,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            chunk_size=chunk_size,
+            softcap=head.softcap,
+            scale=head.scale,
+            return_entropy=return_entropy,
+            stats=stats,
+        )
+        scores = scores if isinstance(scores, torch.Tensor) else torch.stack(scores)
+        if part is not None:
+            scores = part.join(scores, scores.ndim - 1)
+        return scores[..., scores.shape[-1] - targets.shape[1] :]
+
+    with _head_replaced_for_slices(model, logps):
+        yield
+
+
+@contextlib.contextmanager
+def states_in_head(
+    model: nn.Module, labels: torch.Tensor, *, ignore_index: int = IGNORE_INDEX
+) -> Iterator[list[HeadStates]]:
+    """Within this context the model's head computes no logits. What they would come from is left in the list.
+
+    Args:
+        labels: (B, T), aligned with the logits; the M positions that have one are kept, in their order.
+    """
+    found: list[HeadStates] = []
+    shares = _is_sharded(model)  # the weight is whole during the forward alone
+
+    def keep(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        aligned = _aligned(model, labels, hidden, ignore_index)
+        rows = labelled_places(aligned, ignore_index).to(hidden.device)
+        states = hidden.detach().reshape(-1, hidden.shape[-1])[rows]
+        own = [None if part is None else part.detach() for part in (head.weight, head.bias)]
+        weight, bias = (part.clone() if shares and part is not None else part for part in own)
+        found.append(HeadStates(states, cast(torch.Tensor, weight), bias, head.softcap, head.scale))
+        return hidden[..., :1]
+
+    with _head_replaced(model, keep):
+        yield found
+
+
+@contextlib.contextmanager
+def divergence_in_head(
+    model: nn.Module,
+    labels: torch.Tensor,
+    teacher: HeadStates | TopK,
+    measure: Measure,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 256,
+) -> Iterator[None]:
+    """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
+    positions that have a label, with its graph; and the summed entropy in nats, detached. See
+    `posttrain.lm.loss.distillation.linear_divergence`.
+
+    Args:
+        labels: (B, T), aligned with the logits.
+    """
+
+    def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        aligned = _aligned(model, labels, hidden, ignore_index)
+        options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
+        return torch.stack(
+            linear_divergence(
+                hidden, head.weight, aligned, teacher, measure,
+                bias=head.bias, softcap=head.softcap, scale=head.scale, **options,
+            )
+        )  # fmt: skip
+
+    with _head_replaced(model, loss):
+        yield
+
+
+PACKED_FROM = 2**22
+"""Minimum size of a weight for `packed_head`: smaller ones stay in the cache and gain nothing."""
+
+
+@contextlib.contextmanager
+def packed_head(model: nn.Module) -> Iterator[None]:
+    """Within this context the head multiplies few rows 1.5 times as fast, with a copy of its weight in oneDNN's layout.
+
+    For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight
+    must not change meanwhile. Only on the CPU, for an unsharded `nn.Linear` with products in float32.
+    """
+    linear = output_embedding(base_model(model))
+    if linear is None or not _can_be_packed(linear) or _is_sharded(model):
+        yield
+        return
+    packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
+    bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
+
+    with forward_replaced(linear, forward):
+        yield
+
+
+def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    return (
+        type(linear) is nn.Linear
+        and linear.weight.device.type == "cpu"
+        and linear.weight.numel() >= PACKED_FROM
+        and product_dtype(linear.weight, linear.weight) == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and not {"forward", "_old_forward"} & set(vars(linear))
+    )
+
+
+def _aligned(
+    model: nn.Module,
+    targets: torch.Tensor,
+    hidden: torch.Tensor,
+    ignore_index: int,
+    part: RowSlice | None = None,
+) -> torch.Tensor:
+    """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs; of
+    those (1, N) for the (1, N, H) hidden states of a `part` of the rows."""
+    extra = (hidden.shape[1] if part is None else part.width) - targets.shape[1]
+    if extra > 0 and has_virtual_tokens(model):
+        targets = F.pad(targets, (extra, 0), value=ignore_index)
+    return targets if part is None else part.cut(targets, ignore_index)
+
+
+@contextlib.contextmanager
+def _head_replaced_for_slices(
+    model: nn.Module, function: Callable[[torch.Tensor, CausalHead, RowSlice | None], torch.Tensor]
+) -> Iterator[None]:
+    """As `_head_replaced`; where processes compute slices of the rows, `function` is given the states of this one's
+    slice, and the slice."""
+    with context_parallel.head_reads_slices(model) as slicing:
+
+        def of_slice(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+            return function(hidden, head, None if slicing is None else slicing.current)
+
+        with _head_replaced(model, of_slice):
+            yield
+
+
+@contextlib.contextmanager
+def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHead], torch.Tensor]) -> Iterator[None]:
+    """Let the head return ``function(hidden, head)`` as the logits."""
+    head, reason = _find_head(model)
+    reason = supports_loss_in_head(model) or reason
+    if head is None or reason:
+        raise ValueError(reason)
+    linear = head.linear
+    config = base_model(model).config.get_text_config()
+    if head.softcap is not None and head.softcap_switch is not None:
+        setattr(config, head.softcap_switch, None)
+    # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
+    name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
+    try:
+        # The model will multiply this output by the scale.
+        with forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
+            yield
+    finally:
+        if head.softcap is not None and head.softcap_switch is not None:
+            setattr(config, head.softcap_switch, head.softcap)
+
+
+def output_embedding(base: nn.Module) -> nn.Module | None:
+    """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
+    embedding: Any = getattr(base, "get_output_embeddings", lambda: None)()
+    if any(kind.__name__ == "ModulesToSaveWrapper" for kind in type(embedding).__mro__):
+        # peft's trained copy next to the original
+        if embedding.disable_adapters:
+            return embedding.original_module
+        return embedding.modules_to_save[embedding.active_adapter]
+    return embedding
+
+
+_HEADS: WeakKeyDictionary[nn.Module, tuple[float | None, float, str | None, str | None]] = WeakKeyDictionary()
+
+
+def _find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
+    """The head of `model`, or None and why not. The trial is made once for each head."""
+    base = base_model(model)
+    name = type(base).__name__
+    linear = output_embedding(base)
+    if linear is None:
+        return None, f"{name} names no output embedding (get_output_embeddings())."
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        kind = f"{type(linear).__module__}.{type(linear).__name__}"
+        return None, f"The head of {name} is a {kind}, not a plain nn.Linear."
+    if not linear.weight.is_floating_point():
+        return None, f"The head of {name} is quantized."
+    if linear not in _HEADS:
+        try:
+            _HEADS[linear] = _try_head(base, linear)
+        except Exception as error:  # any model may be unable to read two tokens, and then it keeps its own loss
+            return None, f"{name} could not be tried on two tokens: {type(error).__name__}: {error}"
+    softcap, scale, switch, reason = _HEADS[linear]
+    return (None, reason) if reason else (CausalHead(linear, softcap, scale, switch), None)
+
+
+@torch.no_grad()
+def _try_head(base: PretrainedModel, linear: nn.Linear) -> tuple[float | None, float, str | None, str | None]:
+    """(softcap, scale, switch of the softcap, None), or the reason why logits do not follow from the head."""
+    name, config = type(base).__name__, base.config.get_text_config()
+
+    def named(names: tuple[str, ...]) -> list[tuple[str, float]]:
+        values = [(name, getattr(config, name, None)) for name in names]
+        return [(name, float(value)) for name, value in values if isinstance(value, (int, float)) and value]
+
+    scales = [1.0] + [each for _, value in named(SCALE_NAMES) for each in (value, 1 / value)]
+    given, logits, tolerance = _logits_for(base, linear)
+    if logits.shape != given.shape:
+        return None, 1.0, None, f"The logits of {name} are not of the shape its head gives."
+    for (switch, softcap), scale in itertools.product([(None, None), *named(SOFTCAP_NAMES)], scales):
+        expected = given * scale if softcap is None else softcap * torch.tanh(given * scale / softcap)
+        if not torch.allclose(logits, expected, rtol=tolerance, atol=tolerance):
+            continue
+        if softcap is not None and switch is not None and not _turns_off(base, linear, switch, scale, tolerance):
+            switch = None
+        return softcap, scale, switch, None
+    return None, 1.0, None, f"{name} computes its logits from its head's output in an unknown way."
+
+
+def _turns_off(base: PretrainedModel, linear: nn.Linear, switch: str, scale: float, tolerance: float) -> bool:
+    """Whether the logits are not capped while the config field `switch` is None."""
+    config = base.config.get_text_config()
+    softcap = getattr(config, switch)
+    try:
+        setattr(config, switch, None)
+        given, logits, _ = _logits_for(base, linear)
+    except Exception:  # a config that does not allow None, a forward that does not expect it
+        return False
+    finally:
+        setattr(config, switch, softcap)
+    return torch.allclose(logits, given * scale, rtol=tolerance, atol=tolerance)
+
+
+class _BodyOutput(tuple):
+    """The output of a body without cache or router: the last hidden state, and None for other names."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Run two tokens with known numbers in [-100, 100] as the head's output: (those numbers, logits, tolerance).
+
+    The body is skipped if it is a separate module: this costs no time and no collective, and quantized layers choose no
+    layout at a test forward.
+    """
+    given: list[torch.Tensor] = []
+
+    def put(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        spread = torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        given.append(spread)
+        return spread
+
+    ids = torch.tensor([[0, 1]], device=linear.weight.device)
+    inputs = {"input_ids": ids}
+    if getattr(base.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
+    body = getattr(base, "base_model", base)
+    skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
+    training = [module for module in base.modules() if module.training]
+    handle = linear.register_forward_hook(put, prepend=True)
+    try:
+        base.eval()
+        with context_parallel.whole_rows(), skipped if body is not base else contextlib.nullcontext():
+            logits = base(**inputs).logits
+    finally:
+        handle.remove()
+        for module in training:
+            module.training = True
+    if len(given) != 1:
+        raise ValueError(f"its head ran {len(given)} times in one forward")
+    tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) and given[0].dtype == logits.dtype else 3e-2
+    return given[0].float(), logits.float(), tolerance
+
+
+@contextlib.contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> Iterator[None]:
+    """Within this context the attribute `name` of `module` is `forward`."""
+    own = vars(module).get(name)
+    setattr(module, name, forward)
+    try:
+        yield
+    finally:
+        setattr(module, name, own) if own is not None else delattr(module, name)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
+    parallelism."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or any(
+        hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in model.parameters()
+    )
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """`tensor` whole, gathered where tensor parallelism has split it; its gradient is cut again."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

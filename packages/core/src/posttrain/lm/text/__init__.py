@@ -1,0 +1,1 @@
+"""Chat templates, tokenization, and the special tokens of a tokenizer."""

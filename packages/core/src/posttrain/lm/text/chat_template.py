@@ -1,0 +1,452 @@
+"""Detects dataset formats, renders conversations with chat templates and finds the assistant's tokens.
+
+Conversations are lists of messages, ``{"role": ..., "content": ...}``. The assistant's spans are found by rendering the
+conversation up to each turn, so any chat template works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.errors import DataError
+from posttrain.lm.text import call_arguments, turn_closers
+from posttrain.lm.text.tokenization import (
+    Encoding,
+    Span,
+    encode_fast,
+    encode_texts,
+    has_doubled_bos,
+    special_tokens_around,
+    token_at,
+)
+from posttrain.lm.text.tokenizer_setup import load_template, set_up_tokenizer, token_problems
+
+__all__ = [
+    "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat",
+    "encode_texts", "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice",
+    "set_up_tokenizer", "sharegpt_to_messages", "special_tokens_around", "to_messages", "to_tools", "token_problems",
+]  # fmt: skip
+
+Message = dict[str, Any]
+
+FORMATS: dict[str, tuple[frozenset[str], ...]] = {
+    "tokenized": (frozenset({"input_ids"}),),
+    "preference": (frozenset({"chosen", "rejected"}),),
+    "stepwise_supervision": (frozenset({"prompt", "completions", "labels"}),),
+    "unpaired_preference": (frozenset({"prompt", "completion", "label"}),),
+    "prompt_completion": (frozenset({"prompt", "completion"}),),
+    "language_modeling": (frozenset({"messages"}), frozenset({"conversations"}), frozenset({"text"})),
+    "prompt_only": (frozenset({"prompt"}),),
+}
+"""Format -> sets of columns. A row has the first format of which it has one whole set."""
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's speakers -> the roles of a chat template."""
+
+MESSAGE_FLAGS = ("train", "weight")
+"""Keys that mark a message as trained or not. Chat templates never see them."""
+
+# A placeholder that no conversation contains and no template changes; it shows where a message is rendered.
+PLACEHOLDER = "posttrain4f1c9a"
+UNCLEAR = "the chat template does not show where the messages that are trained on start and stop"
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def detect_format(columns: Iterable[str], among: Iterable[str] = FORMATS) -> str:
+    """The format of a dataset with these columns (or of a row, whose keys are its columns).
+
+    Args:
+        columns: column names, or a row.
+        among: the formats to choose from, best first.
+
+    Raises:
+        DataError: no format fits; names the columns found and wanted.
+    """
+    names, among = set(columns), list(among)
+    for name in among:
+        if any(wanted <= names for wanted in FORMATS[name]):
+            return name
+    wanted = "; ".join(
+        f"{name}: " + " or ".join("+".join(sorted(columns)) for columns in FORMATS[name]) for name in among
+    )
+    raise DataError(f"The columns {sorted(names)} fit no format. Rename them to one of: {wanted}.")
+
+
+def is_conversational(row: Mapping[str, Any]) -> bool:
+    """Whether a row holds messages rather than text."""
+    for name in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+        value = row.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            return "role" in value[0] or "from" in value[0]
+    return False
+
+
+def sharegpt_to_messages(row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """``{"from": "human", "value": "Hi"}`` -> ``{"role": "user", "content": "Hi"}``, for each turn of a row.
+
+    Args:
+        row: a row with a ``conversations`` column, or that column's value.
+
+    Raises:
+        DataError: a turn lacks ``from`` or ``value``, or an unknown speaker.
+    """
+    turns = row["conversations"] if isinstance(row, Mapping) else row
+    messages = []
+    for turn in turns:
+        if "from" not in turn or "value" not in turn:
+            raise DataError("a turn has no 'from' or no 'value'")
+        if turn["from"] not in ROLES:
+            raise DataError(f"unknown speaker {turn['from']!r}; known are {', '.join(ROLES)}")
+        messages.append({"role": ROLES[turn["from"]], "content": turn["value"]})
+    return messages
+
+
+def to_messages(value: Any, name: str = "messages") -> list[Message]:
+    """Check a conversation and convert it to the form that chat templates read.
+
+    Reads ShareGPT turns too and drops keys that are None, which Arrow adds. Raises DataError without the value.
+    """
+    if value is None:
+        raise DataError(f"{name} is null")
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{name} is not a list of messages but of type {type(value).__name__}")
+    if others := {type(message).__name__ for message in value if not isinstance(message, Mapping)}:
+        raise DataError(f"{name} is not a list of messages but holds {min(others)}")
+    if not value:
+        raise DataError(f"{name} is empty")
+    if "from" in value[0]:
+        value = sharegpt_to_messages(value)
+    messages = []
+    for message in value:
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"a message in {name} has no role")
+        content = message.get("content")
+        if content is None and not any(message.get(key) for key in ("tool_calls", "reasoning_content", "thinking")):
+            raise DataError(f"the content of a message in {name} is null")
+        if not isinstance(content, (str, list, type(None))):
+            raise DataError(f"the content of a message in {name} is neither text nor a list of parts")
+        kept = {key: value for key, value in message.items() if key not in MESSAGE_FLAGS}
+        messages.append({"content": ""} | _without_none(kept))
+    return messages
+
+
+def message_choice(
+    value: Sequence[Mapping[str, Any]], train_on: str | Sequence[str] | None = None
+) -> list[bool] | None:
+    """The messages of a conversation to train on; None for all of its text, headers of turns included.
+
+    Args:
+        value: messages or ShareGPT turns; a message's ``"train": true`` or ``"weight": 1`` wins over its role.
+        train_on: roles, "all" or "last" (the assistant's last). None: all; the assistant's if any message is flagged.
+
+    Raises:
+        DataError: a flag that is neither true nor false.
+    """
+    flagged = any(name in message for message in value for name in MESSAGE_FLAGS)
+    if not flagged and train_on in (None, "all"):
+        return None
+    roles = [message["role"] if "role" in message else ROLES.get(message.get("from", "")) for message in value]
+    if train_on == "last":
+        last = max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
+        chosen = [i == last for i in range(len(roles))]
+    else:
+        wanted = {train_on or "assistant"} if isinstance(train_on, str | None) else set(train_on)
+        chosen = [role in wanted or "all" in wanted for role in roles]
+    flags = [_flag(message) for message in value]
+    return [by_role if flag is None else flag for by_role, flag in zip(chosen, flags, strict=True)]
+
+
+def _flag(message: Mapping[str, Any]) -> bool | None:
+    for name in MESSAGE_FLAGS:
+        if (flag := message.get(name)) is not None:
+            if isinstance(flag, str) or flag not in (0, 1):
+                raise DataError(f"the {name} of a message is neither true nor false (1 nor 0)")
+            return bool(flag)
+    return None
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def to_tools(value: Any) -> list[Any] | None:
+    """The ``tools`` column: a list of schemas, or the same as JSON; None where there are none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise DataError("tools is not valid JSON") from None
+    if value is None or isinstance(value, list):
+        return [_without_none(tool) if isinstance(tool, Mapping) else tool for tool in value or ()] or None
+    raise DataError("tools is not a list")
+
+
+class Template:
+    """A tokenizer's chat template with fixed arguments.
+
+    Args:
+        tokenizer: has ``apply_chat_template`` and a ``chat_template``.
+        tools: schemas or functions that the template describes to the model.
+        chat_template_kwargs: variables for the template, e.g. ``{"enable_thinking": False}``.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tools: list[Any] | None = None, chat_template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (chat_template_kwargs or {}):
+            raise DataError(
+                "The rows are conversations, but the tokenizer has no chat template. Load one with "
+                "chat_template_path, set tokenizer.chat_template, or give rows of text."
+            )
+        self.tokenizer, self.tools, self.kwargs = tokenizer, tools, dict(chat_template_kwargs or {})
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, continue_final_message: bool = False
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            DataError: the template refused it (e.g. roles that do not alternate), or arguments of calls are no JSON.
+        """
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self._render(self._calls.put(messages), **options)
+
+    @cached_property
+    def _calls(self) -> call_arguments.CallArguments:
+        return call_arguments.CallArguments(self._render)
+
+    def _render(self, messages: list[Message], **options: Any) -> str:
+        options = {"tools": self.tools, "tokenize": False, **options, **self.kwargs}
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template is a program and may raise anything
+            raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
+
+    def prompt_length(self, prompt: Sequence[Message], text: str, next_role: str = "assistant") -> int:
+        """The number of characters that `prompt` takes of `text`, a rendered conversation that begins with it.
+
+        The prompt is what the model is given before it writes: with the generation prompt, or, where it ends in an
+        unfinished turn of the assistant, with that turn left open. If a template renders the end of a prompt
+        differently in a longer conversation (an empty thought, for example), the common part counts. Where the
+        completion begins with a message of another role, `next_role`, the prompt is what its messages render to.
+
+        Raises:
+            DataError: the template renders the prompt's messages differently in the conversation.
+        """
+        answers = next_role == "assistant"
+        unfinished = answers and prompt[-1]["role"] == "assistant"
+        asked = self.render(prompt, add_generation_prompt=answers and not unfinished, continue_final_message=unfinished)
+        if text.startswith(asked):
+            return len(asked)
+        agreed = len(os.path.commonprefix([asked, text]))
+        if unfinished or agreed < len(self.render(prompt)):
+            raise DataError("the chat template renders the prompt differently when the completion follows")
+        return agreed
+
+    def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The text of a conversation and the spans the assistant wrote, with end-of-turn tokens; see
+        `trained_spans`.
+        """
+        return self.trained_spans(messages, [message["role"] == "assistant" for message in messages])
+
+    def trained_spans(self, messages: Sequence[Message], chosen: Sequence[bool]) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where in it the `chosen` messages stand, end-of-turn token included.
+
+        The assistant's text begins where the generation prompt ends. Marks of the template, ``{% generation %}``, are
+        used where there are any. Otherwise the turn is the difference between two renderings, of all messages before it
+        with the generation prompt and of all up to it; its content must be in there. Where that fails (templates that
+        drop the thoughts of earlier turns), and for other roles, a rendering with a placeholder locates the message:
+        the text before and after it must not change.
+
+        Of a template that ends no turn of the assistant, the token that opens the next message ends it, see
+        `posttrain.lm.text.turn_closers`; after a last turn it is added to the text.
+
+        Raises:
+            DataError: neither way finds where a message starts and stops.
+        """
+        spans: list[Span] = []
+        if self._marks_generation:
+            text, marks = self._marked_spans(messages)
+            if all(take == (message["role"] == "assistant") for take, message in zip(chosen, messages, strict=True)):
+                return turn_closers.include(self.turn_closers, messages, text, marks)
+        else:
+            text, marks = self.render(messages), None
+        for i, message in enumerate(messages):
+            if not chosen[i]:
+                continue
+            earlier, span = spans[-1][1] if spans else 0, None
+            if message["role"] == "assistant":
+                span = self._turn_by_prefix(messages, i, text)
+            start, stop = span or self._turn_by_placeholder(messages, i, text, earlier)
+            if not earlier <= start <= stop:
+                raise DataError(UNCLEAR)
+            if marks is not None and message["role"] == "assistant":
+                spans += [(max(a, start), min(b, stop)) for a, b in marks if a < stop and b > start]
+            else:
+                spans.append((start, stop))
+            if message["role"] == "assistant":
+                text, spans[-1:] = turn_closers.include(self.turn_closers, messages, text, spans[-1:])
+        return text, spans
+
+    @cached_property
+    def turn_closers(self) -> dict[str, str]:
+        """The tokens that end turns of the assistant in place of the template; see `turn_closers.find`."""
+        return {} if self._turn_ending.strip() else turn_closers.find(self.render, self.tokenizer)
+
+    def _turn_by_prefix(self, messages: Sequence[Message], i: int, text: str) -> Span | None:
+        if i == 0:  # few templates render an empty conversation
+            return None
+        before = self.render(messages[:i], add_generation_prompt=True)
+        after = text if i + 1 == len(messages) else self.render(messages[: i + 1])
+        if not text.startswith(before) or not text.startswith(after) or len(before) > len(after):
+            return None
+        content = messages[i]["content"]
+        # The last line: the template may have moved or dropped thoughts before it.
+        if isinstance(content, str) and content.strip().rpartition("\n")[2] not in text[len(before) : len(after)]:
+            return None  # the template renders the turn elsewhere, or leaves its content out
+        return len(before), len(after)
+
+    def _turn_by_placeholder(self, messages: Sequence[Message], i: int, text: str, earlier: int) -> Span:
+        role = messages[i]["role"]
+        shown = [{"type": "text", "text": PLACEHOLDER}] if isinstance(messages[i]["content"], list) else PLACEHOLDER
+        # Thoughts and calls belong to the assistant's turn and are left out with it; other keys stay.
+        turn = {"role": role, "content": shown} if role == "assistant" else {**messages[i], "content": shown}
+        head, found, rest = self.render([*messages[:i], turn, *messages[i + 1 :]]).partition(PLACEHOLDER)
+        if not found or not text.endswith(rest):
+            raise DataError(UNCLEAR)
+        stop = len(text) - len(rest)
+        start = len(os.path.commonprefix([head, text[:stop]]))
+        begins = text.startswith(head)
+        if i > 0 and role == "assistant":  # what the template puts after the generation prompt is the model's to write
+            history, asked = (self.render(messages[:i], add_generation_prompt=ask) for ask in (False, True))
+            opening = asked[len(history) :] if asked.startswith(history) else ""
+            opened = text.rfind(opening, earlier, start) if opening else -1
+            start = opened + len(opening) if opened >= 0 else start
+            # If the turn replaces a thought in the prompt, the common part counts.
+            begins |= opened >= 0 or len(history) < len(os.path.commonprefix([asked, text])) <= start
+        if not begins:
+            raise DataError(UNCLEAR)  # the text before the message depends on its content
+        return start, stop + self._agree_on_tokens(self._ending([*messages[:i], turn]), rest)
+
+    def _ending(self, messages: Sequence[Message]) -> str:
+        """The text after the last message, whose content is the placeholder; empty if the messages do not render
+        alone.
+        """
+        try:
+            return self.render(messages).partition(PLACEHOLDER)[2]
+        except DataError:
+            return ""
+
+    def _agree_on_tokens(self, ending: str, rest: str) -> int:
+        """The length of the common prefix of two texts, without the start of a token that differs."""
+        agreed = len(os.path.commonprefix([ending, rest]))
+        # "<|end|>" and "<|eos|>" agree on nothing, not on "<|".
+        if agreed and getattr(self.tokenizer, "is_fast", False):
+            for text in (ending, rest):
+                encoding = encode_fast(self.tokenizer, [text[: agreed + 64]])[0]
+                token, crosses = token_at(encoding, agreed, min(len(text), agreed + 64))
+                agreed = encoding.token_to_chars(token)[0] if crosses else agreed
+        return agreed
+
+    @cached_property
+    def _marks_generation(self) -> bool:
+        return bool(GENERATION_TAG.search(self._source()))
+
+    def _source(self) -> str:
+        if "chat_template" in self.kwargs:
+            return self.kwargs["chat_template"]
+        if isinstance(self.tokenizer.chat_template, str):
+            return self.tokenizer.chat_template
+        return self.tokenizer.get_chat_template(tools=self.tools)
+
+    def _marked_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": self._source()}
+        try:
+            rendered: Any = render_jinja_template(
+                [self._calls.put(messages)], tools=self.tools, return_assistant_tokens_mask=True, **variables
+            )
+        except Exception as error:
+            raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
+        # A template that leaves the end-of-turn token out of its marks would teach the model never to stop.
+        ((text,), (marks,)), ending = rendered, self._turn_ending.strip()
+        return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks]
+
+    def turn_ending(self) -> str:
+        """The text that the template adds after an assistant's turn, e.g. ``"<|im_end|>\
+        "``; empty on an error.
+        """
+        return self._turn_ending
+
+    @cached_property
+    def _turn_ending(self) -> str:
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        return self._ending(turn)
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    add_generation_prompt: bool = False,
+) -> list[int]:
+    """The token ids of a conversation as the template renders it, without a second bos.
+
+    Raises:
+        DataError: no chat template, not messages, or the template refused them.
+    """
+    template = Template(tokenizer, to_tools(tools), chat_template_kwargs)
+    return encode_texts(tokenizer, [template.render(to_messages(messages), add_generation_prompt)])[0].ids
+
+
+def assistant_mask(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: list[Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> tuple[list[int], np.ndarray]:
+    """The token ids of a conversation, and a mask that is True at the assistant's tokens and their end-of-turn.
+
+    Works for any chat template, see `Template.assistant_spans`.
+
+    Raises:
+        DataError: as `encode_chat`, or the template does not show where the turns start and stop.
+    """
+    text, spans = Template(tokenizer, to_tools(tools), chat_template_kwargs).assistant_spans(to_messages(messages))
+    encoding = encode_texts(tokenizer, [text], [spans])[0]
+    return encoding.ids, np.ones(len(encoding.ids), dtype=bool) if encoding.mask is None else encoding.mask
+
+
+def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
+    """The ids that stop generation: eos, and the tokens that end an assistant's turn in the chat template."""
+    ends = {tokenizer.eos_token_id, eos_token_id} - {None}
+    if getattr(tokenizer, "chat_template", None):
+        template = Template(tokenizer)
+        ending = tokenizer(template.turn_ending().strip(), add_special_tokens=False)["input_ids"]
+        ending += tokenizer.convert_tokens_to_ids(list(template.turn_closers.values()))
+        ends.update(token for token in ending if token in tokenizer.added_tokens_decoder)
+    return ends

@@ -1,0 +1,1 @@
+"""Environments and tools of multi-turn completions."""

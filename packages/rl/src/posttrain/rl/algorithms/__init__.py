@@ -1,0 +1,1 @@
+"""One file for each algorithm, with its config and trainer."""

@@ -1,0 +1,389 @@
+r"""On-policy distillation, Agarwal et al. 2023 (GKD), https://arxiv.org/abs/2306.13649.
+
+With :math:`m = \beta p_T + (1-\beta) p_S` at each token of completions, a share :math:`\lambda` of which the student
+writes itself, eq. 1 and algorithm 1:
+
+.. math:: \beta\,KL(p_T \| m) + (1-\beta)\,KL(p_S \| m), \quad KL(p_T \| p_S) \text{ at } \beta = 0,
+   \quad KL(p_S \| p_T) \text{ at } \beta = 1
+
+The policy gradient of the last, with the advantage :math:`\log p_T(y_t) - \log p_S(y_t)` of each written token, is that
+of MiniLLM, Gu et al. 2023, https://arxiv.org/abs/2306.08543, eq. 3, in its single-step form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import TrainingArguments
+from posttrain.core.config import JSONObject, opt
+from posttrain.core.data.samplers import mix
+from posttrain.core.errors import DataError, checked_args
+from posttrain.core.fields.old_names import Removed
+from posttrain.core.losses import normalization
+from posttrain.core.models import wrapping
+from posttrain.core.training.preflight import Parts, Problem
+from posttrain.lm.images.image_features import features_once
+from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, has_images
+from posttrain.lm.loading import loading
+from posttrain.lm.loss import lm_head
+from posttrain.lm.loss.distillation import Measure, divergence_terms
+from posttrain.lm.loss.language_modeling import IGNORE_INDEX
+from posttrain.rl.generation import Generator, Sampling
+from posttrain.rl.generation.local import LocalGenerator
+from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.losses.policy_losses import clipped
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.distillation_data import has_completions, prompt_and_completion, with_prompts
+from posttrain.rl.online.rollout import RolloutTrainer
+from posttrain.rl.online.teachers import (
+    LocalTeacher,
+    ServerTeacher,
+    TranslatedTeacher,
+    image_problem,
+    vocabulary_problem,
+)
+from posttrain.rl.policy.logprobs import FOR_THE_MODEL, CompletionLogps
+from posttrain.rl.policy.reference import FrozenReference
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.samples import Rollout, Sample
+
+ANOTHER_TEACHER = (
+    "The run in {where} had another teacher than this one: the weights differ. Pass the teacher that the run began "
+    "with, as teacher_model or teacher_model_name_or_path; or begin a new run, with the weights of the checkpoint as "
+    "the model."
+)
+
+
+@dataclass
+class DistillationConfig(RolloutConfig):
+    """Arguments of `DistillationTrainer`."""
+
+    num_generations: int = opt(1, "Completions that the student writes of each prompt.", min=1)
+    beta: float = opt(1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.",
+                      min=0, max=1)  # fmt: skip
+    router_aux_loss_coef: float | None = opt(
+        0.0, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
+    )
+    lmbda: float = opt(1.0, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
+    seq_kd: bool = opt(False, "Let the teacher write the completions that the student does not.")
+    loss_type: str = opt(
+        "divergence", "The divergence of whole distributions, or the policy gradient of the reverse one.",
+        choices=("divergence", "policy_gradient"),
+    )  # fmt: skip
+    loss_temperature: float | None = opt(
+        None, "Both models' logits are divided by it in the divergence; None: temperature.", above=0
+    )
+    teacher_model_name_or_path: str | None = opt(None, "The teacher by name, where it is not passed to the trainer.")
+    teacher_model_revision: str | None = opt(None, "Revision of a teacher given by name.")
+    teacher_model_init_kwargs: JSONObject = opt(
+        None, 'Arguments of from_pretrained for a teacher given by name; {"load_in_4bit": true} makes it small.'
+    )
+    teacher_tokenizer_name_or_path: str | None = opt(
+        None, "Tokenizer of a teacher with other tokens: sorted probabilities are compared where tokens of both begin."
+    )
+    teacher_model_server_url: str | None = opt(None, "A teacher behind `vllm serve`, such as http://host:8000.")
+    loss_top_k: int = opt(20, "Most probable tokens that the teacher's server is asked for.", min=1)
+    loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token, where a server tells the others.")
+
+    OLD_NAMES = {
+        "reverse_kl_top_1_mode": Removed("the token that was written is always among those compared.", harmless=None),
+        "use_uld_loss": Removed("set teacher_tokenizer_name_or_path.", harmless=(None, False)),
+    }
+
+    def _problems(self) -> Iterator[str]:
+        if self.sync_ref_model:
+            yield "sync_ref_model=True moves a reference towards the policy; a teacher stays as it is. Leave it out"
+        if self.router_replay:
+            yield "router_replay=True replays what a policy chose in sampling, and distillation does not; leave it out"
+        if self.loss_type == "policy_gradient" and self.lmbda < 1:
+            yield f"loss_type='policy_gradient' learns from what the student wrote, and lmbda={self.lmbda}; set lmbda=1"
+        if self.loss_type == "policy_gradient" and self.teacher_tokenizer_name_or_path:
+            yield "loss_type='policy_gradient' needs a teacher with the student's tokens; set 'divergence'"
+        if self.max_staleness and self.seq_kd and self.lmbda < 1:
+            yield (
+                "max_staleness above 0 samples while the loss reads the teacher, and with seq_kd=True the teacher "
+                "writes too; set max_staleness=0, or give its completions as those of the dataset"
+            )
+        if self.teacher_model_server_url and self.measured_at != 1:
+            yield (
+                f"A server tells log-probabilities at temperature 1, and the divergence is at {self.measured_at}; set "
+                "loss_temperature=1"
+            )
+        if self.teacher_model_server_url and self.seq_kd:
+            yield "seq_kd=True needs a teacher in this process; leave out teacher_model_server_url"
+
+    @property
+    def measured_at(self) -> float:
+        """The temperature of the divergence."""
+        return self.temperature if self.loss_temperature is None else self.loss_temperature
+
+
+class DistillationTrainer(RolloutTrainer):
+    """Trains a student to predict what its teacher predicts, by default on completions that the student writes.
+
+    Args:
+        model: the student.
+        teacher_model: a causal language model, or the name or folder of one; None: as `args` name it.
+        train_dataset: rows with a `prompt`, and for ``lmbda`` below 1 a `completion`; or `messages`, whose last turn is
+            the completion.
+        reward_funcs: metrics of the completions; they change nothing of the loss.
+
+    The other arguments are those of `RolloutTrainer`.
+    """
+
+    config_class: type[DistillationConfig] = DistillationConfig
+    args: DistillationConfig
+    tag_names = ("trl", "distillation")
+    signature_columns = ("prompt", "completion", "messages", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+    average = "tokens"
+    learns_from_rewards = False
+    INSTEAD = RolloutTrainer.INSTEAD | {"generalized_jsd_loss": "override compute_loss"}
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        teacher_model: nn.Module | str | None = None,
+        args: DistillationConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Any] | None = None,
+        reward_funcs: Any = None,
+        **others: Any,
+    ) -> None:
+        args = self.config_class() if args is None else args
+        named = getattr(args, "teacher_model_name_or_path", None)
+        self.given_reference = named if teacher_model is None else teacher_model
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
+            callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
+            peft_config=peft_config, tools=tools, **others,
+        )  # fmt: skip
+        self.teacher_model, self.lmbda, self.seq_kd = self.ref_model, args.lmbda, args.seq_kd
+        self.measure = Measure(
+            args.beta, args.measured_at, bool(args.teacher_tokenizer_name_or_path), args.loss_add_tail
+        )
+        self.teacher = self._make_teacher()
+        self._teacher_parameters = (
+            0 if self.teacher_model is None else normalization.flops_parameters(wrapping.unwrap(self.teacher_model))
+        )
+
+    @classmethod
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
+        """Adds problems with the teacher, and with completions that are not there."""
+        args = checked_args(args, DistillationConfig)
+        parts.train_dataset, parts.eval_dataset = with_prompts(parts.train_dataset), with_prompts(parts.eval_dataset)
+        yield from super().preflight(args, parts)
+        if (parts.ref_model is None) == (args.teacher_model_server_url is None):
+            how = "No teacher" if parts.ref_model is None else "Two teachers"
+            yield ValueError(f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and "
+                             "teacher_model_server_url.")  # fmt: skip
+        if not isinstance(parts.ref_model, (str, os.PathLike)):
+            for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
+                if getattr(args, name):
+                    yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
+        if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
+            for name in ("teacher_model_server_url", "teacher_tokenizer_name_or_path"):
+                if getattr(args, name):
+                    yield f"{name} is not supported for prompts with images, which the teacher reads too"
+        if args.lmbda < 1 and not args.seq_kd and not has_completions(parts.train_dataset):
+            yield DataError(
+                f"lmbda={args.lmbda} learns from the dataset's completions too, and the first row has none. Give rows "
+                "of prompt and completion, or of messages; or set lmbda=1, or seq_kd=True."
+            )
+
+    @staticmethod
+    def generalized_jsd_loss(
+        student_logits: torch.Tensor,
+        teacher_logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """The divergence of whole logits (B, T, V), for scripts that call it; training never holds them.
+
+        Args:
+            labels: (B, T), aligned with the logits; -100 where nothing is compared.
+            reduction: "sum", "mean" over the terms, "none" for them, or "batchmean": the sum divided by the positions
+                compared, by B without labels. num_items_in_batch: divides the sum instead.
+        """
+        student, teacher = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
+        terms = divergence_terms(student, teacher, beta)
+        count = torch.tensor(len(student_logits))
+        if labels is not None:
+            mask = labels != IGNORE_INDEX
+            terms, count = terms[mask], mask.sum()
+        if num_items_in_batch is not None or reduction == "batchmean":
+            return terms.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
+
+    def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+        """A sample without a completion for each row, whose messages are prompt and completion."""
+        return super().new_samples([prompt_and_completion(row) for row in rows])
+
+    def generate(self, samples: list[Sample], sampling: Sampling) -> None:
+        """Let the student write its share of the completions, and take the others from the dataset or the teacher."""
+        own = [sample for sample in samples if self._is_written(sample)]
+        given = [sample for sample in samples if not self._is_written(sample)]
+        if own:
+            super().generate(own, sampling)
+        if given and self.seq_kd:
+            self._teacher_writes(given, sampling)
+        for sample in [] if self.seq_kd else given:
+            sample.completion = sample.row["completion"]
+            sample.ids = self._tokens_of_completion(sample)[: sampling.max_new_tokens]
+            sample.finished = True
+
+    def _tokens_of_completion(self, sample: Sample) -> list[int]:
+        if self.image_prompts is None:
+            return self.codec.encode_completion(sample.prompt, sample.completion)
+        return self.image_prompts.encode_completion(self.codec, sample.row, sample.prompt, sample.completion)
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """(N,) zeros: the advantages are those of tokens, see `policy_loss`."""
+        return torch.zeros(len(rewards))
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """The clipped policy gradient of the reverse divergence, (N, C)."""
+        old_logps = inputs.get("old_logps", policy.logps.detach())
+        advantages, ratio, args = inputs["ref_logps"] - old_logps, (policy.logps - old_logps).exp(), self.args
+        self.metrics.add_sum("divergence", -(advantages * inputs["loss_mask"]).sum(), inputs["loss_mask"].sum())
+        return clipped(
+            ratio, advantages, args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The mean divergence of a token, shape (), or the policy loss."""
+        if self.args.loss_type == "policy_gradient":
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        divergence, entropy, aux_loss = self.divergence(model, inputs)
+        tokens = inputs["loss_mask"].sum()
+        self.metrics.add_sum("divergence", divergence.detach(), tokens)
+        self.metrics.add_sum("entropy", entropy, tokens)
+        loss = self.mean_loss(divergence, inputs, num_items_in_batch, aux_loss)
+        return (loss, {"divergence": divergence.detach(), "entropy": entropy}) if return_outputs else loss
+
+    def divergence(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(divergence of a micro-batch, entropy of the student), summed over its tokens, and the router's loss."""
+        given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
+        given |= inputs.get("image_inputs", {})
+        if self.router_aux_loss_coef:
+            given["output_router_logits"] = True
+        if self._in_head or not isinstance(self.teacher, LocalTeacher):
+            in_head = lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure)
+            with in_head, features_once(model, inputs.get("image_copies"), given) as shown:
+                outputs = model(**shown)
+            divergence, entropy = outputs.logits
+        else:
+            with features_once(model, inputs.get("image_copies"), given) as shown:
+                outputs = model(**shown)
+            at, heat = inputs["labels"] != IGNORE_INDEX, self.measure.temperature
+            own = (outputs.logits[:, -at.shape[1] :][at].float() / heat).log_softmax(-1)
+            other = (self.teacher.logits(inputs).float() / heat).log_softmax(-1)
+            divergence = divergence_terms(own, other, self.measure.beta).sum()
+            entropy = -(own.exp() * own.clamp(min=-1e30)).sum().detach()
+        return divergence, entropy.detach(), getattr(outputs, "aux_loss", None) if self.router_aux_loss_coef else None
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the core's, with the forward of a local teacher: 2 x tokens x parameters. Sampling is not counted."""
+        ops = super().floating_point_ops(inputs)
+        if type(self.teacher) is ServerTeacher or self.args.loss_type == "policy_gradient":
+            return ops  # the policy gradient reads the teacher when the completions are sampled
+        column = "teacher_rows" if isinstance(self.teacher, TranslatedTeacher) else "input_ids"
+        return ops + 2 * normalization.count_slots(inputs, column) * self._teacher_parameters
+
+    # ------------------------------------------------------------------------------------------------ the teacher
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the teacher's log-probabilities of the written tokens are needed, and come from a model here."""
+        return self.args.loss_type == "policy_gradient" and self.reference is not None
+
+    @property
+    def _corrects_engine(self) -> bool:
+        """Only the policy gradient is an average over completions of the policy; a divergence takes any."""
+        return super()._corrects_engine and self.args.loss_type == "policy_gradient"
+
+    def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
+        """Adds what the teacher has to say."""
+        return self.teacher.complete(super().complete_rollout(rollout, samples), samples)
+
+    def _make_reference(self, fresh_adapter: bool) -> FrozenReference | None:
+        teacher, args = self.given_reference, self.args
+        if isinstance(teacher, (str, os.PathLike)):
+            revision = {"revision": args.teacher_model_revision} if args.teacher_model_revision else {}
+            options = revision | dict(args.teacher_model_init_kwargs or {})
+            model_class, _ = loading.READING if self.image_prompts is None else loading.SEEING
+            teacher = loading.load_causal_lm(teacher, options, None, args.trust_remote_code, model_class)
+        if teacher is None:
+            return None
+        reference = FrozenReference(teacher, another=ANOTHER_TEACHER)
+        reference.place(self.dist)
+        return reference
+
+    def _make_teacher(self) -> LocalTeacher | ServerTeacher:
+        args, reference = self.args, self.reference
+        why_not = lm_head.supports_loss_in_head(self.model)
+        if not isinstance(reference, FrozenReference):
+            url = str(args.teacher_model_server_url)
+            teacher: LocalTeacher | ServerTeacher = ServerTeacher(url, args.loss_top_k)
+        elif args.teacher_tokenizer_name_or_path:
+            tokenizer = loading.load_tokenizer(args.teacher_tokenizer_name_or_path, args.trust_remote_code)
+            codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+            ends = self.sampling().eos_token_ids
+            teacher = TranslatedTeacher(reference, self.processing_class, codec, ends)
+        else:
+            sizes = [wrapping.base_model(m).config.get_text_config().vocab_size for m in (self.model, reference.model)]
+            problem = vocabulary_problem(*sizes)
+            if self.image_prompts is not None:
+                problem = problem or image_problem(self.model, reference.model)
+            if problem:
+                raise ValueError(problem)
+            teacher = LocalTeacher(reference)
+            why_not = why_not or lm_head.supports_loss_in_head(reference.model)
+        self._in_head = why_not is None
+        if why_not and type(teacher) is not LocalTeacher:
+            raise ValueError(f"A teacher with other tokens or behind a server needs the student's head: {why_not}")
+        return teacher
+
+    def _is_written(self, sample: Sample) -> bool:
+        """Whether the student writes this completion. Evaluations read those of the dataset, if training does."""
+        if sample.is_evaluated:
+            return self.lmbda == 1
+        return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
+
+    def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
+        tokenizer = self.codec.tokenizer
+        limits = self.args.generation_max_rows, self.args.generation_cache_tokens
+        engine: Generator = LocalGenerator(tokenizer, *limits)
+        if self.image_prompts is not None:
+            engine = TransformersGenerator(tokenizer)
+        assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
+        engine.sync_weights(self.teacher_model)
+        student, self.generator = self.generator, engine
+        try:
+            super().generate(samples, sampling)
+        finally:
+            self.generator = student
+        for sample in samples:
+            sample.logps, sample.is_exact = None, False

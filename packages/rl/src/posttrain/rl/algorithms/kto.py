@@ -1,0 +1,382 @@
+r"""Kahneman-Tversky Optimization, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306.
+
+With :math:`r = \log\pi(y|x) - \log\pi_{ref}(y|x)` and :math:`z_0 = KL(\pi \| \pi_{ref})` as the reference point, eq. 8
+is
+
+.. math:: \lambda_D (1 - \sigma(\beta(r - z_0)))\ \text{for good } y, \quad
+    \lambda_U (1 - \sigma(\beta(z_0 - r)))\ \text{for bad } y
+
+The KL is estimated on prompts with completions of other rows (section 4.1), never below 0 and without a gradient. It is
+one number for all rows of an optimizer step, over micro-batches and processes, so the loss does not depend on how the
+rows are split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import opt
+from posttrain.core.data import pipeline
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.losses import normalization
+from posttrain.core.models import wrapping
+from posttrain.core.training.argument_attributes import reads_from_arguments
+from posttrain.rl.policy.reference import ReferenceArguments
+from posttrain.rl.policy.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
+from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
+from posttrain.rl.preference.batches import positions_of, read_lengths
+from posttrain.rl.preference.trainer import Completions, PreferenceTrainer
+
+logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+def kto(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """Eq. 8 without its weights: (B,) log-ratios, (B,) bool, () KL -> (B,)."""
+    return 1 - torch.sigmoid(beta * torch.where(is_good, log_ratio - kl, kl - log_ratio))
+
+
+def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+    """APO-zero, D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266, eq. 7, for unpaired rows; no KL."""
+    return torch.sigmoid(beta * torch.where(is_good, -log_ratio, log_ratio))
+
+
+LOSSES = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
+WITH_KL = ("kto",)
+
+
+def one_sided(labels: Sequence[Any]) -> str | None:
+    """What is wrong where all rows are good, or all bad, as their `labels` say; None where there are both."""
+    good = sum(map(bool, labels))
+    if good not in (0, len(labels)) or not labels:
+        return None
+    kind, other, effect = ("good", "bad", "raises") if good else ("bad", "good", "lowers")
+    return (
+        f"all {len(labels):,} rows are {kind} (label={bool(good)}) and none is {other}. KTO then only {effect} their "
+        f"likelihood against the reference, with nothing to tell {kind} from {other}, and logs no rewards/margins. Add "
+        f"rows with label={not good}, or see how the column label was made"
+        f"{'; to imitate good completions alone, use posttrain.sft.SFTTrainer' if good else ''}."
+    )
+
+
+def others_of(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each prompt the index of a row whose completion serves for the KL: of another prompt if there is one.
+
+    Each completion is used once: rows are sorted by prompt and shifted by the count of the most frequent prompt (by one
+    if all prompts differ). If that prompt has more than half of the rows, its rows cycle through the others'
+    completions.
+    """
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).append(row)
+    groups = list(rows_of.values())
+    order = [row for group in groups for row in group]
+    largest = max(groups, key=len, default=[])
+    step = len(largest) if len(groups) > 1 else 1
+    taken = dict(zip(order, order[-step:] + order[:-step], strict=True))
+    if len(groups) > 1 and 2 * len(largest) > len(order):
+        rest = [row for group in groups if group is not largest for row in group]
+        taken |= {row: rest[place % len(rest)] for place, row in enumerate(largest)}
+    return [taken[row] for row in range(len(order))]
+
+
+@dataclass
+class KTOConfig(ReferenceArguments, PreferenceConfig):
+    """Arguments of `KTOTrainer`."""
+
+    beta: float = opt(0.1, "Strength of the pull towards the reference. Larger stays closer.", above=0)
+    loss_type: str = opt("kto", "A loss in `posttrain.rl.algorithms.kto.LOSSES`.", choices=tuple(LOSSES))
+    desirable_weight: float = opt(1.0, "Weight of good completions; raise it where there are fewer of them.", above=0)
+    undesirable_weight: float = opt(1.0, "Weight of bad completions; raise it where there are fewer of them.", above=0)
+
+    OLD_NAMES = WITH_REFERENCE
+
+    def _problems(self) -> Iterator[str]:
+        if self.max_batch_tokens is not None:
+            yield (
+                "max_batch_tokens makes micro-batches of rows of similar length, and KTO compares the rows of one with "
+                "each other; set per_device_train_batch_size instead"
+            )
+
+
+@dataclass
+class KTOCollator:
+    """Prepared rows -> a batch of B completions, ``label`` (B,), and under ``kl`` prompts with completions of others.
+
+    Args:
+        max_length: maximum tokens of a prompt with another's completion.
+        flat: one row without padding, see `shared_rows`; else a row each.
+        with_kl: whether the loss needs the second half.
+        encoder: for encoder-decoder models.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    flat: bool = False
+    pad_to_multiple_of: int | None = None
+    with_kl: bool = True
+    encoder: Encoder | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        prompts = [row["prompt_ids"] for row in rows]
+        positions = positions_of(rows)
+        batch = self._lay_out(prompts, [row["completion_ids"] for row in rows], positions)
+        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
+        if self.with_kl:
+            taken = others_of(prompts)  # of a stream, where each takes another's in its batch
+            others = [row.get("kl_ids", rows[i]["completion_ids"]) for row, i in zip(rows, taken, strict=True)]
+            if self.max_length is not None:
+                others = [o[: max(self.max_length - len(p), 1)] for p, o in zip(prompts, others, strict=True)]
+            batch["kl"] = self._lay_out(prompts, others, positions)
+        for name in ("ref_logps", "ref_kl_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
+
+    def _lay_out(
+        self, prompts: list[Any], completions: list[Any], positions: list[torch.Tensor] | None
+    ) -> dict[str, Any]:
+        groups = [(prompt, [completion]) for prompt, completion in zip(prompts, completions, strict=True)]
+        if self.flat:
+            return shared_rows(groups, positions=positions)
+        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
+
+
+@reads_from_arguments(
+    "beta", "desirable_weight", "loss_type", "undesirable_weight", precompute_ref_logps="precompute_ref_log_probs"
+)
+class KTOTrainer(PreferenceTrainer):
+    """Trains a policy towards good completions and away from bad ones, which need not be pairs.
+
+    Args:
+        train_dataset: rows with `prompt`, `completion` and `label` (True for a good one), as text or messages; pairs
+            become two rows each.
+        compute_metrics: of the rewards (N,); the labels are the verdicts.
+
+    The other arguments are those of `posttrain.rl.algorithms.dpo.DPOTrainer`.
+    """
+
+    config_class = KTOConfig
+    args: KTOConfig
+    tag_names = ("trl", "kto")
+    data_kind = "unpaired_preference"
+    signature_columns: tuple[str, ...] | None = (
+        "prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps",
+    )  # fmt: skip
+    fixed_at_construction: tuple[str, ...] = (*PreferenceTrainer.fixed_at_construction, "loss_type")
+
+    _kl: torch.Tensor | None = None
+
+    @property
+    def completions_per_row(self) -> int:
+        """The row's own: the one that is lent to it is read in another pass."""
+        return 1
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
+        args, is_good = self.args, inputs["label"]
+        side = self._side(model, inputs)
+        scores = side.tokens
+        self._check_start(model, [side], lambda: [self._side(model, inputs)])
+        kl = self._kl
+        if kl is None:  # called directly: the batch is the whole window
+            kl = self.divergence(model, [inputs])
+        losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
+        losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
+        if scores.aux_loss is not None and self.router_aux_loss_coef:
+            losses = losses + self.router_aux_loss_coef * scores.aux_loss
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        rewards = self.rewards(side).detach()
+        if not pipeline.is_filler(inputs):
+            self._log_rows(side, rewards, is_good, kl)
+            if scores.aux_loss is not None and self.router_aux_loss_coef:
+                self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def _side(self, model: nn.Module, inputs: dict[str, Any]) -> Completions:
+        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
+        scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
+        ref_logp = self.reference_logp(inputs)[: len(inputs["label"])]
+        return Completions(self.completion_logp(scores), ref_logp, scores)
+
+    @torch.no_grad()
+    def divergence(self, model: nn.Module, window: Iterable[dict[str, Any]], everywhere: bool = False) -> torch.Tensor:
+        """z_0 above, shape (): the mean log-ratio of prompts with others' completions, 0 at least.
+
+        Args:
+            everywhere: over all processes, which must all call.
+        """
+        total = torch.zeros(2, device=self.dist.device)  # float32: MPS has no float64
+        if self.needs_kl:
+            for inputs in window:
+                inputs = self.prepare_inputs(inputs)
+                with self.compute_loss_context_manager():
+                    ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
+                if not pipeline.is_filler(inputs):
+                    total += torch.stack([ratio.float().sum(), normalization.scalar(len(ratio), ratio.device)])
+        total = self.dist.sum(total) if everywhere else total
+        return (total[0] / total[1].clamp_min(1)).clamp_min(0).float()
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.args.loss_type in WITH_KL
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
+
+    def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(B,) log-probability of each completion under the reference; (2B,) with the others' completions if
+        precomputed.
+        """
+        if "ref_logps" in inputs:
+            return inputs["ref_logps"]
+        own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
+        return own if others is None else torch.cat([own, others])
+
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B,) log-probabilities of the completions, and of the others' completions if `inputs` has them."""
+        assert self.reference is not None  # `needs_reference`
+        with self.reference.use() as reference:
+            asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
+            own = self.completion_logp(score_completions(asked, _own(inputs)))
+            return own, self.completion_logp(score_completions(asked, inputs["kl"])) if "kl" in inputs else None
+
+    def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
+        if "ref_kl_logps" in inputs:
+            return inputs["ref_kl_logps"]
+        assert self.reference is not None  # `needs_reference`
+        with self.reference.use() as model:
+            return self.completion_logp(score_completions(model, inputs["kl"]))
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        ready = super()._prepare(dataset, name)
+        # Rows with images are prepared when they are read, and have their labels all the same.
+        labels = _labels(ready) or _labels(dataset)
+        if name == "train" and self.dist.is_main and (problem := one_sided(labels)):
+            logger.warning("train: %s", problem)
+        return ready
+
+    _is_precomputing = False
+
+    def _precompute(self, dataset: Any, name: str) -> Any:
+        self._is_precomputing = True
+        try:
+            return super()._precompute(dataset, name)
+        finally:
+            self._is_precomputing = False
+
+    # ---------------------------------------------------------------------------------------------- overridable methods
+
+    def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
+        """Computes the reference point of the window before its micro-batches."""
+        with self._reference_point(lambda: self.divergence(model, window, everywhere=True)):
+            super().train_on_window(model, window, num_items)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the core's, with one point of reference for the whole dataset: one more pass over it."""
+        with self._reference_point(lambda: self._divergence_over(dataloader)):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _divergence_over(self, dataloader: Any) -> torch.Tensor:
+        model = self.evaluation_model()
+        with eval_loop.eval_mode(model, self.optimizer):
+            return self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
+
+    @contextlib.contextmanager
+    def _reference_point(self, find: Callable[[], torch.Tensor]) -> Iterator[None]:
+        before, self._kl = self._kl, find()
+        try:
+            yield
+        finally:
+            self._kl = before
+
+    def arrange(self, dataset: Any) -> Any:
+        """Rows with another's completion as ``kl_ids``, see `others_of`; for streams `KTOCollator` adds it."""
+        if not self.needs_kl or not hasattr(dataset, "__len__"):
+            return dataset
+        taken = dataset.select(others_of(dataset["prompt_ids"][:]))
+        return dataset.add_column("kl_ids", taken["completion_ids"][:])
+
+    def row_lengths(self, dataset: Any) -> list[int]:
+        """Tokens of each row in both passes: with its own completion, and with the one that is lent to it."""
+        own = super().row_lengths(dataset)
+        if "kl_ids" not in getattr(dataset, "column_names", ()):
+            return own
+        layout = self._shared, self.args.padding_free
+        lent = read_lengths(dataset, ("prompt_ids", "kl_ids"), 1, *layout, self.args.max_length)
+        return [tokens + more for tokens, more in zip(own, lent, strict=True)]
+
+    def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
+        """What makes a batch of prepared rows."""
+        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
+        return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl, self._encoder)
+
+    def count_items(self, inputs: dict[str, Any]) -> int:
+        """The rows of a micro-batch."""
+        return 0 if pipeline.is_filler(inputs) else len(inputs["label"])
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """(loss, rewards (B,), verdicts (B,))."""
+        inputs = self.prepare_inputs(inputs)
+        compute_loss = self.evaluation_loss(inputs)
+        options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        with self.compute_loss_context_manager():
+            loss, logits, _ = eval_loop.predict_batch(
+                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
+            )
+        return loss, logits, None if prediction_loss_only else inputs["label"].long()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the core's; the margin is between the mean rewards of good and bad completions, which are no pairs."""
+        for name in [name for name in logs if name.endswith(("/chosen", "/rejected")) and math.isnan(logs[name])]:
+            del logs[name]  # there was no such row
+        for name in [name for name in logs if name.endswith("rewards/chosen")]:
+            other = name.removesuffix("chosen") + "rejected"
+            if other in logs:
+                logs[name.removesuffix("chosen") + "margins"] = logs[name] - logs[other]
+        super().log(logs, start_time)
+
+    def _log_rows(self, side: Completions, rewards: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor) -> None:
+        add = self.metrics.add_sum
+        for name, which in (("chosen", is_good), ("rejected", ~is_good)):
+            rows, tokens = which.sum(), (side.lengths * which).sum()
+            add(f"rewards/{name}", (rewards * which).sum(), rows)
+            add(f"logps/{name}", (side.logp.detach() * which).sum(), rows)
+            add(f"logits/{name}", (side.tokens.stats["mean_logit"].sum(1) * which).sum(), tokens)
+        add("entropy", side.tokens.stats["entropy"].sum(), side.lengths.sum())
+        add("kl", kl * len(rewards), len(rewards))
+
+
+def _labels(dataset: Any) -> list[Any]:
+    """The labels of `dataset`; none where they cannot be had without reading a stream, or making rows."""
+    if isinstance(dataset, list):
+        labels = [row.get("label") for row in dataset if isinstance(row, Mapping)]
+        return [] if None in labels else labels
+    known = hasattr(dataset, "__len__") and "label" in (getattr(dataset, "column_names", None) or ())
+    return list(dataset["label"]) if known else []
+
+
+def _own(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The rows' own completions."""
+    return {k: v for k, v in inputs.items() if k not in ("label", "kl", "ref_logps", "ref_kl_logps")}

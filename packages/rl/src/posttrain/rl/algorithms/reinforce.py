@@ -1,0 +1,50 @@
+"""REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: advantages normalised over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.core.config import opt
+from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
+from posttrain.rl.losses.advantages import reinforce_plus_plus_advantages, total_rewards
+from posttrain.rl.losses.policy_losses import LOSSES
+
+
+@dataclass
+class ReinforcePlusPlusConfig(GRPOConfig):
+    """Arguments of `ReinforcePlusPlusTrainer`: those of `GRPOConfig`, less what scales rewards."""
+
+    loss_type: str = opt(
+        "bnpo",
+        "The loss; the paper's is the clipped one, a mean over all tokens of an optimizer step.",
+        choices=tuple(LOSSES),
+    )
+    group_baseline: bool = opt(
+        True,
+        "Subtract the mean reward of the group first (the paper's REINFORCE++-baseline); off, the batch is the "
+        "baseline.",
+    )
+
+    def _problems(self) -> Iterator[str]:
+        for name, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
+            if getattr(self, name) != default:
+                yield (
+                    f"{name}={str(getattr(self, name))!r} is of GRPO; REINFORCE++ normalises the summed rewards over "
+                    "the batch. Leave it out, or use GRPOTrainer"
+                )
+
+
+class ReinforcePlusPlusTrainer(GRPOTrainer):
+    """Trains a policy by REINFORCE with PPO's clip and one normalisation for all prompts."""
+
+    config_class = ReinforcePlusPlusConfig
+    args: ReinforcePlusPlusConfig
+    tag_names = ("trl", "reinforce++")
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """Equations 10 to 12 of the paper."""
+        total = total_rewards(rewards, self.rewards.weights)
+        return reinforce_plus_plus_advantages(total, group_size, self.args.group_baseline)

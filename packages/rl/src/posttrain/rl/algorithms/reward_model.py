@@ -1,0 +1,268 @@
+r"""Reward models from pairs: Bradley and Terry 1952, as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, eq. 1.
+
+With r the model's scalar output for a prompt with a completion, and an optional margin m of a pair (Touvron et al.
+2023, https://arxiv.org/abs/2307.09288, eq. 2):
+
+.. math:: -\log\sigma(r_w - r_l - m) + c (r_w + r_l)^2
+
+The second term keeps rewards near 0, which differences alone do not determine (Eisenstein et al. 2023,
+https://arxiv.org/abs/2312.09244, eq. 2).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from posttrain.core import opt
+from posttrain.core.data import pipeline
+from posttrain.core.data.collators import pad_rows
+from posttrain.core.errors import DataError
+from posttrain.core.fields.old_names import Removed
+from posttrain.core.models import wrapping
+from posttrain.lm.images.image_features import features_once
+from posttrain.lm.loading import adapters
+from posttrain.lm.loading.loading import load_tokenizer
+from posttrain.rl.policy.overrides import has_own_loss
+from posttrain.rl.preference.arguments import PreferenceConfig
+from posttrain.rl.preference.batches import SidedBatch
+from posttrain.rl.preference.images import check_images
+from posttrain.rl.preference.reference_free import ReferenceFreeTrainer, whole_texts
+from posttrain.rl.preference.rows import LONG, PAIR
+from posttrain.rl.rewards.score_heads import TASK, load_reward_model, set_pad_token
+
+HOW_TO_READ = f"Load it by {TASK}.from_pretrained(..., num_labels=1)."
+HOW_TO_SEE = (
+    "Pass the model's name, to which a head is added, or posttrain.rl.rewards.score_heads.with_score_head(model) of a loaded "
+    "one."
+)
+
+
+def bradley_terry(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0, centering: float = 0.0
+) -> torch.Tensor:
+    """The loss of each pair of rewards: (B,), (B,) -> (B,); `centering` is c above."""
+    losses = -F.logsigmoid(chosen - rejected - margin)
+    return losses + centering * (chosen + rejected).square() if centering else losses
+
+
+@dataclass
+class RewardConfig(PreferenceConfig):
+    """Arguments of `RewardTrainer`."""
+
+    learning_rate: float = opt(1e-4, "Peak learning rate; a new head takes more than a trained model.", min=0)
+    center_rewards_coefficient: float | None = opt(
+        None, "Weight of the square of the sum of a pair's rewards, which holds them near 0; None: 0.", min=0
+    )
+    chat_template_path: str | None = opt(
+        None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."
+    )
+    eos_token: str | None = opt(None, "Token that ends a row, instead of the tokenizer's own.")
+    long_rows: str = opt("drop", "What becomes of pairs with a text longer than max_length.", choices=LONG)
+
+    OLD_NAMES = {"max_prompt_length": Removed("a pair is judged as a whole, by max_length.", harmless=None)}
+
+    def _problems(self):
+        for name in ("shared_prefix", "padding_free"):
+            if getattr(self, name):
+                yield f"{name}=True has no effect: a reward is read off the last token of a padded row; leave it out"
+        if self.num_eval_samples:
+            yield f"num_eval_samples={self.num_eval_samples} has no effect: a reward model writes nothing; set it to 0"
+
+
+@dataclass
+class RewardCollator:
+    """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,)
+    if there. Texts stand behind ``prompt_ids``, if there.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        texts = [[*row.get("prompt_ids", ()), *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
+        options: dict[str, Any] = {"pad_to_multiple_of": self.pad_to_multiple_of}
+        batch = {
+            "input_ids": pad_rows(texts, self.pad_token_id, **options),
+            "attention_mask": pad_rows([[1] * len(text) for text in texts], 0, **options),
+        }
+        if "margin" in rows[0]:
+            batch["margin"] = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
+        return SidedBatch(batch)
+
+
+class RewardTrainer(ReferenceFreeTrainer):
+    """Trains a sequence classifier with one output to score the chosen completion of each pair higher.
+
+    Args:
+        model: such a classifier, or the name or folder of a model to which a head with one output is added.
+        train_dataset: pairs as `posttrain.rl.algorithms.dpo.DPOTrainer` takes them; a column `margin` is the minimum difference of
+            each pair's rewards.
+
+    The other arguments are those of `posttrain.rl.algorithms.dpo.DPOTrainer`, without ``ref_model``.
+    """
+
+    config_class = RewardConfig
+    args: RewardConfig
+    tag_names = ("trl", "reward-trainer")
+    signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean loss over the pairs of the window, shape (). With `return_outputs` also ``{"rewards": (B, 2)}``."""
+        given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        if self._sees:
+            given = {name: value for name, value in inputs.items() if name not in ("margin", "image_copies")}
+        with features_once(model, inputs.get("image_copies"), given) as shown:
+            outputs = model(**shown)
+        chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
+        centering = self.args.center_rewards_coefficient or 0.0
+        losses = bradley_terry(chosen, rejected, inputs.get("margin", 0.0), centering)
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        rewards = torch.stack([chosen, rejected], 1).detach()
+        if not pipeline.is_filler(inputs):
+            self._log_rewards(rewards)
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        args: RewardConfig | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **old_names: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            compute_metrics=compute_metrics,
+            quantization_config=quantization_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            **old_names,
+        )
+
+    def count_items(self, inputs: dict[str, Any]) -> int:
+        """The pairs of a micro-batch."""
+        return 0 if pipeline.is_filler(inputs) else len(inputs["input_ids"]) // 2
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        _check_margins(dataset, name)
+        return super()._prepare(_with_prompt_ids(dataset), name)
+
+    def arrange(self, dataset: Any) -> Any:
+        """Rows with each text whole as `chosen_ids` and `rejected_ids`: the model reads nothing else."""
+        return dataset.map(whole_texts, batched=True, remove_columns=["prompt_ids"], fn_kwargs={"ending": "_ids"})
+
+    def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
+        """What makes a batch of prepared rows."""
+        return RewardCollator(getattr(tokenizer, "tokenizer", tokenizer).pad_token_id, args.pad_to_multiple_of)
+
+    def load(
+        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> tuple[nn.Module, Any]:
+        """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
+        if isinstance(model, (str, os.PathLike)):
+            model = load_reward_model(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
+        base: Any = wrapping.base_model(model)
+        config: Any = getattr(base, "config", None)
+        if getattr(config, "num_labels", 1) != 1 or "SequenceClassification" not in type(base).__name__:
+            raise ValueError(
+                f"The model is a {type(base).__name__} with "
+                f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
+                f"number for a text. {HOW_TO_SEE if self._sees else HOW_TO_READ}"
+            )
+        tokenizer = tokenizer or load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
+        if self._sees:
+            check_images(args, tokenizer, base)
+        tokenizer = self.set_tokens(tokenizer, args)
+        set_pad_token(model, getattr(tokenizer, "tokenizer", tokenizer).pad_token_id)
+        model = adapters.set_trained(model, peft_config, args.train_parts)
+        return model, tokenizer
+
+    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any, tokenizer: Any) -> None:
+        self._shared, self.router_aux_loss_coef, self.aux_loss_enabled = False, 0.0, False
+        self._own_loss = has_own_loss(type(self))
+
+    def _log_rewards(self, rewards: torch.Tensor) -> None:
+        pairs, differences = len(rewards), rewards[:, 0] - rewards[:, 1]
+        self.metrics.add_sum("mean_reward", rewards.mean(1).sum(), pairs)
+        self.metrics.add_sum("accuracy", (differences > 0).sum(), pairs)
+        self.metrics.add_sum("margin", differences.sum(), pairs)
+        self.metrics.add_extreme("min_reward", rewards.min(), "min")
+        self.metrics.add_extreme("max_reward", rewards.max(), "max")
+
+
+def _check_margins(dataset: Any, name: str) -> None:
+    """Raise DataError where the column `margin` holds no finite number, with the first such rows."""
+    if isinstance(dataset, list):
+        rows = [row for row in dataset if isinstance(row, Mapping)]
+        margins = [row["margin"] for row in rows if "margin" in row]
+        margins = margins if len(margins) == len(dataset) else []
+    elif "margin" in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "__len__"):
+        margins = dataset["margin"][:]
+    else:
+        return
+    wrong = [at for at, value in enumerate(margins) if not isinstance(value, (int, float)) or not math.isfinite(value)]
+    if wrong:
+        raise DataError(
+            f"{name}: margin is no finite number in rows "
+            f"{', '.join(map(str, wrong[:5]))}{', ...' if len(wrong) > 5 else ''} (the first holds "
+            f"{margins[wrong[0]]!r}). Correct or filter those rows, or drop the column."
+        )
+
+
+def _with_prompt_ids(dataset: Any) -> Any:
+    """Rows of tokens that hold each text whole, as `chosen_ids` and `rejected_ids`, with a prompt of no tokens."""
+    columns = getattr(dataset, "column_names", None) or ()
+    for name in ("{}_input_ids", "input_ids_{}"):
+        earlier = {name.format(side): f"{side}_ids" for side in PAIR}
+        if set(earlier) <= set(columns):
+            warnings.warn(
+                f"The columns {' and '.join(earlier)} are called {' and '.join(earlier.values())} now; the earlier "
+                "names will not be supported in v1.", FutureWarning, stacklevel=2,
+            )  # fmt: skip
+            masks = [column for column in columns if column.startswith("attention_mask_")]
+            dataset = dataset.map(_tokens_of, remove_columns=[*earlier, *masks], fn_kwargs={"columns": earlier})
+            columns = dataset.column_names
+    if "prompt_ids" in columns or not {f"{side}_ids" for side in PAIR} <= set(columns):
+        return dataset
+    return dataset.map(lambda row: {"prompt_ids": []})
+
+
+def _tokens_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, list[int]]:
+    """The tokens in `columns`, without the padding that an ``attention_mask_chosen`` marks."""
+    found = {}
+    for column, name in columns.items():
+        mask = row.get(f"attention_mask_{name.removesuffix('_ids')}") or [1] * len(row[column])
+        found[name] = [token for token, real in zip(row[column], mask, strict=True) if real]
+    return found

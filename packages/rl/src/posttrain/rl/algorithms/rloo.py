@@ -1,0 +1,137 @@
+"""REINFORCE Leave-One-Out, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from posttrain.core.config import Resolved, opt
+from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.core.training.argument_attributes import reads_from_arguments
+from posttrain.core.training.hf_compat import renamed_arguments
+from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
+from posttrain.rl.losses.policy_losses import clipped
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.rollout import RolloutTrainer
+from posttrain.rl.policy.logprobs import CompletionLogps
+
+
+@dataclass
+class RLOOConfig(RolloutConfig):
+    """Arguments of `RLOOTrainer`."""
+
+    num_generations: Resolved[int | None, int] = opt(
+        2, "Completions of each prompt: a group, compared with one another.", min=2
+    )
+    beta: float = opt(0.05, "Weight of the divergence from the reference model, taken off the rewards. 0: none.", min=0)
+    normalize_advantages: bool = opt(False, "Normalize the advantages of a rollout to mean 0 and standard deviation 1.")
+    reward_clip_range: tuple[float, float] | None = opt(None, "Bounds (low, high) that rewards are kept within.")
+
+    #: Of trl's trainer of this name before 0.23, and its version 0.22.
+    OLD_NAMES = {
+        "rloo_k": Renamed("num_generations"),
+        "num_ppo_epochs": Renamed("num_iterations"),
+        "response_length": Renamed("max_completion_length"),
+        "kl_coef": Renamed("beta"),
+        "cliprange": Renamed("epsilon"),
+        "normalize_advantage": Renamed("normalize_advantages"),
+        "reward_model_path": Renamed("reward_funcs", lambda path: [path]),
+        "token_level_kl": Removed("the divergence is that of whole completions.", harmless=(None, False)),
+        "normalize_reward": Removed("set normalize_advantages=True.", harmless=(None, False)),
+        "missing_eos_penalty": Removed("write a reward function that looks at the end of a completion."),
+        "total_episodes": Removed("set max_steps; an optimizer step has per_device_train_batch_size x accumulation."),
+        "num_mini_batches": Removed("set steps_per_generation.", harmless=(None, 1)),
+        "local_rollout_forward_batch_size": Removed("completions are scored in micro-batches.", harmless=None),
+        "num_sample_generations": Removed("set log_completions=True.", harmless=(None, 0, 10)),
+        "stop_token": Removed("a completion ends at the model's end tokens.", harmless=(None, "eos")),
+        "stop_token_id": Removed("a completion ends at the model's end tokens."),
+        "exp_name": Removed("set run_name.", harmless=None),
+        "dataset_num_proc": Removed("prompts are read when they are sampled from.", harmless=None),
+    }
+
+    def _problems(self) -> Iterator[str]:
+        bounds = self.reward_clip_range
+        numbers = bounds is None or (len(bounds) == 2 and all(isinstance(bound, (int, float)) for bound in bounds))
+        if not numbers or (bounds is not None and not bounds[0] < bounds[1]):  # nor where one is NaN
+            yield f"reward_clip_range={bounds!r} must be two numbers, the lower one first"
+
+
+@reads_from_arguments("normalize_advantages", "reward_clip_range")
+class RLOOTrainer(RolloutTrainer):
+    """Trains a policy by REINFORCE on whole completions. Arguments: see `RolloutTrainer`.
+
+    Those of trl's trainer of this name before 0.23 are taken too: ``config``, ``policy``, ``ref_policy``, the reference
+    where it is not what the policy begins with, and ``reward_model``.
+    """
+
+    config_class = RLOOConfig
+    args: RLOOConfig
+    tag_names = ("trl", "rloo")
+    average = "sequences"
+    needs_kl_of_samples = True
+    OLD_ARGUMENTS: ClassVar[dict[str, str]] = RolloutTrainer.OLD_ARGUMENTS | {
+        "config": "args", "policy": "model", "reward_model": "reward_funcs",
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        model: nn.Module | str | None = None,
+        reward_funcs: Any = None,
+        args: RLOOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        ref_policy: nn.Module | None = None,
+        **others: Any,
+    ) -> None:
+        if others.pop("data_collator", None) is not None:
+            warnings.warn(
+                "RLOOTrainer: data_collator= has no effect: prompts are tokenized when they are sampled from.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        given = {"model": model, "reward_funcs": reward_funcs, "args": args, "callbacks": callbacks}
+        now = renamed_arguments(type(self), given | {"processing_class": processing_class} | others)
+        if ref_policy is not None and not isinstance(ref_policy, nn.Module):
+            raise TypeError(f"ref_policy is of type {type(ref_policy).__name__}; pass a loaded model.")
+        self.given_reference = ref_policy
+        super().__init__(
+            train_dataset=train_dataset, eval_dataset=eval_dataset, optimizers=optimizers, peft_config=peft_config,
+            reward_processing_classes=reward_processing_classes, quantization_config=quantization_config, **now,
+        )  # fmt: skip
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """Equation 8 of the paper, of rewards less ``beta`` times the divergence (section 2)."""
+        total = total_rewards(rewards, self.rewards.weights)
+        if self.args.reward_clip_range is not None:
+            total = total.clamp(*self.args.reward_clip_range)
+        if kl is not None:
+            total = total - self.beta * kl
+            self.log_metric("reward_kl", kl.mean())
+        advantages = leave_one_out_advantages(total, group_size)
+        return whitened(advantages) if self.args.normalize_advantages else advantages
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """PPO's surrogate of whole completions: (N, 1).
+
+        A completion is one action, and its ratio a product over tokens.
+        """
+        mask = inputs["loss_mask"]
+        old_logps = inputs.get("old_logps", policy.logps.detach())
+        ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()
+        advantages = inputs["advantages"].unsqueeze(1)
+        self._log_clipping(ratio.detach(), advantages, torch.ones_like(ratio))
+        if "ref_logps" in inputs and not self.model.training:  # in training it gets each rollout
+            self.metrics.add_sum("kl", ((policy.logps - inputs["ref_logps"]).detach() * mask).sum(), mask.sum())
+        return clipped(ratio, advantages, self.args.epsilon, self.epsilon_high)

@@ -1,0 +1,1 @@
+"""Pure functions: advantages, and losses of a policy on its completions."""

@@ -1,0 +1,1 @@
+"""Online training: a rollout from its prompts to the loss, at once or in the background."""

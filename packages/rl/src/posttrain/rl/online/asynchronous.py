@@ -1,0 +1,346 @@
+"""Samples and scores rollouts in the background while the trainer learns from earlier ones.
+
+    prompts -> [generate -> score] -> queue -> advantages -> windows of micro-batches -> loss
+
+The main thread reads the prompts, sends the weights and learns. One thread generates and `reward_concurrency` threads
+score, so that by default no user code is called twice at a time. A batch of prompts is handed over at the earliest
+optimizer step from which its completions are at most `max_staleness` steps old when they are learned from. So the bound
+holds without dropping a completion, and it limits the queue.
+
+Each token keeps the log-probability under the weights that wrote it, and completions are weighted by the ratio of the
+policy at the beginning of their rollout to it: decoupled PPO, Hilton et al. 2021, https://arxiv.org/abs/2110.00641, as
+in AReaL, Fu et al. 2025, https://arxiv.org/abs/2505.24298.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, overload
+
+from posttrain.core.data import pipeline
+from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.core.training.plan import Plan
+from posttrain.rl.generation.protocol import has_own_weights, updates_in_flight
+from posttrain.rl.rewards.background import keep_device
+from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.samples.samples import Rollout, Sample
+
+Value = TypeVar("Value")
+Scored = tuple[list[Sample], Scores]
+
+ATTEMPTS = 3
+"""Times that a rollout is sampled, if the engine is lost and comes back."""
+LAST_CALL = 10.0
+"""Seconds that the end of a run waits for a call of user code in the background."""
+
+_own = threading.local()
+
+
+class PerThread(Generic[Value]):
+    """An attribute that has another value in the threads of a `Background`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> PerThread[Value]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type | None = None) -> Value: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Value | PerThread[Value]:
+        if instance is None:  # asked of the class, as inspect and mock do
+            return self
+        own = getattr(_own, self.name, None) or vars(instance).get(self.name)
+        if own is None:
+            raise AttributeError(self.name)
+        return own
+
+    def __set__(self, instance: Any, value: Value) -> None:
+        vars(instance)[self.name] = value
+
+
+class Turns:
+    """A lock that `number` threads at a time get, in the order in which they ask."""
+
+    def __init__(self, number: int = 1) -> None:
+        self._next, self._free = threading.Lock(), threading.Semaphore(number)
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._free.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._free.release()
+
+
+class Worker:
+    """Threads that begin calls in their order, and for which the program does not wait when it ends."""
+
+    def __init__(self, name: str, threads: int = 1) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._keep_device = keep_device()
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, future: Future[Value], call: Callable[[], Value]) -> None:
+        """Let `future` have the result of ``call()``."""
+        self._calls.put((future, call))
+
+    def end(self, wait: float = LAST_CALL) -> None:
+        """End the threads after the calls that were submitted; wait for that so many seconds at most."""
+        until = time.monotonic() + wait
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+
+    def _work(self) -> None:
+        self._keep_device()
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised where the result is read
+                future.set_exception(error)
+            del future, call, item
+
+
+@dataclass
+class Job:
+    """A batch of prompts that is sampled and scored in the background.
+
+    Attributes:
+        epoch: that its rows are of. position: of the loader before these rows.
+        number: of the rollout, which gives its random numbers.
+        metrics, clock: what the background threads have logged.
+    """
+
+    epoch: int
+    rows: list[dict[str, Any]]
+    position: dict[str, Any]
+    number: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
+    clock: Clock = field(default_factory=Clock)
+    sampled: Future[list[Sample]] = field(default_factory=Future)
+    scored: Future[Scored] = field(default_factory=Future)
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """What this thread logs is kept here."""
+        _own.metrics, _own.clock = self.metrics, self.clock
+        try:
+            yield
+        finally:
+            del _own.metrics, _own.clock
+
+    def log_into(self, metrics: Metrics, clock: Clock) -> None:
+        """Add what was logged."""
+        metrics.update(self.metrics.state_dict())
+        for phase, seconds in self.clock.phases.items():
+            clock.add(phase, seconds)
+
+
+class Background:
+    """The rollouts of one run that are on their way.
+
+    Args:
+        sample: ``(rows, number) -> samples``, completed. score: of samples.
+        sync: sends the weights to the engine, if they have changed. new_number: of a rollout.
+        on_drop: ``(number, why)``, is called for a rollout that will not be learned from.
+        is_lost: ``error -> flag``: whether it says that the engine is gone, in this process or another one; then the
+            next `sync` waits for it.
+        max_staleness: see `posttrain.rl.online.arguments.RolloutConfig`.
+        per_rollout: micro-batches that are made of a rollout. scorers: rollouts that are scored at a time.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[list[dict[str, Any]], int], list[Sample]],
+        score: Callable[[list[Sample]], Scores],
+        sync: Callable[[], None],
+        new_number: Callable[[], int],
+        on_drop: Callable[[int, str], None],
+        is_lost: Callable[[BaseException | None], bool],
+        max_staleness: int,
+        per_rollout: int,
+        scorers: int = 1,
+    ) -> None:
+        self._sample, self._score, self._sync, self._new_number = sample, score, sync, new_number
+        self._on_drop, self._is_lost = on_drop, is_lost
+        self.max_staleness, self.per_rollout = max_staleness, per_rollout
+        self.jobs: deque[Job] = deque()
+        self._sampler, self._scorer = Worker("posttrain-sample"), Worker("posttrain-score", scorers)
+        self._epoch, self._plan = 0, Plan(1, None, 0, 0)
+        self._loader: Any = None
+        self._batches: Iterator[Any] = iter(())
+        self._ahead: Iterator[Any] | None = None  # of the next epoch
+        self._num_ahead = 0
+        self._next: Job | None = None  # read, and not yet begun
+
+    def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[Any]:
+        """Take the prompts of `epoch` from `loader`, which may be read already, or from `batches`. Returns them."""
+        if self._ahead is not None and epoch == self._epoch + 1:
+            batches = self._ahead
+        self._batches = iter(loader) if batches is None else batches
+        self._epoch, self._loader, self._ahead, self._num_ahead = epoch, loader, None, 0
+        for job in [job for job in self.jobs if job.epoch < epoch]:  # a callback ended the epoch
+            self._drop(job, "its epoch has ended")
+        if self._next is not None and self._next.epoch < epoch:
+            self._next = None
+        return self._batches
+
+    def fill(self, plan: Plan, step: int, left: int) -> None:
+        """Begin the rollouts that may begin at the start of an accumulation window.
+
+        Args:
+            plan: of the run. step: optimizer steps done. left: micro-batches still to come of the present rollout.
+        """
+        self._plan = plan
+        most = min(self.max_staleness, plan.max_steps - step - 1)
+        while (job := self._peek()) is not None and self._steps_until(job, left) <= most:
+            self._begin(job)
+
+    def take(self) -> Job | None:
+        """The oldest rollout of this epoch, scored; None where the prompts are used up."""
+        if not self.jobs and (job := self._peek()) is not None:
+            self._begin(job)
+        if not self.jobs or self.jobs[0].epoch != self._epoch:
+            return None
+        for _ in range(ATTEMPTS - 1):
+            if not self._is_lost(self.jobs[0].sampled.exception()):
+                break
+            self._sync()
+            for job in self.jobs:
+                if job.sampled.done() and job.sampled.exception() is not None:
+                    self._submit(job)
+        self.jobs[0].scored.result()
+        return self.jobs.popleft()
+
+    def position(self) -> dict[str, Any]:
+        """Where reading and numbering go on in a run that resumes: the rollouts on their way are sampled again, from
+        the same prompts, with the weights of the checkpoint.
+        """
+        if self.jobs:
+            return {"loader": self.jobs[0].position, "rollouts": self.jobs[0].number}
+        return {} if self._next is None else {"loader": self._next.position}
+
+    def close(self) -> None:
+        """Drop what is on its way."""
+        for job in list(self.jobs):
+            self._drop(job, "the run has ended")
+        self._sampler.end()
+        self._scorer.end()
+
+    def _drop(self, job: Job, why: str) -> None:
+        self.jobs.remove(job)
+        self._on_drop(job.number, why)
+        job.sampled.cancel()
+        job.scored.cancel()
+
+    def _steps_until(self, job: Job, left: int) -> int:
+        """Optimizer steps before the window that will begin with `job`, which is the next one."""
+        here, size = sum(job.epoch == self._epoch for job in self.jobs), self._plan.accumulation
+        micro_batches = left + here * self.per_rollout
+        if job.epoch == self._epoch:
+            return micro_batches // size
+        return -(-micro_batches // size) + (len(self.jobs) - here) * self.per_rollout // size
+
+    def _begin(self, job: Job) -> None:
+        """Begin the rollout of the prompts that were read last."""
+        self._next = None
+        self._sync()
+        job.number = self._new_number()
+        self._submit(job)
+        self.jobs.append(job)
+
+    def _submit(self, job: Job) -> None:
+        sampled: Future[list[Sample]] = Future()
+        scored: Future[Scored] = Future()
+        job.sampled, job.scored = sampled, scored
+        self._sampler.submit(sampled, lambda: self._run_sample(job))
+        self._scorer.submit(scored, lambda: self._run_score(job, sampled))
+
+    def _peek(self) -> Job | None:
+        """The prompts that come next; None where there are no more that may be read now."""
+        if self._next is None:
+            epoch, position, rows = self._epoch, self._loader.state_dict(), next(self._batches, None)
+            if rows is None and self._may_read_ahead():
+                self._ahead = iter(self._loader) if self._ahead is None else self._ahead
+                epoch, position, rows = epoch + 1, self._loader.state_dict(), next(self._ahead, None)
+                self._num_ahead += 1
+            self._next = None if rows is None else Job(epoch, rows, position)
+        return self._next
+
+    def _may_read_ahead(self) -> bool:
+        """Whether the loader stands in the next epoch and has more of it: one more reading would lead beyond it."""
+        loader, following = self._loader, self._epoch + 1
+        if following >= self._plan.num_epochs or not pipeline.has_length(loader):
+            return False
+        return loader.epoch == following and self._num_ahead < len(loader)
+
+    def _run_sample(self, job: Job) -> list[Sample]:
+        with job.logging():
+            return self._sample(job.rows, job.number)
+
+    def _run_score(self, job: Job, sampled: Future[list[Sample]]) -> Scored:
+        samples = sampled.result()
+        with job.logging():
+            return samples, self._score(samples)
+
+
+def engine_problem(generator: Any) -> str | None:
+    """Why `generator` cannot generate while the policy is trained; None if it can."""
+    if has_own_weights(generator):
+        return None
+    return (
+        f"max_staleness above 0 samples while the policy is trained, and {type(generator).__name__} generates with the "
+        "weights that are being trained. Set use_vllm=True with vllm_mode='server', leave the generator out, or set "
+        "max_staleness=0."
+    )
+
+
+NO_LOGPS = (
+    "max_staleness above 0 learns from completions of earlier weights, and {} returned no log-probabilities, by which "
+    "they are weighted. Leave out top_p, top_k, min_p, repetition_penalty and what else changes probabilities, such as "
+    "vllm_structured_outputs_regex and generation_kwargs, which hide them, or set max_staleness=0; "
+    "vllm_importance_sampling_correction=False learns without weights."
+)
+
+
+def stamp(samples: list[Sample], version: int | None) -> None:
+    """Note the `version` of the weights where the engine has not; None in synchronous training: no versions."""
+    for sample in samples:
+        if version is None:
+            sample.versions = None
+        elif sample.versions is None or len(sample.versions) != len(sample.ids):
+            sample.versions = [version] * len(sample.ids)
+
+
+def waits_for_generation(generator: Any, turns: Turns) -> contextlib.AbstractContextManager[None]:
+    """The context of a weight sync: until the completions of an engine are done, unless it updates in flight."""
+    return contextlib.nullcontext() if updates_in_flight(generator) else turns
+
+
+def log_staleness(metrics: Metrics, rollout: Rollout, step: int) -> None:
+    """Log the optimizer steps between the weights that wrote the trained tokens and `step`."""
+    if rollout.versions is None or not rollout.loss_mask.any():
+        return
+    ages = step - rollout.versions[rollout.loss_mask]  # on the CPU
+    metrics.add_sum("staleness/mean", float(ages.sum()), len(ages))
+    metrics.add_extreme("staleness/max", float(ages.max()), "max")
+
+
+def rollouts_of(args: Any) -> int:
+    """Batches of prompts that ``max_steps`` optimizer steps need at most."""
+    micro_batches = args.max_steps * args.gradient_accumulation_steps
+    rollouts = -(-micro_batches // (args.steps_per_generation * args.num_iterations))
+    return rollouts * (args.dynamic_sampling_rounds if args.dynamic_sampling else 1)

@@ -1,0 +1,45 @@
+"""Rows for distillation: prompts, with completions where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.core.data import pipeline
+from posttrain.lm.text import chat_template
+
+
+def with_prompts(dataset: Any) -> Any:
+    """`dataset`, or each of a dict of them, whose rows of ``messages`` are turned into prompt and completion."""
+    if isinstance(dataset, Mapping):
+        return {name: with_prompts(part) for name, part in dataset.items()}
+    row = _first(dataset)
+    if row is None or "prompt" in row or "messages" not in row:
+        return dataset
+    if hasattr(dataset, "map"):
+        return dataset.map(prompt_and_completion, remove_columns=["messages"])
+    return [prompt_and_completion(row) for row in dataset]
+
+
+def prompt_and_completion(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of ``messages`` with ``prompt`` and ``completion``, the assistant's last turn, instead; others stay."""
+    if "prompt" in row or "messages" not in row:
+        return dict(row)
+    messages = chat_template.to_messages(row["messages"])
+    rest = {name: value for name, value in row.items() if name != "messages"}
+    if messages[-1]["role"] != "assistant":
+        return rest | {"prompt": messages, "completion": None}
+    return rest | {"prompt": messages[:-1], "completion": messages[-1:]}
+
+
+def has_completions(dataset: Any) -> bool:
+    """Whether the first row of `dataset` has a completion; True where no row can be looked at."""
+    row = _first(dataset)
+    return row is None or row.get("completion") is not None
+
+
+def _first(dataset: Any) -> Any:
+    if dataset is None or pipeline.is_stream(dataset) or not pipeline.has_length(dataset) or not len(dataset):
+        return None
+    row = dataset[0]
+    return row if isinstance(row, Mapping) else None

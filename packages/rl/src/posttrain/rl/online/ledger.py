@@ -1,0 +1,161 @@
+"""The ledger of a run: a line for each completion, with the weights that wrote it and the step that learned from it.
+
+Each process writes ``samples-<rank>.jsonl`` in the output folder. A line is one of these:
+
+    {"began": 0, "max_staleness": 2}        a run from the start: nothing above counts
+    {"resumed": 40, "max_staleness": 2}     from the checkpoint of step 40: nothing above with a later step counts
+    {"rollout": 7, "sample": 3, "prompt": "5e88", "versions": [5, 6], "engine": "...", "tokens": 90, "reward": 1.0,
+     "step": 8}                             a completion, and the first optimizer step that learns from it
+    {"rollout": 9, "dropped": "..."}        a batch of prompts that was not learned from, and why
+
+``step`` is None for a completion that dynamic sampling left out. A process may be killed while it writes: what is left
+of such a line is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.rl.samples.samples import Sample
+
+KEPT_DIGITS = 16
+"""Of the SHA-256 of a prompt's tokens."""
+
+
+class Ledger:
+    """Writes the lines of one process.
+
+    Args:
+        folder: of the run. rank: of the process. engine: its name in the lines.
+    """
+
+    def __init__(self, folder: str | Path, rank: int, engine: str) -> None:
+        self.path, self.engine = Path(folder) / f"samples-{rank}.jsonl", engine
+
+    def began(self, max_staleness: int) -> None:
+        """A run starts from the beginning."""
+        self._write([{"began": 0, "max_staleness": max_staleness}])
+
+    def resumed(self, step: int, max_staleness: int) -> None:
+        """A run goes on from the checkpoint of `step`."""
+        self._write([{"resumed": step, "max_staleness": max_staleness}])
+
+    def dropped(self, rollout: int, why: str) -> None:
+        """A batch of prompts is not learned from."""
+        self._write([{"rollout": rollout, "dropped": why}])
+
+    def used(self, samples: Sequence[Sample], rewards: Sequence[float], version: int, step: int | None) -> None:
+        """`samples` are learned from in the optimizer step `step`, and perhaps later ones; None: they are left out.
+
+        Args:
+            rewards: of each, summed. version: of the weights, where samples have none.
+        """
+        self._write(
+            {
+                "rollout": sample.rollout, "sample": sample.place, "prompt": prompt_id(sample.prompt_ids),
+                "versions": [min(sample.versions or [version]), max(sample.versions or [version])],
+                "engine": self.engine, "tokens": len(sample.ids), "reward": None if math.isnan(reward) else reward,
+                "step": step,
+            }
+            for sample, reward in zip(samples, rewards, strict=True)
+        )  # fmt: skip
+
+    def _write(self, lines: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        with self.path.open("a+b") as file:
+            if file.seek(0, 2) and _last_byte(file) != b"\n":  # the writer of that line was killed
+                text = "\n" + text
+            file.write(text.encode())
+
+
+def prompt_id(ids: Sequence[int]) -> str:
+    """A name for a prompt, from its tokens."""
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:KEPT_DIGITS]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the ledgers of a folder say.
+
+    Attributes:
+        used: the lines of the completions that count, in the order of their rollouts.
+        left_out: those of completions that dynamic sampling left out.
+        dropped: rollouts that were dropped, with the reason.
+        problems: completions learned from twice, rollouts without a line, completions older than the bound.
+    """
+
+    used: list[dict[str, Any]]
+    left_out: list[dict[str, Any]]
+    dropped: dict[int, str]
+    problems: list[str]
+
+
+def audit(folder: str | Path) -> Audit:
+    """Read the ledgers of all processes of a run, from its start over all its resumptions."""
+    found: list[dict[str, Any]] = []
+    dropped: dict[int, str] = {}
+    bound = 0
+    for path in sorted(Path(folder).glob("samples-*.jsonl")):
+        lines, some, bound = _effective(path)
+        found += lines
+        dropped |= some
+    used = sorted((line for line in found if line["step"] is not None), key=lambda line: _place(line))
+    left_out = [line for line in found if line["step"] is None]
+    problems = [
+        f"sample {place} was used {times} times" for place, times in Counter(map(_place, used)).items() if times > 1
+    ]
+    seen = {line["rollout"] for line in found}
+    for rollout in range(max([*seen, *dropped], default=-1) + 1):
+        if rollout not in seen and rollout not in dropped:
+            problems.append(f"rollout {rollout} has no line")
+    for line in used:
+        age = line["step"] - 1 - line["versions"][0]
+        if age > bound:
+            problems.append(f"sample {_place(line)} was {age} steps old in step {line['step']}, above {bound}")
+    return Audit(used, left_out, dropped, problems)
+
+
+def _effective(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
+    """(lines of completions that count, dropped rollouts, the bound on staleness) of one process."""
+    lines: list[dict[str, Any]] = []
+    dropped: dict[int, str] = {}
+    bound, last = 0, 0
+    for line in _lines(path):
+        if "began" in line or "resumed" in line:
+            bound = line["max_staleness"]
+            step = line.get("resumed", -1)
+            lines = [one for one in lines if one["at"] <= step]
+            dropped = {} if "began" in line else dropped
+        elif "dropped" in line:
+            dropped[line["rollout"]] = line["dropped"]
+        else:
+            last = last if line["step"] is None else line["step"]
+            lines.append(line | {"at": last})
+            dropped.pop(line["rollout"], None)  # it was on its way when a run ended, and was sampled again
+    return lines, dropped, bound
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_bytes().splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            continue
+
+
+def _place(line: dict[str, Any]) -> tuple[int, int]:
+    return line["rollout"], line["sample"]
+
+
+def _last_byte(file: Any) -> bytes:
+    file.seek(-1, 2)
+    return file.read(1)

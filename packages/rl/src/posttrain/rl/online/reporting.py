@@ -1,0 +1,322 @@
+"""Reports the completions of a run: metrics, a table in the terminal, files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core.logging.trackers import show_table
+from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
+from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.samples.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+
+STALE_GAP = 0.5
+"""Mean difference of log-probabilities from which stale completions are warned of. They differ by design."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics of the completions of one process; `Summary.join` joins those of all processes.
+
+    Attributes:
+        rewards, failed: (N, F), see `posttrain.rl.rewards.scoring.Scores`.
+        prompt_lengths: tokens of each prompt. lengths: sampled tokens of each completion. finished: whether each ended.
+        kl: (2, N), the KL of the sampling policy from the reference, summed over trained tokens, and their count; None
+            without a reference.
+    """
+
+    rewards: torch.Tensor
+    failed: torch.Tensor
+    prompt_lengths: list[int]
+    lengths: list[int]
+    finished: list[bool]
+    kl: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
+        """The summary of `samples`."""
+        prompts, lengths = [len(sample.prompt_ids) for sample in samples], [sample.num_chosen for sample in samples]
+        return cls(scores.rewards, scores.failed, prompts, lengths, [sample.finished for sample in samples], kl)
+
+    @classmethod
+    def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
+        """The completions of all processes: those of `parts` one after the other, taken in this `order`."""
+        prompts = [length for part in parts for length in part.prompt_lengths]
+        lengths = [length for part in parts for length in part.lengths]
+        finished = [ended for part in parts for ended in part.finished]
+        kls = [part.kl for part in parts if part.kl is not None]
+        return cls(
+            torch.cat([part.rewards for part in parts])[order],
+            torch.cat([part.failed for part in parts])[order],
+            [prompts[place] for place in order],
+            [lengths[place] for place in order],
+            [finished[place] for place in order],
+            torch.cat(kls, 1)[:, order] if kls else None,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy has read and written: a prompt counts for each of its completions."""
+        return sum(self.prompt_lengths) + sum(self.lengths)
+
+    def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
+        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions, without their
+        `extremes`; unknown ones are left out. Standard deviations are over all completions.
+        """
+        total = total_rewards(self.rewards, weights)
+        lengths = torch.tensor(self.lengths, dtype=torch.float32)
+        ended = torch.tensor(self.finished)
+        found = {
+            "completions/mean_length": lengths.mean(),
+            "completions/clipped_ratio": 1 - ended.float().mean(),
+        }
+        if names:
+            found |= {
+                "reward": total.nanmean(),
+                "reward_std": standard_deviation(total).squeeze(-1),
+                "frac_reward_zero_std": equal_groups(total, group_size).float().mean(),
+                "rewards/none": total.isnan().float().mean(),
+            }
+        for column, name in enumerate(names):
+            found[f"rewards/{name}/mean"] = self.rewards[:, column].nanmean()
+            found[f"rewards/{name}/std"] = standard_deviation(self.rewards[:, column]).squeeze(-1)
+            if self.failed[:, column].any():
+                found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
+        if self.kl is not None:
+            found["kl"] = self.kl[0].sum() / self.kl[1].sum().clamp(min=1)
+        done = lengths[ended]
+        if len(done):
+            found["completions/mean_terminated_length"] = done.mean()
+        numbers = {name: value.item() for name, value in found.items()}
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+    def sums(
+        self, names: Sequence[str], weights: torch.Tensor, group_size: int, threshold: float
+    ) -> dict[str, tuple[float, int]]:
+        """(sum, count) of each evaluation metric: rewards, lengths and ``pass@k``.
+
+        Args:
+            threshold: reward of the first function from which a completion passes.
+        """
+        total, size = total_rewards(self.rewards, weights), len(self.lengths)
+        columns = {"reward": total} if names else {}
+        columns |= {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
+        found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
+        found["completions/mean_length"] = sum(self.lengths), size
+        found["completions/clipped_ratio"] = size - sum(self.finished), size
+        ended = self._ended_lengths()
+        if ended:
+            found["completions/mean_terminated_length"] = sum(ended), len(ended)
+        if not names:
+            return found
+        equal = equal_groups(total, group_size)
+        found["frac_reward_zero_std"] = int(equal.sum()), len(equal)
+        passed = (self.rewards[:, 0] >= threshold).view(-1, group_size).sum(1).tolist()
+        for k in sorted({1, group_size}):
+            found[f"pass@{k}"] = sum(pass_at_k(group_size, right, k) for right in passed), len(passed)
+        return found
+
+    def extremes(self) -> dict[str, tuple[float, str]]:
+        """(value, "min" or "max") of the extreme lengths: ``completions/min_length`` ..."""
+        found: dict[str, tuple[float, str]] = {}
+        for part, lengths in (("", self.lengths), ("terminated_", self._ended_lengths())):
+            if lengths:
+                found[f"completions/min_{part}length"] = min(lengths), "min"
+                found[f"completions/max_{part}length"] = max(lengths), "max"
+        return found
+
+    def _ended_lengths(self) -> list[int]:
+        return [length for length, ended in zip(self.lengths, self.finished, strict=True) if ended]
+
+
+def pass_at_k(num: int, passed: int, k: int) -> float:
+    r"""The probability that at least one of k completions drawn from `num` is among the `passed` ones.
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1: :math:`1 - \binom{n-c}{k} / \binom{n}{k}`.
+    """
+    return 1 - math.comb(num - passed, k) / math.comb(num, k)
+
+
+def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> str | None:
+    """A warning if a log record shows that nothing was learned or that something is wrong; else None.
+
+    Args:
+        from_rewards: what is learned comes from rewards.
+    """
+    if from_rewards and logs.get("frac_reward_zero_std") == 1:
+        return (
+            f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
+            "nothing to learn. Make the prompts easier or harder, sample more completions, or use graded rewards."
+        )
+    if logs.get("completions/clipped_ratio") == 1:
+        return (
+            "Every completion was cut at max_completion_length. Raise it, or check that the model generates an "
+            "end-of-sequence token."
+        )
+    gap, oldest = logs.get("sampling/sampling_logp_difference/mean", 0.0), logs.get("staleness/max", 0.0)
+    if oldest and gap > STALE_GAP:
+        return (
+            f"The policy has moved by a factor of {math.exp(gap):.2f} on average from the token probabilities with "
+            f"which completions were sampled, up to {oldest:.0f} optimizer steps before. Set a lower max_staleness, or "
+            "a lower learning_rate."
+        )
+    if gap > 0.1 and not oldest:
+        return (
+            "The generation engine's token probabilities differ from the trainer's by a factor of "
+            f"{math.exp(gap):.2f} on average: its weights may be stale, or its precision too low."
+        )
+    if logs.get("entropy", 1.0) < 1e-3:
+        return "The policy has almost no entropy left: completions of a prompt will be alike, and training stalls."
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def rows(
+    samples: Sequence[Sample], names: Sequence[str], scores: Scores, advantages: torch.Tensor, step: int
+) -> list[dict[str, Any]]:
+    """A row of the table for each sample: step, prompt, completion, each reward, what functions added, advantage."""
+    made = []
+    for i, sample in enumerate(samples):
+        row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
+        row |= dict(zip(names, scores.rewards[i].tolist(), strict=True))
+        row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
+        made.append(row | {"advantage": advantages[i].mean().item()})
+    return made
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = None, width: int = 60) -> str:
+    """`rows` as text: prompts and completions cut to `width`, numbers to two places."""
+    shown = list(rows)[:limit] if limit is not None else list(rows)
+    if not shown:
+        return ""
+    columns = [name for name in shown[0] if name != "images"]
+    cells = [[_cell(row.get(column), width) for column in columns] for row in shown]
+    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(columns)]
+    lines = ["  ".join(name.ljust(size) for name, size in zip(columns, widths, strict=True))]
+    lines.append("  ".join("-" * size for size in widths))
+    lines += ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def _cell(value: Any, width: int) -> str:
+    if isinstance(value, float):
+        return "none" if math.isnan(value) else f"{value:.2f}"
+    # A line break would break the row, and an escape sequence the terminal.
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in plain_text(value))
+    return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
+
+
+def plain_text(value: Any) -> str:
+    """A prompt or completion as one text: messages with their roles."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        return "\n".join(_message(message) for message in value)
+    return str(value)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    calls = "".join(f" {json.dumps(call, default=str)}" for call in message.get("tool_calls") or ())
+    thoughts = message.get("reasoning_content") or message.get("thinking")
+    thoughts = f"<think>{thoughts}</think> " if thoughts else ""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text") or f"<{part.get('type')}>" for part in content)
+    return f"[{message.get('role')}] {thoughts}{content}{calls}"
+
+
+def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
+
+    Returns:
+        the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{name: _storable(value, with_images) for name, value in row.items()} for row in rows]
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        return _write_lines(rows, path.with_suffix(".jsonl"))
+    try:
+        columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+        parquet.write_table(pyarrow.table(columns), path.with_suffix(".parquet"))
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
+        return _write_lines(rows, path.with_suffix(".jsonl"))
+    return path.with_suffix(".parquet")
+
+
+def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
+    """Send `rows` as the table `name` to trackers with tables and an active run."""
+    cells = [
+        {
+            key: value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
+            for key, value in row.items()
+        }  # fmt: skip
+        for row in rows
+    ]
+    show_table(cells, name, list(report_to))
+
+
+def upload(path: Path, repo: str, token: str | None = None) -> None:
+    """Upload a file to the dataset `repo` on the Hub, which is created as private. A failure is only logged."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi(token=token)
+        api.create_repo(repo, repo_type="dataset", private=True, exist_ok=True)
+        api.upload_file(path_or_fileobj=str(path), path_in_repo=path.name, repo_id=repo, repo_type="dataset")
+    except Exception as error:  # an upload error must not end the run
+        logger.warning("%s was not uploaded to %s: %s", path.name, repo, error)
+
+
+def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def _as_text(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _png(image: Any) -> dict[str, Any]:
+    """An image as columns of images hold it in files of Hugging Face's datasets."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def _storable(value: Any, with_images: bool) -> Any:
+    """`value` with messages as text of JSON-like parts, and images as files; parts with an image are left out unless
+    `with_images`.
+    """
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, list) and all(hasattr(one, "save") for one in value):
+        return [_png(image) for image in value]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        parts = []
+        for message in value:
+            content = message.get("content")
+            if isinstance(content, list) and not with_images:
+                content = [part for part in content if part.get("type") == "text"]
+            elif isinstance(content, list):  # an image itself is in the column `images`
+                content = [{k: v for k, v in part.items() if not hasattr(v, "save")} for part in content]
+            parts.append({**message, "content": content})
+        return json.dumps(parts, default=str, ensure_ascii=False)
+    return value

@@ -1,0 +1,226 @@
+"""What a teacher's next-token distributions are read from: a local model, one with other tokens, or a vLLM server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.data.host_copies import host_copy, know, places_of, send
+from posttrain.core.models.wrapping import base_model
+from posttrain.lm.images.image_features import ImageCopies, features_once
+from posttrain.lm.images.vision import check_model, image_token_id
+from posttrain.lm.loss import lm_head
+from posttrain.lm.loss.distillation import HeadStates, TopK
+from posttrain.lm.loss.language_modeling import IGNORE_INDEX
+from posttrain.rl.generation.server import RETRIES, Server
+from posttrain.rl.policy.logprobs import FOR_THE_MODEL
+from posttrain.rl.policy.reference import FrozenReference
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.samples import Rollout, Sample
+
+CONCURRENCY = 32
+"""Concurrent requests to a server."""
+
+
+class LocalTeacher:
+    """A model with the student's tokens, in this process. It reads each micro-batch as the student does."""
+
+    def __init__(self, reference: FrozenReference) -> None:
+        self.reference = reference
+
+    def complete(self, rollout: Rollout, samples: Sequence[Sample]) -> Rollout:
+        """`rollout` with what `known` needs of it."""
+        return rollout
+
+    def known(self, batch: Mapping[str, Any]) -> HeadStates | TopK:
+        """What is known of the distributions at the labels of a micro-batch, in their order."""
+        inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
+        return self._states(inputs, batch["labels"], batch.get("image_copies"))
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """(M, V) whole logits at the labels, for models whose head cannot be reached."""
+        inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
+        with self.reference.use() as model, features_once(model, batch.get("image_copies"), inputs) as shown:
+            logits = model(**shown).logits
+        return logits[:, -batch["labels"].shape[1] :][batch["labels"] != IGNORE_INDEX]
+
+    def _states(
+        self, inputs: dict[str, Any], labels: torch.Tensor, image_copies: ImageCopies | None = None
+    ) -> HeadStates:
+        with (
+            self.reference.use() as model,
+            lm_head.states_in_head(model, labels) as found,
+            features_once(model, image_copies, inputs) as shown,
+        ):
+            model(**shown)
+        return found[0]
+
+
+def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: batch[name] for name in FOR_THE_MODEL if name in batch} | batch.get("image_inputs", {})
+
+
+class TranslatedTeacher(LocalTeacher):
+    """A model with other tokens. It reads the same texts, and is asked where a token of both begins.
+
+    Args:
+        tokenizer: the student's. codec: how the teacher writes prompts. ends: the student's tokens that end a
+            completion.
+    """
+
+    def __init__(self, reference: FrozenReference, tokenizer: Any, codec: PromptCodec, ends: Iterable[int]) -> None:
+        super().__init__(reference)
+        self.tokenizer, self.codec, self.ends = tokenizer, codec, {*ends}
+
+    def complete(self, rollout: Rollout, samples: Sequence[Sample]) -> Rollout:
+        """Adds the texts in the teacher's tokens. A token has no loss where none of the teacher's begins."""
+        rows, places = [], torch.full(rollout.completion_ids.shape, -1)
+        for number, sample in enumerate(samples):
+            prompt = self.codec.encode(sample.prompt)
+            ids, common = translate(sample.ids, self.tokenizer, self.codec.tokenizer, self.ends)
+            rows.append(torch.tensor([*prompt, *ids]))
+            for own, other in common:
+                places[number, own] = len(prompt) + other
+        places = places.masked_fill(~rollout.loss_mask, -1)
+        return replace(
+            rollout,
+            loss_mask=places >= 0,
+            teacher_rows=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            teacher_lengths=torch.tensor([len(row) for row in rows]),
+            teacher_places=places,
+        )
+
+    def known(self, batch: Mapping[str, Any]) -> HeadStates:
+        """As `LocalTeacher.known`."""
+        ids, lengths, places = batch["teacher_rows"], batch["teacher_lengths"], batch["teacher_places"]
+        mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+        known = host_copy(places)
+        known = places.cpu() if known is None else known
+        labels = torch.full(ids.shape, IGNORE_INDEX)
+        row, column = (known >= 0).nonzero(as_tuple=True)
+        labels[row, known[row, column] - 1] = 0  # the position before a token predicts it
+        return self._states({"input_ids": ids, "attention_mask": mask.long()}, send(labels, ids.device))
+
+
+def translate(
+    ids: Sequence[int], student: Any, teacher: Any, ends: Iterable[int] = ()
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """A completion in the tokens of `teacher`, and the pairs of tokens that begin at the same character.
+
+    Args:
+        ids: in the tokens of `student`. ends: those that end a completion; the teacher's end token stands for one.
+
+    Returns:
+        (the teacher's ids, ``[(place in ids, place in the teacher's ids), ...]`` in ascending order).
+    """
+    ends = {*ends}
+    is_ended = bool(ids) and ids[-1] in ends
+    body = list(ids[:-1] if is_ended else ids)
+    text = student.decode(body, clean_up_tokenization_spaces=False)
+    made = teacher(text, add_special_tokens=False)["input_ids"]
+    own, other = _beginnings(body, student, text), _beginnings(made, teacher, text)
+    common = [(own[at], other[at]) for at in sorted(own.keys() & other.keys())]
+    if is_ended and teacher.eos_token_id is not None:
+        common.append((len(body), len(made)))
+        made = [*made, teacher.eos_token_id]
+    return made, common
+
+
+def _beginnings(ids: Sequence[int], tokenizer: Any, text: str) -> dict[int, int]:
+    """``{character: token}``: where in `text` the tokens begin, of those that begin with a whole character."""
+    found: dict[int, int] = {}
+    for number in range(len(ids)):
+        before = tokenizer.decode(ids[:number], clean_up_tokenization_spaces=False)
+        if text.startswith(before):  # else it ends within a character
+            found[len(before)] = number  # of several tokens that begin there the last, which adds to the text
+    return found
+
+
+class ServerTeacher:
+    """A model behind ``vllm serve``, which tells its most probable tokens.
+
+    Args:
+        url: such as ``http://host:8000``. top_k: tokens that are asked for, besides the one that was written; the
+            server's ``--max-logprobs`` bounds them.
+    """
+
+    def __init__(self, url: str, top_k: int) -> None:
+        self.server, self.top_k, self._model = Server(url), top_k, ""
+
+    def complete(self, rollout: Rollout, samples: Sequence[Sample]) -> Rollout:
+        """Adds the teacher's most probable tokens, and in ``ref_logps`` what it finds of the written ones."""
+        if not self._model:
+            self._model = self.server.call("/v1/models", retries=RETRIES)["data"][0]["id"]
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            told = list(pool.map(self._ask, samples))
+        ids = torch.zeros(*rollout.completion_ids.shape, self.top_k + 1, dtype=torch.long)
+        ids[~rollout.loss_mask] = -1  # which says so without a look at the mask
+        logps = torch.full(ids.shape, -torch.inf)
+        written = torch.zeros(rollout.completion_ids.shape)
+        for number, (sample, tokens) in enumerate(zip(samples, told, strict=True)):
+            for place, (token, known) in enumerate(zip(sample.ids, tokens, strict=True)):
+                if not rollout.loss_mask[number, place]:
+                    continue
+                ids[number, place, : len(known)] = torch.tensor(list(known))
+                logps[number, place, : len(known)] = torch.tensor(list(known.values()))
+                written[number, place] = known[token]
+        return replace(rollout, teacher_ids=ids, teacher_logps=logps, ref_logps=written)
+
+    def known(self, batch: Mapping[str, Any]) -> TopK:
+        """As `LocalTeacher.known`."""
+        first, copy = batch["teacher_ids"][..., 0], host_copy(batch["teacher_ids"])
+        at = places_of(know(first >= 0, None if copy is None else copy[..., 0] >= 0))
+        return TopK(*(batch[name].flatten(0, 1)[at] for name in ("teacher_ids", "teacher_logps")))
+
+    def _ask(self, sample: Sample) -> list[dict[int, float]]:
+        """``{token: log-probability}`` at each token of a completion."""
+        ids = [*sample.prompt_ids, *sample.ids]
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.top_k}
+        answer = self.server.call("/v1/completions", body, retries=RETRIES)
+        known = answer["choices"][0].get("prompt_logprobs") or []
+        if len(known) != len(ids):
+            raise ConnectionError(
+                f"The teacher's server at {self.server.url} told log-probabilities of {len(known)} of "
+                f"{len(ids)} tokens. It must be vLLM's own (`vllm serve`), whose --max-logprobs is at "
+                f"least loss_top_k={self.top_k}."
+            )
+        return [
+            {int(token): float(found["logprob"]) for token, found in position.items()}
+            for position in known[len(sample.prompt_ids) :]
+        ]
+
+
+def image_problem(student: nn.Module, teacher: nn.Module) -> str | None:
+    """Why `teacher` cannot see the images that `student` is shown, as a sentence; None if it can.
+
+    Both read the same tokens and the same tensors of one processor.
+    """
+    try:
+        check_model(base_model(teacher))
+    except TypeError as error:
+        return f"The teacher cannot see: {error}"
+    tokens = [image_token_id(base_model(model)) for model in (student, teacher)]
+    if tokens[0] == tokens[1]:
+        return None
+    return (
+        f"Token {tokens[0]} stands for images to the student, and token {tokens[1]} to the teacher. Use a teacher of "
+        "the student's family, which reads images through the same processor."
+    )
+
+
+def vocabulary_problem(student: int, teacher: int) -> str | None:
+    """Why heads with vocabularies of these sizes cannot be compared token by token, as a sentence; None if they can.
+
+    Of one tokenizer, models differ in how far they pad the vocabulary: by less than 1,024 tokens.
+    """
+    if abs(student - teacher) < 1024 <= min(student, teacher) or student == teacher:
+        return None
+    return (
+        f"The student has vocab_size {student} and the teacher {teacher}, so their tokens are not the same. Use a "
+        "teacher with the student's tokenizer, or set teacher_tokenizer_name_or_path to compare them by rank."
+    )

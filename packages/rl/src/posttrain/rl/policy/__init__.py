@@ -1,0 +1,1 @@
+"""The policy and its reference: loading, and log-probabilities under them."""

@@ -1,0 +1,409 @@
+"""The reference policy: the frozen initial weights of the trainer. Nothing is loaded again by name.
+
+It is one of:
+
+- a frozen copy of the model, or the model that was passed as such (`FrozenReference`);
+- the model itself with its adapter off, or with another adapter that holds the initial adapter (`AdapterReference`);
+- precomputed log-probabilities, without a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core import TrainerCallback, opt
+from posttrain.core.distributed import fill, is_in_pieces, whole
+from posttrain.core.errors import CheckpointError
+from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.models import wrapping
+from posttrain.lm.images import blank_images
+
+ADAPTER = "reference"
+
+
+@dataclass
+class ReferenceArguments:
+    """Where the reference log-probabilities come from."""
+
+    precompute_ref_log_probs: bool = opt(
+        False, "Compute the reference's log-probabilities once, before training, and keep no reference model."
+    )
+    precompute_ref_batch_size: int | None = opt(
+        None,
+        "Rows at a time when they are computed before training; None: as in training.",
+        min=1,
+        needs="precompute_ref_log_probs",
+    )
+    sync_ref_model: bool = opt(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
+    ref_model_mixup_alpha: float = opt(
+        0.6,
+        "Share of the policy in the reference after a move; at 1 the reference becomes the policy.",
+        above=0,
+        max=1,
+        needs="sync_ref_model",
+    )
+    ref_model_sync_steps: int = opt(
+        512, "Optimizer steps between syncs of the reference.", min=1, needs="sync_ref_model"
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            yield (
+                "sync_ref_model=True changes the reference, and precompute_ref_log_probs=True fixes its "
+                "log-probabilities; set one of them to False"
+            )
+
+
+def arguments_of(args: Any) -> ReferenceArguments:
+    """`args`, the config of a trainer that compares with a reference, which must hold the arguments of one."""
+    if not isinstance(args, ReferenceArguments):
+        raise TypeError(
+            f"{type(args).__name__} has no arguments of a reference: let it inherit "
+            "posttrain.rl.policy.reference.ReferenceArguments, or set needs_reference = False in the trainer."
+        )
+    return args
+
+
+class FrozenReference:
+    """A separate model, never trained.
+
+    Attributes:
+        model: called like the policy.
+        is_gone: it can no longer be evaluated.
+        another: the message about a checkpoint of a run that had another one.
+    """
+
+    is_gone = False
+
+    def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False, another: str = "") -> None:
+        self.another = another or ANOTHER
+        self.model, self.moves, self.is_copy = model.requires_grad_(False).eval(), moves, is_copy
+        self._state = None if moves else _state(self.weights(), moves)
+
+    def place(self, dist: Any) -> None:
+        """Move it to the policy's device and shard it like the policy; a copy that never changes is cast to the compute
+        precision. Every process must call it.
+        """
+        self.model = dist.prepare_frozen(self.model, rounds=self.is_copy and not self.moves)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        with torch.no_grad():
+            yield self.model
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Move the weights to ``alpha * policy + (1 - alpha) * reference``.
+
+        Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656, eq. 5.
+        """
+        own = self.weights()
+        for name, parameter in wrapping.unwrap(policy).named_parameters():
+            now = parameter.detach()
+            now = now if is_in_pieces(own[name]) else whole(parameter).detach()  # both sharded alike, or neither
+            own[name].lerp_(now.to(own[name]), alpha)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The checkpoint's state: the weights of a moving reference, else a fingerprint. Every process must call it."""
+        return _state(self.weights(), self.moves) if self._state is None else self._state
+
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            CheckpointError: this reference is not the one that the run in `where` began with.
+        """
+        if self._state is None:
+            _restore(self.weights(), state, where)
+        elif state != self._state:
+            raise CheckpointError(self.another.format(where=where))
+
+
+class AdapterReference:
+    """The policy's own weights with its adapter off, or with the frozen adapter `adapter` in its place.
+
+    Calling it is calling the policy so. It costs no second copy of the model.
+    """
+
+    is_gone = False
+
+    def __init__(
+        self, policy: nn.Module, adapter: str | None = None, moves: bool = False, earlier: str | None = None
+    ) -> None:
+        self.policy, self.adapter, self.moves, self._earlier = wrapping.unwrap(policy), adapter, moves, earlier
+        for parameter in self.weights().values():
+            parameter.requires_grad_(False)
+
+    @classmethod
+    def copy_of(cls, policy: nn.Module, moves: bool) -> AdapterReference:
+        """Freeze what the active adapter of `policy` is now as another one, `ADAPTER`."""
+        from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+        peft_model = wrapping.unwrap(policy)
+        [active] = peft_model.active_adapters
+        if ADAPTER not in peft_model.peft_config:
+            frozen = copy.copy(peft_model.peft_config[active])
+            frozen.inference_mode = True  # some kinds have one trainable adapter at most
+            if hasattr(frozen, "init_lora_weights"):  # PiSSA and others would change the weights below once more
+                frozen.init_lora_weights = True
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(PiSSA|OLoRA|CorDA) changes the base", UserWarning)
+                peft_model.add_adapter(ADAPTER, frozen)
+            state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
+            set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
+        return cls(peft_model, ADAPTER, moves)
+
+    @classmethod
+    def without_adapter(cls, policy: nn.Module) -> AdapterReference:
+        """The policy with its adapter off, which changes nothing yet; see `changes_nothing`."""
+        peft_model = wrapping.unwrap(policy)
+        # earlier versions made a copy of it, and their checkpoints hold its fingerprint
+        [active] = peft_model.active_adapters
+        copied = {
+            name.replace(f".{active}", f".{ADAPTER}"): p
+            for name, p in peft_model.named_parameters()
+            if active in name.split(".")
+        }
+        return cls(policy, earlier=fingerprint({**copied}))
+
+    @property
+    def model(self) -> AdapterReference:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.use() as model:
+            return model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        with torch.no_grad(), eval_mode(self.policy):
+            if self.adapter is None:
+                with self.policy.disable_adapter():
+                    yield self.policy
+                return
+            active, trained = self.policy.active_adapters, [(p, p.requires_grad) for p in self.policy.parameters()]
+            self.policy.set_adapter(self.adapter)
+            try:
+                yield self.policy
+            finally:
+                _activate(self.policy, active)
+                for parameter, requires_grad in trained:  # peft freezes the adapter that is put aside
+                    parameter.requires_grad_(requires_grad)
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Copy the active adapter to the reference's; only for `alpha` = 1, see `sync_problem`."""
+        [active], own = self.policy.active_adapters, dict(self.policy.named_parameters())
+        for name, parameter in self.weights().items():
+            parameter.copy_(own[name.replace(f".{self.adapter}", f".{active}")])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What makes the reference: the frozen adapter, or all that belongs to no adapter."""
+        tuned = [self.adapter] if self.adapter else list(self.policy.peft_config)
+        named = {name: any(part in name.split(".") for part in tuned) for name, _ in self.policy.named_parameters()}
+        return {n: p for n, p in self.policy.named_parameters() if named[n] == bool(self.adapter)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `FrozenReference.state_dict`."""
+        return _state(self.weights(), self.moves)
+
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
+        """As `FrozenReference.load_state_dict`."""
+        if self._earlier is None or state.get("fingerprint") != self._earlier:
+            _restore(self.weights(), state, where)
+
+
+def _activate(policy: Any, adapters: list[str]) -> None:
+    """Make `adapters` of a peft model, which may be several, those that it computes with."""
+    policy.set_adapter(adapters[0])
+    if len(adapters) > 1:
+        policy.base_model.set_adapter(adapters)
+
+
+def changes_nothing(policy: nn.Module) -> bool:
+    """Whether the one adapter of `policy` gives what the model below gives: LoRA whose second factors are still 0."""
+    peft_model = wrapping.unwrap(policy)
+    (config, *others) = peft_model.peft_config.values()
+    plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA" and not getattr(
+        config, "use_dora", False
+    )
+    more = [getattr(config, name, None) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")]
+    tuned = [p for name, p in peft_model.named_parameters() if {"lora_B", "lora_embedding_B"} & {*name.split(".")}]
+    return plain and not others and not any(more) and bool(tuned) and not any(bool(p.any()) for p in tuned)
+
+
+class PolicyAsReference:
+    """The untrained policy itself, to precompute the reference's log-probabilities."""
+
+    is_gone, model = False, None
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy, self.state = policy, _state(dict(policy.named_parameters()), moves=False)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        with torch.no_grad(), eval_mode(self.policy):
+            yield self.policy
+
+    def let_go(self) -> None:
+        """Before the policy is trained: it is no reference from then on."""
+        del self.policy
+        self.is_gone = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `FrozenReference.state_dict`."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
+        """As `FrozenReference.load_state_dict`."""
+        if state != self.state:
+            raise CheckpointError(ANOTHER.format(where=where))
+
+
+MovableReference = FrozenReference | AdapterReference
+Reference = MovableReference | PolicyAsReference
+
+
+def make_reference(
+    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, moves: bool = False
+) -> MovableReference:
+    """The reference with the current weights of `policy`.
+
+    Args:
+        given: a model to use as the reference instead.
+        fresh_adapter: the policy has a newly added adapter; the base without it is the reference, unless the adapter
+            took a part of the base over (PiSSA, OLoRA, LoftQ).
+        moves: the reference will be synchronized with the policy and needs its own weights.
+    """
+    if given is not None:
+        blank_images.see_alike(given, policy)
+        return FrozenReference(given, moves)
+    if wrapping.is_peft_model(policy) and len(wrapping.unwrap(policy).active_adapters) == 1:
+        (config, *_) = wrapping.unwrap(policy).peft_config.values()
+        if fresh_adapter and not moves and not isinstance(vars(config).get("init_lora_weights"), str):
+            return AdapterReference(policy)
+        if not moves and changes_nothing(policy):
+            return AdapterReference(policy) if fresh_adapter else AdapterReference.without_adapter(policy)
+        return AdapterReference.copy_of(policy, moves)
+    return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
+
+
+def check_start(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, half: bool) -> None:
+    """Raise ValueError where a reference that is the policy's initial weights is not the policy before the first step.
+
+    Args:
+        policy, reference: (N, C) log-probabilities of tokens of completions. mask: (N, C) bool.
+        half: whether they are computed in 16 bits.
+    """
+    gap, scale = ((values * mask).sum(1).abs().max() for values in (policy - reference, policy))
+    if not gap <= (5e-2 if half else 1e-4) * max(float(scale), 1.0):
+        raise ValueError(
+            f"Before the first optimizer step, policy and reference already differ by up to {float(gap):.3g} in the "
+            "log-probability of a completion. The reference is the weights that the policy begins with: the model was "
+            "changed since the trainer was made, or its adapter changes it from the start, as PiSSA "
+            "(init_lora_weights) and prompt, prefix and p-tuning do. Set beta=0, or take an adapter that starts at "
+            "zero."
+        )
+
+
+def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:
+    """Why the reference cannot be moved towards `policy`, as a sentence; None if it can."""
+    if given is None and wrapping.is_peft_model(policy) and alpha != 1:
+        return (
+            f"sync_ref_model=True with ref_model_mixup_alpha={alpha} and an adapter: the mean of two adapters' "
+            "factors is not the adapter of the mean. Set ref_model_mixup_alpha=1, or train without peft_config."
+        )
+    if given is not None and wrapping.is_peft_model(policy):
+        return "sync_ref_model=True cannot move a ref_model towards a policy with an adapter. Leave ref_model out."
+    if given is not None:
+        own = {name: p.shape for name, p in given.named_parameters()}
+        if own != {name: p.shape for name, p in wrapping.unwrap(policy).named_parameters()}:
+            return (
+                "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, "
+                "or set False."
+            )
+    return None
+
+
+def create_reference_model(model: nn.Module) -> nn.Module:
+    """A copy of `model` that is never trained, in evaluation mode, for scripts that pass a ``ref_model``."""
+    return copy.deepcopy(wrapping.unwrap(model)).requires_grad_(False).eval()
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """Moves `ref_model`, of the model's architecture, towards the model, as ``ref_model_sync_steps`` and
+    ``ref_model_mixup_alpha`` of the arguments say. ``sync_ref_model=True`` does so without a callback.
+    """
+
+    def __init__(self, ref_model: nn.Module, accelerator: Any = None) -> None:
+        self.ref_model = ref_model
+        self._reference = FrozenReference(ref_model, moves=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self._reference.sync(model, args.ref_model_mixup_alpha)
+
+
+class SyncReference(TrainerCallback):
+    """Moves the reference towards the policy every `every` optimizer steps (TR-DPO)."""
+
+    def __init__(self, reference: MovableReference, alpha: float, every: int) -> None:
+        self.reference, self.alpha, self.every = reference, alpha, every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self.reference.sync(model, self.alpha)
+
+
+# --------------------------------------------------------------------------------------------------- in the checkpoint
+
+SAMPLED = 512
+
+
+def fingerprint(weights: dict[str, torch.Tensor]) -> str:
+    """A hash of up to `SAMPLED` numbers of each tensor, spread over it, to detect trained weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+ANOTHER = (
+    "The run in {where} had another reference than this one, which is the weights that the model had when the "
+    "trainer was made. Make the trainer from the weights that the run began with, not from its checkpoint, or pass "
+    "ref_model."
+)
+
+
+def _state(weights: dict[str, torch.Tensor], moves: bool) -> dict[str, Any]:
+    if moves:
+        return {"weights": {name: whole(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}}
+    return {"fingerprint": fingerprint(weights)}
+
+
+def _restore(own: dict[str, torch.Tensor], state: dict[str, Any], where: Any) -> None:
+    kept = state.get("weights")
+    same = state["fingerprint"] == fingerprint(own) if kept is None else kept.keys() == own.keys()
+    if not same:
+        raise CheckpointError(ANOTHER.format(where=where))
+    with torch.no_grad():
+        for name, tensor in (kept or {}).items():
+            fill(own[name], tensor)

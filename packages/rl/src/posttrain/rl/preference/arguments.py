@@ -1,0 +1,142 @@
+"""The shared arguments of preference trainers, and their names in earlier versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core import Trainer, TrainingArguments, opt
+from posttrain.core.config import JSONObject, Resolved
+from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
+from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
+from posttrain.lm.images.images import ImageArguments
+from posttrain.rl.preference.rows import FAULTY, LONG
+
+logger = logging.getLogger(__name__)
+
+#: Names that the configs of trainers without a reference had in earlier versions of the field.
+WITHOUT_REFERENCE: dict[str, Renamed | Removed] = {
+    # Limits under which most rows stay; what is cut is counted in the report of the data.
+    "max_prompt_length": Removed("a row is cut as a whole, by max_length.", harmless=None),
+    "max_completion_length": Removed("a row is cut as a whole, by max_length.", harmless=None),
+    "max_target_length": Removed("a row is cut as a whole, by max_length.", harmless=None),
+    "generate_during_eval": Removed("set num_eval_samples.", harmless=(None, False)),
+    "is_encoder_decoder": Removed("the model says so itself.", harmless=None),
+    "label_pad_token_id": Removed("labels are made in the trainer.", harmless=None),
+    "padding_value": Removed("padding is never read; pad_token names another token for it.", harmless=None),
+}
+#: Those of trainers with one.
+WITH_REFERENCE: dict[str, Renamed | Removed] = WITHOUT_REFERENCE | {
+    "force_use_ref_model": Removed("a ref_model that is passed is used, with adapters too.", harmless=None),
+    "model_adapter_name": Removed("the active adapter is trained; call model.set_adapter.", (None, "default")),
+    "ref_adapter_name": Removed("the reference is the adapter as it is passed; for another, pass ref_model."),
+    "ref_model_init_kwargs": Removed("a reference given by name is loaded with model_init_kwargs.", harmless=None),
+    "base_model_attribute_name": Removed("the head is found by itself.", harmless=None),
+    "use_liger_loss": Removed("logits are never held whole, without Liger too.", harmless=None),
+}
+
+
+@dataclass
+class PreferenceConfig(ImageArguments, TrainingArguments):
+    """Arguments of every trainer of preferences."""
+
+    learning_rate: float = opt(1e-6, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
+    logging_steps: float | str = opt(
+        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
+    )
+    activation_checkpointing: bool | None = opt(
+        True, "Recompute activations in the backward pass: about a third slower, far less memory."
+    )
+    bf16: Resolved[bool | None, bool] = opt(
+        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
+    )
+    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
+    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
+    disable_dropout: bool = opt(True, "Set every dropout of the model and the reference to 0.")
+    activation_offloading: bool = opt(False, "Keep activations in host memory between forward and backward.")
+    router_aux_loss_coef: float | None = opt(
+        None,
+        "Weight of a mixture of experts' load-balancing loss; None: as in the model's config. 0 turns it off.",
+        min=0,
+    )
+    dataset_num_proc: int | None = opt(
+        None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
+    )
+    max_length: int | None = opt(1024, "Most tokens of a prompt with one completion; None: any number.", min=2)
+    truncation_mode: str = opt(
+        "keep_start", "keep_start cuts long completions at their end, keep_end cuts the prompt at its beginning.",
+        choices=("keep_start", "keep_end"),
+    )  # fmt: skip
+    long_rows: str = opt("truncate", "What becomes of rows longer than max_length.", choices=LONG)
+    faulty_rows: str = opt(
+        "drop", "How equal and empty completions are handled; each is counted and reported.", choices=FAULTY
+    )
+    shared_prefix: bool | None = opt(
+        None, "Read each prompt once for all its completions. None: where the model's attention allows it.", flag=True
+    )
+    padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding; shared_prefix does so anyway.")
+    pad_to_multiple_of: Resolved[int | str | None, int | None] = opt(
+        "auto", "Pad batches that have padding to a multiple of this; auto: to none."
+    )
+    num_eval_samples: int = opt(
+        0, "Prompts of each evaluation that policy and reference answer, side by side in samples.jsonl.", min=0
+    )
+    max_sample_tokens: int = opt(64, "Most tokens of such an answer.", min=1)
+    pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
+
+    def _normalize(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        if self.pad_to_multiple_of == "auto":
+            self.pad_to_multiple_of = None
+
+    def _problems(self) -> Iterator[str]:
+        if isinstance(self.pad_to_multiple_of, str) or (self.pad_to_multiple_of or 1) < 1:
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number >= 1, 'auto' or None"
+        if self.label_smoothing_factor:
+            instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
+            yield (
+                f"label_smoothing_factor={self.label_smoothing_factor} has no effect: it smooths the targets of a "
+                f"cross-entropy, and the loss of {type(self).__name__} compares completions; {instead}"
+            )
+        if isinstance(self.model_init_kwargs, str):  # what could be read as JSON is a dict by now
+            yield (
+                f"model_init_kwargs={self.model_init_kwargs!r} is not a JSON object; give a dict, or one written as "
+                "JSON"
+            )
+
+
+def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> PreferenceConfig:
+    """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
+    config_class: type[Any] = trainer.config_class
+    if args is not None and not isinstance(args, TrainingArguments):
+        raise wrong_args(args, config_class)
+    fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
+    moved = moved_arguments(trainer.__name__, config_class, old_names)
+    known = [*inspect.signature(trainer.__init__).parameters][1:-1]
+    for name in old_names:
+        if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
+            raise TypeError(
+                f"{trainer.__name__} got an unknown argument {name!r}{did_you_mean(name, [*known, *fields])}"
+            )
+    if args is None:
+        return config_class(**moved)
+    if not isinstance(args, config_class):
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        args = config_class(**{name: value for name, value in given.items() if name in fields})
+        logger.info("args is of another class; fields that it lacks have the defaults of %s.", config_class.__name__)
+    default = {name: field.default for name, field in fields.items()}
+    problems = [
+        f"{name}={value!r} was passed to {trainer.__name__}, and {name}={getattr(args, name)!r} in its args"
+        for name, value in moved.items()
+        if getattr(args, name) not in (default[name], value)
+    ]
+    if problems:
+        raise ConfigError(trainer.__name__, problems)
+    return dataclasses.replace(args, **moved) if moved else args

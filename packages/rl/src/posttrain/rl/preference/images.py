@@ -1,0 +1,297 @@
+"""Preferences over completions of prompts with images: prepared while batches are made.
+
+The images of a prompt are in a batch once, whatever the number of its completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from posttrain.core.data.pipeline import Filler, check_dataset
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.lm.images import image_tokens
+from posttrain.lm.images.image_features import ImageCopies
+from posttrain.lm.images.image_positions import ImagePositions
+from posttrain.lm.images.images import ROW_NUMBER, ImageReader, NumberedRows, fault_of, numbered, read_images
+from posttrain.lm.images.vision import (
+    CountedBatch,
+    Shown,
+    VisionProcessor,
+    check_model,
+    check_processor,
+    join_tensors,
+    place_images,
+)
+from posttrain.rl.preference.batches import read_length, read_lengths
+from posttrain.rl.preference.data import KEPT_COLUMNS, facts_of
+from posttrain.rl.preference.rows import PAIR, PreferencePreparation, Tokens, to_unpaired
+
+#: The key under which `WithOthers` adds another row.
+OTHER_ROW = "other_row"
+#: Columns of rows with images, besides those of the dataset.
+COLUMNS = ("prompt", "completion", "label", OTHER_ROW)
+
+
+def check_images(args: Any, processor: Any, model: nn.Module) -> None:
+    """Raise ConfigError for settings of a trainer of preferences that do not support images, TypeError for a processor
+    or a model that does not.
+    """
+    check_processor(processor)
+    check_model(model)
+    problems = [
+        f"{name}={value!r} is not supported for vision datasets (rows with images), {reason}; leave it out"
+        for name, reason in (
+            ("precompute_ref_log_probs", "which are read while batches are made"),
+            ("num_eval_samples", "whose prompts are not answered"),
+        )
+        if (value := getattr(args, name, None))
+    ]
+    if problems:
+        raise ConfigError(type(args).__name__, problems)
+
+
+class Unpaired(Dataset):
+    """Two rows of each pair, see `posttrain.rl.preference.rows.to_unpaired`; made when they are read."""
+
+    def __init__(self, pairs: Any) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return to_unpaired([self.pairs[index // 2]])[index % 2]
+
+
+class WithOthers(Dataset):
+    """Rows with the one whose completion serves for the KL of KTO, by numbers alone: nothing is read for the choice.
+
+    That row is about half of the dataset away, past rows of the same prompt that stand together, and past a copy of
+    the row in a dataset that was repeated. Each is taken once.
+
+    Args:
+        rows: the rows. each: how many of them, one after the other, have one prompt.
+    """
+
+    def __init__(self, rows: Any, each: int = 1) -> None:
+        self.rows, self.each = rows, each
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        groups = len(self.rows) // self.each
+        shift = groups // 2 + 1 if groups > 2 else 1
+        return self.rows[index] | {OTHER_ROW: self.rows[(index + shift * self.each) % len(self.rows)]}
+
+
+def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
+    """The rows of `dataset`, numbered; pairs as unpaired rows where `kind` is of those, each with another.
+
+    Raises:
+        DataError: no rows, or unpaired rows where pairs are wanted.
+    """
+    if isinstance(dataset, (WithOthers, NumberedRows)):
+        return dataset  # they are prepared
+    check_dataset(dataset, f"{name}_dataset")
+    dataset = numbered(dataset)
+    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    columns = dataset[0] if sized else getattr(dataset, "column_names", None) or ()
+    if kind == "unpaired_preference" and set(PAIR) <= set(columns):
+        return WithOthers(Unpaired(dataset), each=2)
+    if kind != "unpaired_preference" and columns and not set(PAIR) <= set(columns):
+        raise DataError(
+            f"{name}: rows with images need the columns chosen and rejected; found {', '.join(columns)}. Unpaired "
+            "rows with images are not paired; train on them with KTOTrainer."
+        )
+    return WithOthers(dataset) if sized and kind == "unpaired_preference" else dataset
+
+
+class EmptyBatch(CountedBatch, Filler):
+    """A batch none of whose rows can be trained on."""
+
+
+class ImagePreparation(PreferencePreparation):
+    """Turns rows with and without images into tokens.
+
+    Args:
+        vision: asks the processor. reader: reads images. drops_bad_images: a row with an image that cannot be read is
+            dropped and counted, else an error. options: see `PreferencePreparation`.
+    """
+
+    def __init__(self, vision: VisionProcessor, reader: ImageReader, drops_bad_images: bool = False, **options: Any):
+        self.vision, self.reader, self.drops_bad_images = vision, reader, drops_bad_images
+        options["chat_template_kwargs"] = vision.template_kwargs(options.get("chat_template_kwargs"))
+        super().__init__(vision.tokenizer, **options)
+
+    def _read(self, row: Any, index: int) -> Tokens:
+        try:
+            if not isinstance(row, Mapping):
+                raise DataError(f"the row is not a dict but of type {type(row).__name__}")
+            if "prompt_ids" in row:
+                raise DataError("the row has images and tokens; give its messages or texts instead")
+            row, given = place_images(self.with_prompt(row), ("prompt",))
+            row, more = place_images(row, self.names)
+            if more:
+                raise DataError("a completion shows an image; only prompts may")
+            draft = super()._read(row, index)
+            return draft if draft.fault else self._show(draft, given)
+        except DataError as error:
+            return Tokens(index, fault=fault_of(error, index, self.drops_bad_images))
+
+    def _show(self, draft: Tokens, given: Sequence[Any]) -> Tokens:
+        """The draft with the tokens of the images that the row has `given`, which are read here."""
+        images = read_images(given, self.reader)
+        start = min(draft.starts)
+        if any(text[:start] != draft.texts[0][:start] for text in draft.texts):
+            raise DataError("the chat template renders the prompt differently before each completion")
+        shown = self.vision.show(draft.texts[0][:start], images)
+        draft.texts = [shown.text + text[start:] for text in draft.texts]
+        draft.starts = [place + len(shown.text) - start for place in draft.starts]
+        draft.shown = shown
+        return draft
+
+    def _fit(self, draft: Tokens) -> None:
+        before = draft.prompt
+        super()._fit(draft)
+        if draft.prompt_cut and not draft.fault and draft.shown is not None and draft.shown.tensors:
+            if draft.shown.ids & set(before[: len(before) - len(draft.prompt)]):
+                draft.fault = f"max_length={self.max_length} would cut off tokens of its images"
+
+
+class AnswerPreparation(ImagePreparation):
+    """Prepares rows for their completions alone: no image is read, and a placeholder stands for it."""
+
+    def _show(self, draft: Tokens, given: Sequence[Any]) -> Tokens:
+        return draft
+
+
+@dataclass
+class ImageCollator:
+    """Rows -> a batch of `collate`, with the image tensors of each prompt once, and how rows show them.
+
+    Rows that cannot be trained on are left out, and counted in the batch's `row_facts`; if none is left, the batch
+    counts for nothing.
+
+    Args:
+        prepare: makes tokens. collate: lays out prepared rows, one for each completion. once: whether the tensors are
+            those of the prompts, under ``image_copies``; else they are repeated for each row, as any model takes them.
+        answers: makes the completions of the rows under `OTHER_ROW`. positions: numbers the positions of prompts, where
+            `collate` shares them and the model has several axes of them.
+    """
+
+    prepare: ImagePreparation
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    once: bool = True
+    answers: AnswerPreparation | None = None
+    positions: ImagePositions | None = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> CountedBatch:
+        numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
+        drafts = self.prepare(rows, numbers)
+        kept = [(draft, row) for draft, row in zip(drafts, rows, strict=True) if not draft.fault]
+        made = [self._columns(draft) | {k: row[k] for k in KEPT_COLUMNS if k in row} for draft, row in kept]
+        self._add_others(made, [row for _, row in kept])
+        shown = [draft.shown or Shown("") for draft, _ in kept]
+        if not kept:  # the shortest row that there is, which keeps the step and counts for nothing
+            end = [self.prepare.tokenizer.eos_token_id or 0]
+            names = ("prompt", "kl", *self.prepare.names)
+            made, shown = [{f"{name}_ids": end for name in names} | {"label": True, "margin": 0.0}], [Shown("")]
+        if self.positions is not None:
+            for row, images in zip(made, shown, strict=True):
+                row["positions"] = self.positions(images.prompt(row["prompt_ids"]))
+        batch = (CountedBatch if kept else EmptyBatch)(self.collate(made))
+        self._add_images(batch, shown, made)
+        if "kl" in batch:  # of KTO: the same prompts with others' completions
+            self._add_images(batch["kl"], shown, made)
+        batch.row_facts = facts_of(drafts)
+        return batch
+
+    def _add_others(self, made: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        """Under ``kl_ids`` the completion of the row under `OTHER_ROW`, whatever else is in the batch."""
+        if self.answers is None or not getattr(self.collate, "with_kl", False):
+            return
+        others = [row[OTHER_ROW] for row in rows if OTHER_ROW in row]
+        drafts = self.answers(others, [int(row[ROW_NUMBER]) for row in others])
+        for row, draft in zip(made, drafts, strict=False):  # of a stream there are none
+            if draft.completions:
+                row["kl_ids"] = draft.completions[0]
+
+    def _columns(self, draft: Tokens) -> dict[str, Any]:
+        ids = {f"{name}_ids": ids for name, ids in zip(self.prepare.names, draft.completions, strict=True)}
+        return {"prompt_ids": draft.prompt, **ids} | ({} if draft.label is None else {"label": draft.label})
+
+    def _add_images(self, batch: dict[str, Any], shown: list[Shown], made: list[dict[str, Any]]) -> None:
+        ids = batch["input_ids"]
+        is_shared = "segments" in batch  # one row, with each prompt once
+        for name in self.prepare.vision.token_inputs:
+            kinds = {token: number for row in shown for token, number in row.kinds.get(name, {}).items()}
+            numbers = torch.tensor([[kinds.get(token, 0) for token in row] for row in ids.tolist()])
+            batch[name] = numbers if is_shared else numbers * batch["attention_mask"]
+        if is_shared:
+            batch |= join_tensors([row.tensors for row in shown])
+            return
+        order = [row % len(shown) for row in range(len(ids))]
+        token = self.prepare.vision.image_token_id
+        if not self.once or token is None:
+            batch |= join_tensors([shown[i].tensors for i in order])
+            return
+        tensors = join_tensors([row.tensors for row in shown])
+        entries = {name: tuple(len(row.tensors.get(name, ())) for row in shown) for name in tensors}
+        tokens = tuple(row["prompt_ids"].count(token) for row in made)
+        batch |= tensors | {"image_copies": ImageCopies(tokens, tuple(order), entries)}
+
+
+def row_lengths(
+    dataset: Any, collate: Any, columns: Sequence[str], completions: int, shared: bool, flat: bool = False
+) -> list[int]:
+    """Tokens that a model reads of each row, those of its images among them. The completion that KTO lends a row for
+    its KL is not counted where there are images.
+
+    Args:
+        dataset: prepared rows; or numbered ones where `collate` is an `ImageCollator`, which prepares them.
+        columns, completions, shared, flat: as for `posttrain.rl.preference.batches.read_lengths`.
+    """
+    if not isinstance(collate, ImageCollator):
+        return read_lengths(dataset, columns, completions, shared, flat)
+    most = collate.prepare.max_length
+
+    def lengths(drafts: Sequence[Tokens], numbers: Sequence[int]) -> list[int]:
+        return list(map(length, drafts))
+
+    def length(draft: Tokens) -> int:
+        if draft.fault:
+            return 0
+        prompt = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0)
+        return read_length(prompt, list(map(len, draft.completions)), shared, flat, most)
+
+    return image_tokens.row_lengths(dataset, collate.prepare, lengths)
+
+
+def image_collator(
+    processor: Any,
+    model: nn.Module,
+    args: Any,
+    kind: str,
+    collate: Callable[..., dict[str, Any]],
+    once: bool,
+    shared: bool = False,
+) -> ImageCollator:
+    """The collator of a trainer of preferences with these arguments, for rows with images.
+
+    Args:
+        collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
+    """
+    options = {"max_length": args.max_length, "truncation": args.truncation_mode}
+    options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
+    vision, reader = VisionProcessor.of_run(processor, model, args), ImageReader.of(args)
+    drops = args.bad_images == "drop"
+    prepare = ImagePreparation(vision, reader, drops, kind=kind, **options)
+    answers = AnswerPreparation(vision, reader, drops, kind=kind, **options)
+    return ImageCollator(prepare, collate, once, answers, ImagePositions.of(model) if shared else None)

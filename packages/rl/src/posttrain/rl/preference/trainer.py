@@ -1,0 +1,506 @@
+"""The base of preference trainers: scores pairs under the policy and a reference and computes a loss for each pair.
+
+An algorithm is a subclass with a config and one method, ``preference_loss(chosen, rejected, inputs)``, which returns a
+loss for each of B pairs from the `Completions` of both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.cli.report import samples as written
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.checkpoint.manager import Stateful
+from posttrain.core.data import pipeline
+from posttrain.core.evaluation import eval_loop
+from posttrain.core.models import embeddings, regularization, wrapping
+from posttrain.core.state import TrainOutput
+from posttrain.core.training import preflight as checks
+from posttrain.lm.attention import varlen_attention
+from posttrain.lm.attention.activation_offloading import offloading, with_offloading
+from posttrain.lm.images.images import columns_of, has_images
+from posttrain.lm.images.vision import CountedBatch, VisionProcessor
+from posttrain.lm.loading import adapters, loading
+from posttrain.lm.loss import lm_head
+from posttrain.lm.text import chat_template
+from posttrain.rl.policy import reference as references
+from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
+from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
+from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, score_completions, sharing_problem
+from posttrain.rl.preference import precomputed, side_by_side
+from posttrain.rl.preference.arguments import PreferenceConfig, as_config
+from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics, start_problem
+from posttrain.rl.preference.data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
+from posttrain.rl.preference.images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
+
+logger = logging.getLogger(__name__)
+
+
+class PreferenceTrainer(Trainer):
+    """The shared half of the trainers of preferences; see `posttrain.rl.algorithms.dpo.DPOTrainer` for the arguments.
+
+    Attributes:
+        reference: where reference log-probabilities come from; None where they are not needed.
+        ref_model: the reference, called like the model; None where they are precomputed, or not needed.
+        data_reports: what became of the rows of each dataset, by name.
+    """
+
+    config_class = PreferenceConfig
+    args: PreferenceConfig
+    evaluation_metrics = None
+    logs_num_tokens = True
+    signature_columns: tuple[str, ...] | None = (
+        "prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps",
+    )  # fmt: skip
+    fixed_at_construction: tuple[str, ...] = (
+        "disable_dropout", "faulty_rows", "long_rows", "max_length", "pad_to_multiple_of", "padding_free",
+        "precompute_ref_log_probs", "shared_prefix", "sync_ref_model", "truncation_mode",
+    )  # fmt: skip
+    #: Pairs, or single completions with a verdict ("unpaired_preference").
+    data_kind = "preference"
+
+    @property
+    def completions_per_row(self) -> int:
+        """The chosen, the rejected, and others, which `preference_loss` finds as ``inputs["more_completions"]``."""
+        return 2
+
+    #: Whether the loss compares the policy with a reference.
+    needs_reference = True
+    #: Whether prompts may have images.
+    reads_images = True
+    INSTEAD = PREFERENCE_METHODS
+    _model_hash: str | None = None
+    _starts_at_reference = False
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        ref_model: nn.Module | str | None = None,
+        args: PreferenceConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **old_names: Any,
+    ) -> None:
+        args = as_config(type(self), args, old_names)
+        self._sees = self.reads_images and data_collator is None and any(map(has_images, (train_dataset, eval_dataset)))
+        self._auto_classes = loading.SEEING if self._sees else loading.READING
+        parts = checks.Parts.of(
+            old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
+            quantization_config=quantization_config, peft_config=peft_config,
+            auto_class=self._auto_classes[1],
+        )  # fmt: skip
+        self.run_preflight(args, parts)
+        pipeline.set_seed(args.seed)  # an adapter's first weights are random
+        model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
+        if isinstance(ref_model, (str, os.PathLike)):
+            loaded = (args.model_init_kwargs, None, args.trust_remote_code, self._auto_classes[0])
+            ref_model = loading.load_causal_lm(ref_model, *loaded)
+        for one in (model, ref_model) if args.disable_dropout else ():
+            regularization.disable_dropout(one) if one is not None else None
+        self._encoder = Encoder.of(model, tokenizer)
+        self._choose_layout(model, ref_model, args, tokenizer)
+        self.data_reports: dict[str, PreferenceReport] = {}
+        self._prepared: list[Any] = []
+        if self._sees:
+            self.signature_columns = (*COLUMNS, *columns_of(train_dataset, eval_dataset))
+            collate = self.make_collator(tokenizer, args)
+            layout = collate, not self._own_loss, self._shared
+            data_collator = image_collator(tokenizer, model, args, self.data_kind, *layout)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or self.make_collator(tokenizer, args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            **old_names,
+        )
+        self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
+        self.reference: references.Reference | None = None
+        self.ref_model: Any = None
+        if self.needs_reference:
+            self._set_reference(
+                ref_model, fresh_adapter=peft_config is not None and not loading.is_adapter(parts.model)
+            )
+        if train_dataset is not None:
+            self.train_dataset = self._prepare(train_dataset, "train")
+        if eval_dataset is not None:
+            ready = {name: self._prepare(part, name) for name, part in _named(eval_dataset)}
+            self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
+
+    # ------------------------------------------------------------------------------------------------ for algorithms
+
+    @classmethod
+    def preflight(cls, args: TrainingArguments, parts: checks.Parts) -> Iterator[checks.Problem]:
+        yield from checks.model_type_problems(parts, "pass a language model, or the name of one.")
+        yield from super().preflight(args, parts)
+        yield from checks.no_dataset_problems(parts)
+        yield from checks.tokenizer_problems(args, parts)
+
+    @property
+    def token_stats(self) -> tuple[str, ...]:
+        """What is computed for each completion token in addition to its log-probability."""
+        return "entropy", "correct", "mean_logit"
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """What `reference_logp` gives of each row, by the names under which it is kept where it is precomputed."""
+        return REFERENCE_COLUMNS
+
+    def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
+        """The loss of each pair, (B,). An algorithm is this method."""
+        raise TypeError(f"{type(self).__name__} has no preference_loss(chosen, rejected, inputs); define it.")
+
+    def completion_logp(self, scores: CompletionScores) -> torch.Tensor:
+        """(K,) from (K, T): what the log-probability of a completion is made of. The sum over its tokens."""
+        return scores.logps.sum(1)
+
+    def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
+        """What makes a batch of prepared rows."""
+        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """As the core's; what became of rows with images goes into their data report."""
+        if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
+            name = "train" if self.model.training else "eval"
+            rows = len(self.train_dataset) if name == "train" and pipeline.has_length(self.train_dataset) else None
+            report = self.data_reports.setdefault(name, PreferenceReport(name))
+            report.add_read({"facts": facts}, self.args.on_bad_rows, logger, rows)
+        return super().prepare_inputs(inputs)
+
+    def load(
+        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> tuple[nn.Module, Any]:
+        """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
+        if isinstance(model, (str, os.PathLike)):
+            options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
+            model = loading.load_causal_lm(model, *options)
+        refuse_other_models(model, needs_config=True)
+        if tokenizer is None:
+            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
+        if self._sees:
+            check_images(args, tokenizer, wrapping.base_model(model))
+        tokenizer = self.set_tokens(tokenizer, args)
+        model = adapters.set_trained(model, peft_config, args.train_parts)
+        return model, tokenizer
+
+    def set_tokens(self, tokenizer: Any, args: Any) -> Any:
+        """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
+        chat_template.set_up_tokenizer(tokenizer, args)
+        return tokenizer
+
+    def arrange(self, dataset: Any) -> Any:
+        """Prepared rows plus whatever else the collator needs; called before anything is computed from them."""
+        return dataset
+
+    # ---------------------------------------------------------------------------------------------- overridable methods
+
+    def row_lengths(self, dataset: Any) -> list[int]:
+        read = self.signature_columns or (), self.completions_per_row
+        return row_lengths(dataset, self.data_collator, *read, self._shared, self.args.padding_free)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Starts training; a reference that is the policy itself can no longer be evaluated."""
+        if isinstance(self.reference, references.PolicyAsReference):
+            self.reference.let_go()
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean of `preference_loss` over the pairs of the window, shape ().
+
+        With `return_outputs` also ``{"rewards": (B, 2)}``, of the chosen and the rejected completion of each pair.
+        """
+        chosen, rejected, aux_loss = self.score(model, inputs)
+        losses = self.preference_loss(chosen, rejected, inputs)
+        if aux_loss is not None:
+            losses = losses + self.router_aux_loss_coef * aux_loss
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
+        if not pipeline.is_filler(inputs):
+            for name, total, count in pair_metrics(chosen, rejected, rewards, self.compared_logp):
+                self.metrics.add_sum(name, total, count)
+            if aux_loss is not None:
+                self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
+        """(chosen, rejected, auxiliary loss of a mixture of experts) of a batch; the reference without gradients."""
+        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
+        scores = score_completions(model, inputs, stats=self.token_stats, **options)
+        logp = self.completion_logp(scores)
+        ref_logp = self.reference_logp(inputs) if self.needs_reference else None
+        size, sides = len(logp) // self.completions_per_row, []
+        for part in (slice(first, first + size) for first in range(0, len(logp), size)):
+            stats = {name: stat[part] for name, stat in scores.stats.items()}
+            tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
+            sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
+        chosen, rejected, *more = sides
+        self._check_start(model, sides, lambda: self.score(model, inputs)[:2])
+        inputs.update({"more_completions": more} if more else {})
+        return chosen, rejected, scores.aux_loss if self.router_aux_loss_coef else None
+
+    def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(K,) log-probability of each completion under the reference."""
+        if self.reference_columns[0] in inputs:
+            return torch.cat([inputs[column] for column in self.reference_columns])
+        chosen, rejected = self.compute_ref_log_probs(self.model, inputs)
+        return chosen if rejected is None else torch.cat([chosen, rejected])
+
+    def compute_ref_log_probs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
+        assert self.reference is not None  # `needs_reference`
+        with self.reference.use() as reference:
+            asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
+            chosen, rejected = self.completion_logp(score_completions(asked, inputs)).chunk(2)
+            return chosen, rejected
+
+    def compared_logp(self, side: Completions) -> torch.Tensor:
+        """(B,) what of the log-probability of a completion is compared and logged: of the whole, or of a token."""
+        return side.logp
+
+    def rewards(self, side: Completions) -> torch.Tensor:
+        """(B,) implicit rewards of the policy, for the log."""
+        return getattr(self.args, "beta", 1.0) * (side.log_ratio if self.needs_reference else side.logp)
+
+    def count_items(self, inputs: dict[str, Any]) -> int:
+        """The pairs of a micro-batch."""
+        return 0 if pipeline.is_filler(inputs) else len(inputs["completion_mask"]) // self.completions_per_row
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
+        inputs = self.prepare_inputs(inputs)
+        pairs, compute_loss = self.count_items(inputs), self.evaluation_loss(inputs)
+        options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        with self.compute_loss_context_manager():
+            loss, logits, _ = eval_loop.predict_batch(
+                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
+            )
+        return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """Moves activations to host memory if ``activation_offloading`` is set."""
+        return with_offloading(super().compute_loss_context_manager(), self._offload)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        """As the core's; rows that were not prepared at construction are prepared here."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepare(eval_dataset, "eval")
+        return super().get_eval_dataloader(eval_dataset)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate; with ``num_eval_samples``, also write answers of policy and reference to samples.jsonl."""
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        one = not isinstance(chosen, Mapping)  # a dict comes one by one
+        if one and self.args.num_eval_samples:
+            self._write_samples(self.callback_handler.eval_dataloader.dataset)
+        return metrics
+
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+        """As the core's; the rows are prepared here."""
+        return super().get_test_dataloader(self._prepare(test_dataset, "test"))
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    def loss_is_scaled(self) -> bool:
+        return True
+
+    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any, tokenizer: Any) -> None:
+        """Whether prompts are shared, and the reason if not."""
+        self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
+        self._own_loss, wanted = has_own_loss(type(self)), args.shared_prefix is not False
+        example = VisionProcessor(tokenizer, wrapping.base_model(model)).example() if self._sees and wanted else None
+        both = [one for one in (model, ref_model) if one is not None]
+        problem = sharing_problem(both, example, self.router_aux_loss_coef, args.torch_compile)
+        if self._own_loss:
+            problem = f"{type(self).__name__} overrides compute_loss, which gets a padded row for each completion."
+        if problem and (args.shared_prefix or args.padding_free):
+            name = "shared_prefix" if args.shared_prefix else "padding_free"
+            raise ValueError(f"{name}=True cannot be: {problem} Set {name}=False.")
+        self._shared = problem is None and wanted
+        if problem and wanted:
+            logger.info("Prompts are not shared between completions: %s", problem)
+        if self._shared or args.padding_free:
+            for one in both:
+                varlen_attention.enable_segments(one, example)
+        if why_not := lm_head.supports_loss_in_head(model):
+            logger.info("The logits of each batch are held whole: %s", why_not)
+
+    def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
+        args = references.arguments_of(self.args)
+        alpha, moves = args.ref_model_mixup_alpha, args.sync_ref_model
+        if moves and (problem := references.sync_problem(self.model, ref_model, alpha)):
+            raise ValueError(problem)
+        plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
+        self._starts_at_reference = ref_model is None and plain
+        if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
+            self.reference = references.PolicyAsReference(self.model)
+            return
+        reference = references.make_reference(self.model, ref_model, fresh_adapter, moves)
+        self.reference = reference
+        if isinstance(reference, references.FrozenReference):
+            reference.place(self.dist)
+        self.ref_model = reference.model
+        if moves:
+            self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
+
+    def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:
+        """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
+        if not self._starts_at_reference or self.state.global_step > 0:
+            return
+        self._starts_at_reference = False
+        half = bool(self.args.bf16 or self.args.fp16)
+        problem = start_problem(sides, half)
+        if self.dist.sum(int(problem is not None)):  # routers with jitter are random in training, and not in evaluation
+            with torch.no_grad(), eval_loop.eval_mode(model):
+                problem = start_problem(score(), half)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def _write_samples(self, dataset: Any) -> None:
+        rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
+        prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
+        with contextlib.ExitStack() as stack:
+            models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
+            stack.enter_context(self.dist.gathered(*models))
+            if not self.dist.is_main:
+                return
+            stack.enter_context(self.compute_loss_context_manager())
+            samples = side_by_side.compare(
+                self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
+            )
+        written.append(samples, self.state.global_step, self.args.output_dir)
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        """`dataset` as tokens, with the reference's log-probabilities if precomputed."""
+        if any(dataset is ready for ready in self._prepared):
+            return dataset
+        args = self.args
+        if self._sees:
+            return rows_with_images(dataset, self.data_kind, name)
+        with self.dist.main_first():  # one process writes the cache, the others read it
+            dataset, report = prepare_preferences(
+                dataset,
+                self.processing_class,
+                kind=self.data_kind,
+                max_length=args.max_length,
+                truncation=args.truncation_mode,
+                long_rows=args.long_rows,
+                faulty_rows=args.faulty_rows,
+                num_proc=args.dataset_num_proc,
+                limits=embeddings.id_limits(self.model),
+                on_bad_rows=self.args.on_bad_rows,
+                name=name,
+            )
+        self.data_reports[name] = report
+        if self.dist.is_main and report.rows_in:
+            report.tell(logger)
+        dataset = self.arrange(dataset)
+        if self.needs_reference and references.arguments_of(args).precompute_ref_log_probs:
+            dataset = self._precompute(dataset, name)
+        self._prepared.append(dataset)
+        return dataset
+
+    @torch.no_grad()
+    def _precompute(self, dataset: Any, name: str) -> Any:
+        """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(precomputed.OF_NO_LENGTH.format(name=name))
+        if set(self.reference_columns) <= set(dataset.column_names):
+            return dataset
+        columns, size = self.reference_columns, len(dataset)
+        path = self.dist.on_main(lambda: self._place_of_logps(dataset))
+        found = self.dist.on_main(lambda: precomputed.read(path, columns, size))
+        if found is not None:
+            if self.dist.is_main:
+                logger.info("%s: the reference's log-probabilities are those in %s, of an earlier start.", name, path)
+        elif self.reference is None or self.reference.is_gone:
+            raise ValueError(precomputed.TOO_LATE.format(name=name))
+        else:
+            found = self._compute_logps(dataset)
+            self.dist.on_main(lambda: precomputed.write(path, found))
+        for column in columns:
+            dataset = dataset.add_column(column, found[column].tolist())
+        return dataset
+
+    def _compute_logps(self, dataset: Any) -> dict[str, torch.Tensor]:
+        args = self.args
+        batch_size = references.arguments_of(args).precompute_ref_batch_size or args.per_device_train_batch_size
+        if self.dist.shards:
+            self.evaluation_model()  # the policy may be the reference and is on the device only after sharding
+
+        def ask(rows: list[int]) -> torch.Tensor:
+            inputs = self.prepare_inputs(self.data_collator([dataset[row] for row in rows]))
+            with self.compute_loss_context_manager():
+                return self.reference_logp(inputs)
+
+        with eval_loop.eval_mode(self.model):
+            return precomputed.compute(len(dataset), batch_size, self.reference_columns, ask, self.dist)
+
+    def _place_of_logps(self, dataset: Any) -> Path | None:
+        """Where log-probabilities of `dataset` are kept; None where code of the user's own has a part in them."""
+        methods = ("completion_logp", "compute_ref_log_probs", "reference_logp", "_compute_logps")
+        owners = [next(kind for kind in type(self).__mro__ if method in vars(kind)) for method in methods]
+        if not all(owner.__module__.startswith("posttrain.") for owner in (*owners, type(self.data_collator))):
+            return None
+        if self._model_hash is None:  # before sharding and before training
+            if self.reference is None or self.reference.is_gone:
+                return None
+            self._model_hash = precomputed.of_reference(self.reference)
+        facts: dict[str, Any] = {
+            "trainer": type(self).__qualname__,
+            "model": self._model_hash,
+            "precision": self.dist.precision,
+        }
+        facts |= {"ld_alpha": getattr(self.args, "ld_alpha", None), "max_length": self.args.max_length}
+        facts["columns"] = self.reference_columns
+        return precomputed.place_of(dataset, self.args.output_dir, facts)
+
+    def checkpoint_parts(self) -> dict[str, Stateful]:
+        """As the core's, with the reference."""
+        return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
+
+
+def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
+    return list(eval_dataset.items()) if isinstance(eval_dataset, Mapping) else [("eval", eval_dataset)]

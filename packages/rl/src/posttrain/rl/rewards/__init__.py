@@ -1,0 +1,1 @@
+"""Scores of completions: functions, reward models and judges."""

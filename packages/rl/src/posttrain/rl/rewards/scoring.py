@@ -1,0 +1,406 @@
+"""Scores completions with reward functions and reward models, with time limits and checks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.config import opt
+from posttrain.core.errors import DataError, did_you_mean
+from posttrain.core.training.preflight import caught
+from posttrain.lm.loading.loading import missing_folder
+from posttrain.rl.rewards import background
+from posttrain.rl.rewards.functions import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    math_verify_reward,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
+from posttrain.rl.rewards.scorers import RewardModel, load_scorer, scorer
+
+__all__ = [
+    "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "math_verify_reward", "reasoning_accuracy_reward",
+    "reward_functions", "think_format_reward",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+SLOW = 60.0
+"""Seconds after which a call that has not returned is logged."""
+
+
+class RewardError(RuntimeError):
+    """A reward function failed, or gave something that is no reward. The message shows a prompt and its completion."""
+
+
+@dataclass
+class RewardArguments:
+    """How completions are scored."""
+
+    reward_funcs: list[str] | None = opt(
+        None,
+        "Reward functions by name, for the command line: those of posttrain.rl.rewards.scoring, 'module:function' or "
+        "'module.function', also of a file in the current folder, and reward models.",
+    )
+    reward_model_name_or_path: str | None = opt(
+        None, "A reward model by name, for the command line; it is scored with before `reward_funcs`."
+    )
+    reward_weights: list[float] | None = opt(None, "Weight of each reward function in the sum; None: 1 each.")
+    reward_on_error: str = opt(
+        "raise",
+            "When a reward function fails, is too slow or gives NaN: raise stops the run, value scores those "
+            "completions `reward_error_value`, mask leaves the function out for them.",
+            choices=("raise", "value", "mask"),
+    )  # fmt: skip
+    reward_error_value: float = opt(
+        0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.", needs="reward_on_error=value"
+    )
+    reward_timeout: float | None = opt(
+        600.0, "Time limit in seconds of one call of a reward function; None: no limit.", above=0
+    )
+    reward_on_none: str = opt(
+        "skip",
+            "If no reward function returns a reward for any completion of a rollout: skip logs it and trains on "
+            "nothing, raise stops the run.", choices=("skip", "raise"),
+    )  # fmt: skip
+    reward_concurrency: int = opt(
+        1,
+        "Reward functions that run at the same time, in threads; async ones always run side by side. With "
+        "max_staleness above 0, also the rollouts that are scored at the same time.",
+        min=1,
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if self.reward_weights is not None and not all(isinstance(w, (int, float)) for w in self.reward_weights):
+            yield f"reward_weights={self.reward_weights!r} must be numbers"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the reward functions made of N completions.
+
+    Attributes:
+        rewards: (N, F) float32 on the CPU; NaN where a function does not apply, or failed and is masked.
+        failed: (N, F) bool, where a function failed.
+        seconds: of each function.
+        metrics: ``{name: values}`` that functions gave to ``log_metric``.
+        columns: ``{name: N values}`` that functions gave to ``log_extra``, for the table of completions.
+    """
+
+    rewards: torch.Tensor
+    failed: torch.Tensor
+    seconds: list[float]
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Rewards:
+    """Several reward functions as one.
+
+    Args:
+        functions: ``function(...) -> one number a completion``; None for those that it does not apply to. It is called
+            with those of these that its signature names: ``prompts``, ``completions``, ``completion_ids``, every column
+            of the dataset as a list, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``.
+        options: the policy on errors and the limits.
+        from_environments: how many functions at the end are environments' own. Weights may leave them out: they count
+            1.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        options: RewardArguments | None = None,
+        from_environments: int = 0,
+    ) -> None:
+        self.functions, self.options = list(functions), options or RewardArguments()
+        self.names = [name_of(function) for function in self.functions]
+        weights = self.options.reward_weights
+        if weights is not None and len(weights) == len(self.functions) - from_environments:
+            weights = [*weights, *[1.0] * from_environments]
+        if weights is not None and len(weights) != len(self.functions):
+            raise ValueError(
+                f"reward_weights has {len(weights)} numbers and there are {len(self.functions)} reward functions "
+                f"({', '.join(self.names)}). Give one for each; rewards of environments may be left out."
+            )
+        self.weights = torch.tensor(weights or [1.0] * len(self.functions), dtype=torch.float32)
+        self._told: set[str] = set()
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list[Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Scores:
+        """Score N completions.
+
+        Args:
+            prompts, completions: as the dataset has them: texts, or lists of messages.
+            columns: of the dataset, N values each. extra: further arguments for reward functions.
+
+        Raises:
+            RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
+                and ``reward_on_none`` is "raise".
+        """
+        if not self.functions:
+            return Scores(torch.zeros(len(completions), 0), torch.zeros(len(completions), 0, dtype=torch.bool), [])
+        metrics: dict[str, list[float]] = {}
+        table: dict[str, list[Any]] = {}
+        given = {**(columns or {}), "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        shared = {
+            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
+            "log_extra": lambda column, values: table.update({column: list(values)}),
+            **(extra or {}),
+        }
+        calls: list[Callable[[], Any]] = [
+            partial(self._score, number, given, shared) for number in range(len(self.functions))
+        ]
+        found = self._run(calls)
+        rewards = torch.tensor([values for values, _, _ in found], dtype=torch.float32).view(len(calls), -1).t()
+        failed = torch.tensor([marks for _, marks, _ in found], dtype=torch.bool).view(len(calls), -1).t()
+        self._check_for_nothing(rewards.contiguous(), prompts, completions)
+        return Scores(rewards.contiguous(), failed.contiguous(), [seconds for *_, seconds in found], metrics, table)
+
+    def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
+        at_once = self.options.reward_concurrency
+        waits = [background.is_async(function) for function in self.functions]
+        pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
+        with pool_of(max(sum(waits), 1)) as waiting, pool_of(at_once) as working:
+            pools = [waiting if wait else working if at_once > 1 else None for wait in waits]
+            begun = [None if pool is None else pool.submit(call) for pool, call in zip(pools, calls, strict=True)]
+            # One at a time they run here, in the main thread, where signals and the debugger work.
+            return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
+
+    def _score(
+        self, number: int, given: Mapping[str, list[Any]], shared: Mapping[str, Any]
+    ) -> tuple[list[float], list[bool], float]:
+        """(rewards, which failed, seconds) of one function."""
+        function, name, started = self.functions[number], self.names[number], time.perf_counter()
+        arguments = asked_for(function, name, {**shared, **given})
+        size = len(given["completions"])
+        try:
+            values = self._call(function, name, arguments, size)
+            failed = [value is not None and not math.isfinite(value) for value in values]
+            problem = f"returned {_told_values(values, failed)} for {sum(failed)} of {size} completions"
+        except Exception as error:
+            values, failed = [None] * size, [True] * size
+            problem = f"failed on {size} completions: {type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError):
+                problem += ". Mend it, or set reward_timeout to more seconds, or to None for no limit"
+            if self.options.reward_on_error == "raise":
+                raise RewardError(self._message(name, problem, given, failed)) from error
+        if any(failed):
+            self._report_problem(name, problem, given, failed)
+        instead = self.options.reward_error_value if self.options.reward_on_error == "value" else math.nan
+        rewards = [
+            instead if bad else math.nan if value is None else value for value, bad in zip(values, failed, strict=True)
+        ]
+        return rewards, failed, time.perf_counter() - started
+
+    def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
+        """What `function` returned, as `size` floats or Nones."""
+        timer = threading.Timer(SLOW, logger.warning, (
+            "The reward function %r has been running for %g seconds. reward_timeout=%s bounds it.", name, SLOW,
+            self.options.reward_timeout,
+        ))  # fmt: skip
+        timer.daemon = True
+        timer.start()
+        try:
+            # Lists of their own, so that a function that changes them changes nothing here.
+            own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
+            returned = background.call(partial(function, **own), self.options.reward_timeout)
+        finally:
+            timer.cancel()
+        if hasattr(returned, "tolist"):  # a tensor or an array
+            returned = returned.tolist()
+        if not isinstance(returned, (list, tuple)):
+            raise TypeError(f"it returned {_short(returned)}, not a list of {size} numbers")
+        if len(returned) != size:
+            raise ValueError(f"it returned {len(returned)} rewards for {size} completions; one for each is needed")
+        values = [value.item() if hasattr(value, "item") else value for value in returned]
+        for value in values:
+            if value is not None and not isinstance(value, (int, float)):
+                raise TypeError(f"it returned {_short(value)} among its rewards, which is no number")
+        return [None if value is None else float(value) for value in values]
+
+    def _report_problem(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> None:
+        message = self._message(name, problem, given, failed)
+        if self.options.reward_on_error == "raise":
+            raise RewardError(message)
+        if name not in self._told:  # the first failure in full; the share of the later ones is in the log
+            self._told.add(name)
+            what = "left out" if self.options.reward_on_error == "mask" else f"scored {self.options.reward_error_value}"
+            logger.warning("%s\nThese are %s; later failures are counted in rewards/%s/failed.", message, what, name)
+
+    def _message(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> str:
+        first = failed.index(True)
+        return (
+            f"The reward function {name!r} {problem}\n  prompt: {_short(given['prompts'][first])}\n  completion: "
+            f"{_short(given['completions'][first])}"
+        )
+
+    def _check_for_nothing(self, rewards: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
+        unknown = rewards.isnan().all(1)
+        if not unknown.any():
+            return
+        first = int(unknown.nonzero()[0])
+        which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
+        if unknown.all() and self.options.reward_on_none == "raise":
+            raise RewardError(
+                f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} "
+                f"returned None, or failed and were masked): there is nothing to learn from.\n{which}"
+            )
+        if "" not in self._told:
+            self._told.add("")
+            logger.warning(
+                "All reward functions returned None for the following kwargs:\n%s\nSo it was for %d of %d "
+                "completions, which teach nothing; their share is logged as rewards/none. reward_on_none='raise' "
+                "stops the run where it is so for all.",
+                which, int(unknown.sum()), len(unknown),
+            )  # fmt: skip
+
+
+def name_of(function: Any) -> str:
+    """The name of a reward function in the log."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``.
+
+    Raises:
+        DataError: it needs one that is not there.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(available)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for parameter in named:
+        if parameter.name not in available and parameter.default is parameter.empty:
+            raise DataError(
+                f"The reward function {name!r} has the parameter {parameter.name!r}, which is no column of the "
+                f"dataset{did_you_mean(parameter.name, available, '.')} There are: {', '.join(sorted(available))}."
+            )
+    return {p.name: available[p.name] for p in named if p.name in available}
+
+
+def _told_values(values: list[float | None], failed: list[bool]) -> str:
+    kinds = {repr(value) for value, bad in zip(values, failed, strict=True) if bad}
+    return " and ".join(sorted(kinds))
+
+
+def _short(value: Any, length: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "..."
+
+
+BUILT_IN = {
+    function.__name__: function
+    for function in (accuracy_reward, math_verify_reward, reasoning_accuracy_reward, think_format_reward)
+} | {"get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256)}  # the lengths that trl's command has
+
+
+def functions_by_name(args: RewardArguments) -> list[str] | None:
+    """The names that a config has, the reward model's first; None where it has none."""
+    model = [args.reward_model_name_or_path] if args.reward_model_name_or_path else []
+    return [*model, *(args.reward_funcs or [])] or None
+
+
+def is_function_name(name: str) -> bool:
+    """Whether `name` is that of a function, ``accuracy_reward``, ``module:function`` or ``module.function``, and not of
+    a model."""
+    dotted = "." in name.strip(".") and not {"/", os.sep} & set(name) and not os.path.exists(name)
+    return name in BUILT_IN or ":" in name or dotted
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """A reward function of this module by its name, or one of any module that can be imported, or is in this folder."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not {"", os.getcwd()} & set(sys.path):  # programs that pip installs do not look where they are called
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+
+
+def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -> Iterator[str | Exception]:
+    """Problems with the names, types and number of reward functions, without loading a model."""
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for function in functions:
+        if isinstance(function, str) and is_function_name(function):
+            yield from caught(named_function, function)
+        elif isinstance(function, (str, os.PathLike)):
+            yield from (ValueError(f"reward_funcs: {error}") for error in _of_folder(function))
+        elif not callable(function):
+            yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
+    if environment_factory is not None:
+        return  # whose get_reward may be one more
+    if not functions:
+        yield ValueError(
+            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+        )
+    elif weights is not None and len(weights) != len(functions):
+        yield ValueError(
+            f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
+            f"({', '.join(map(_named_as, functions))}). Give one for each."
+        )
+
+
+def _of_folder(name: str | os.PathLike[str]) -> list[Exception]:
+    error = missing_folder(name)
+    return [] if error is None else [error]
+
+
+def _named_as(function: Any) -> str:
+    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else name_of(function)
+
+
+def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
+    """`given`, one or several functions, models or names of models, as a list of functions."""
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    if tokenizers is None:
+        tokenizers = [None] * len(functions)
+    elif not isinstance(tokenizers, (list, tuple)):  # it belongs to one model, and would misread the texts of another
+        tokenizers = [tokenizers]
+    if len(tokenizers) != len(functions):
+        raise ValueError(
+            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
+            f"({len(functions)}); give None for those that need none."
+        )
+    made: list[Callable[..., Any]] = []
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        if isinstance(function, str) and is_function_name(function):
+            function = named_function(function)
+        elif isinstance(function, (str, os.PathLike)):
+            function = load_scorer(os.fspath(function), tokenizer, trust_remote_code)
+        elif isinstance(function, nn.Module):
+            function = scorer(function, tokenizer, trust_remote_code)
+        elif not callable(function):
+            raise TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
+        made.append(function)
+    return made

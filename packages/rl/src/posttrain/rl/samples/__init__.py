@@ -1,0 +1,1 @@
+"""Prompts, and the completions sampled for them."""

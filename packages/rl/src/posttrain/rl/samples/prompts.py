@@ -1,0 +1,329 @@
+"""Samples prompts in order, repeats each for its group, and tokenizes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
+from posttrain.core.data.samplers import EpochSampler
+from posttrain.core.errors import DataError
+from posttrain.core.training.preflight import Parts, Problem, caught
+from posttrain.lm.images.images import has_images
+from posttrain.lm.text import chat_template
+from posttrain.lm.text.tokenization import explain_unreadable
+from posttrain.rl.tools.protocol import ToolProtocol, argument_types, has_parser, parse_response
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the completions of a rollout are numbered and distributed over processes.
+
+    Number i belongs to prompt ``i // group_size``. An optimizer step uses consecutive numbers for any number of
+    processes: each process gets `chunk` of them for its first step, `chunk` for its second, ... ...
+
+    Attributes:
+        group_size: completions of each prompt. per_process: completions of a rollout on each process.
+        chunk: of an optimizer step, on each process; divides `per_process`.
+    """
+
+    group_size: int
+    per_process: int
+    chunk: int
+    world_size: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout, over all processes."""
+        return self.per_process * self.world_size // self.group_size
+
+    def numbers(self, rank: int) -> torch.Tensor:
+        """(per_process,) the numbers that a process has, in its order."""
+        places = torch.arange(self.per_process)
+        update, offset = places // self.chunk, places % self.chunk
+        return (update * self.world_size + rank) * self.chunk + offset
+
+    def dealt(self) -> torch.Tensor:
+        """The numbers of all processes in rank order: a permutation of the rollout."""
+        return torch.cat([self.numbers(rank) for rank in range(self.world_size)])
+
+
+class GroupSampler(EpochSampler):
+    """Repeats each prompt for its group, in whole rollouts; the rest of an epoch is not sampled."""
+
+    def __init__(self, num_prompts: int, layout: Layout, seed: int, shuffle: bool = True) -> None:
+        self.num_prompts, self.layout, self.shuffle = num_prompts, layout, shuffle
+        self._begun: dict[int, int] = {}  # prompts before the first whole rollout, of an epoch begun with other ones
+        super().__init__(num_prompts, seed)
+
+    def cut(self, epoch: int) -> Any:
+        return self.layout.group_size
+
+    def resume(self, epoch: int, cut: Any, given: int) -> int:
+        self.epoch, self._begun = epoch, {epoch: given // cut % self.layout.prompts}
+        return given // cut * self.layout.group_size
+
+    def order(self) -> torch.Tensor:
+        """Indices of the dataset, rollout by rollout, in the order of distribution."""
+        prompts = torch.arange(self.num_prompts)
+        if self.shuffle:
+            prompts = torch.randperm(self.num_prompts, generator=self.generator())
+        before, size = self._begun.get(self.epoch, 0), self.layout.group_size
+        rollouts = prompts[before : len(self) // size].view(-1, self.layout.prompts)
+        dealt = rollouts[:, self.layout.dealt() // size].flatten()
+        return torch.cat([prompts[:before].repeat_interleave(size), dealt])
+
+    def __len__(self) -> int:
+        before, each = self._begun.get(self.epoch, 0), self.layout.prompts
+        return (before + (self.num_prompts - before) // each * each) * self.layout.group_size
+
+
+class GroupedStream(IterableDataset):
+    """Rows of a stream, repeated for their group, in whole rollouts and in the order of distribution."""
+
+    def __init__(self, rows: Iterable[Any], layout: Layout) -> None:
+        self.rows, self.layout = rows, layout
+        if hasattr(rows, "set_epoch"):
+            self.set_epoch = rows.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        rows, places = iter(self.rows), (self.layout.dealt() // self.layout.group_size).tolist()
+        while len(chunk := list(islice(rows, self.layout.prompts))) == self.layout.prompts:
+            for place in places:
+                yield chunk[place]
+
+
+def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str, ...] = ("prompt",)) -> None:
+    """Reject a dataset without prompts or with fewer than `at_least`.
+
+    Raises:
+        DataError: naming the column, the row and the remedy.
+    """
+    check_dataset(dataset, name)
+    if has_length(dataset) and len(dataset) < at_least:
+        raise DataError(
+            f"{name} has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / "
+            "num_generations), so not one would be made. Give more prompts, a smaller per_device_train_batch_size "
+            "or steps_per_generation, or a larger num_generations."
+        )
+    if is_stream(dataset):
+        return
+    row = dataset[0]
+    if not isinstance(row, Mapping) or any(column not in row for column in columns):
+        found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
+        raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
+    if columns:
+        _check_each(dataset, name)
+
+
+def _prompts_of(dataset: Any) -> Iterator[Any] | None:
+    """The prompts of `dataset`, in order; None for rows that are expensive to read, which are checked in use."""
+    rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
+    if isinstance(rows, list):
+        return (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
+    if not hasattr(rows, "select_columns"):
+        return None
+    return (prompt for start in range(0, len(rows), 1000) for prompt in rows[start : start + 1000]["prompt"])
+
+
+def _check_each(dataset: Any, name: str) -> None:
+    """Raise DataError where a prompt is neither a text nor messages, with the reason and the first such rows."""
+    faults: dict[str, list[int]] = {}
+    for number, prompt in enumerate(_prompts_of(dataset) or ()):
+        if isinstance(prompt, str):
+            continue
+        try:
+            chat_template.to_messages(prompt, "prompt")
+        except DataError as error:
+            faults.setdefault(str(error), []).append(number)
+    if faults:
+        listed = "; ".join(
+            f"{fault} (rows {', '.join(map(str, at[:5]))}{', ...' if len(at) > 5 else ''})"
+            for fault, at in faults.items()
+        )
+        raise DataError(
+            f"{name}: {listed}. A prompt is a text, or messages with role and content; correct or filter those rows."
+        )
+
+
+def with_room(dataset: Any, name: str, count: Callable[[Any], int], context: int | None, drops: bool) -> Any:
+    """`dataset` without prompts that leave no room for a completion; they are counted in a warning.
+
+    Args:
+        count: gives a prompt's tokens. It is asked where a prompt has as many bytes as there is room for tokens.
+        context: tokens of prompt and completion that the model reads at most; None: any number.
+        drops: whether such prompts are left out. Else they are errors.
+
+    Raises:
+        DataError: such prompts, with the first rows.
+    """
+    if context is None or is_stream(dataset) or "prompt" not in dataset[0]:
+        return dataset
+    long: list[int] = []
+    bytes_that_fit = context - count(dataset[0]["prompt"])  # a template adds no more than the first prompt has
+    for number, prompt in enumerate(_prompts_of(dataset) or ()):
+        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and count(prompt) >= context:
+            long.append(number)
+    if not long:
+        return dataset
+    told = (
+        f"{name}: {len(long)} of {len(dataset)} prompts leave no room for a completion, of the {context} tokens that "
+        f"the model reads (rows {', '.join(map(str, long[:5]))}{', ...' if len(long) > 5 else ''})"
+    )
+    if not drops:
+        raise DataError(f"{told}. Shorten or filter those rows, or set long_prompts=drop.")
+    logger.warning("%s; they are dropped.", told)
+    left = sorted({*range(len(dataset))} - {*long})
+    return dataset.select(left) if hasattr(dataset, "select") else [dataset[row] for row in left]
+
+
+#: Arguments that are not for prompts with images.
+OF_TEXT_ALONE = ("use_transformers_continuous_batching", "max_staleness", "cache_implementation")
+
+
+def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Problem]:
+    """Problems of datasets of prompts with images."""
+    if not any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
+        return
+    if not reads_images:
+        yield DataError("The prompts have images, which this trainer does not read. Leave that column out.")
+    for name in OF_TEXT_ALONE:
+        if value := getattr(args, name):
+            yield (
+                f"{name}={value!r} is not supported for prompts with images, which the model itself or vLLM generates "
+                "from; leave it out"
+            )
+    if args.bad_images == "drop":
+        yield "bad_images='drop' is not supported online, where rollouts have whole groups; filter such rows before"
+
+
+def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
+    """Problems in a trainer's datasets of prompts."""
+    environments = parts.others["environment_factory"] is not None
+    columns = () if environments else ("prompt",)
+    if parts.train_dataset is not None:
+        at_least = args.generation_batch_size // args.num_generations
+        yield from caught(check_prompts, parts.train_dataset, "train_dataset", at_least, columns)
+    elif not environments and parts.eval_dataset is None:
+        yield ValueError(
+            "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes "
+            "prompts, or an eval_dataset to evaluate alone."
+        )
+    elif isinstance(parts.others["environment_factory"], Mapping) and parts.eval_dataset is None:
+        yield ValueError(
+            "environment_factory is a dict, and rows say which of its environments they are for: it requires a "
+            "`train_dataset` with a column 'environment'. Pass one, or a single factory."
+        )
+    elif environments and args.max_steps <= 0:
+        yield ValueError(
+            "Without a train_dataset, prompts come from reset() of the environments, and their number is unknown: "
+            "set max_steps, or pass a train_dataset."
+        )
+    sets = parts.eval_dataset if isinstance(parts.eval_dataset, Mapping) else {"eval_dataset": parts.eval_dataset}
+    for name, dataset in sets.items():
+        if dataset is not None:
+            yield from caught(check_prompts, dataset, name, 1, columns)
+
+
+class PromptCodec:
+    """Prompts to tokens and completions to texts."""
+
+    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None) -> None:
+        self.tokenizer, self.kwargs = tokenizer, chat_template_kwargs
+        self._before, _ = chat_template.special_tokens_around(tokenizer)
+        self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
+
+    def encode(
+        self, prompt: Any, tools: list[Any] | None = None, show: Callable[[str], str] | None = None
+    ) -> list[int]:
+        """The prompt's tokens: of a text, with bos if the tokenizer adds it; of messages, with the generation prompt or
+        with the assistant's last turn left open.
+
+        Args:
+            tools: schemas or functions that the chat template describes to the model.
+            show: puts tokens of images into the text.
+
+        Raises:
+            DataError: the prompt is invalid.
+        """
+        if isinstance(prompt, str):
+            prompt = prompt if show is None else show(prompt)
+            try:
+                ids = self._before + self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            except TypeError:
+                explain_unreadable([prompt])
+                raise
+        else:
+            messages = chat_template.to_messages(prompt, "prompt")
+            unfinished = messages[-1]["role"] == "assistant"
+            text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
+            ids = chat_template.encode_texts(self.tokenizer, [text if show is None else show(text)])[0].ids
+        if not ids:
+            raise DataError("the prompt is empty, and a model needs at least one token")
+        return ids
+
+    def encode_completion(self, prompt: Any, completion: Any) -> list[int]:
+        """The tokens of a completion that is given, with the one that ends it: a text, or the messages that follow.
+
+        Raises:
+            DataError: the completion is neither.
+        """
+        if isinstance(prompt, str):
+            if not isinstance(completion, str):
+                raise DataError(f"the prompt is a text, and its completion is of type {type(completion).__name__}")
+            ids, end = self.tokenizer(completion, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id
+            return ids if end is None or ids[-1:] == [end] else [*ids, end]
+        turns = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        before, template = chat_template.to_messages(prompt, "prompt"), self.template()
+        text = template.render([*before, *chat_template.to_messages(turns, "completion")])
+        return chat_template.encode_texts(self.tokenizer, [text[template.prompt_length(before, text) :]])[0].ids
+
+    def template(self, tools: list[Any] | None = None) -> chat_template.Template:
+        """The chat template, with these tools."""
+        return chat_template.Template(self.tokenizer, tools or None, self.kwargs)
+
+    def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
+        """How tools with these schemas are called and answered under the chat template.
+
+        Raises:
+            ValueError: they cannot be.
+        """
+        names = tuple(argument_types(schemas))
+        if names not in self._protocols:
+            self._protocols[names] = ToolProtocol(self.tokenizer, self.kwargs, schemas)
+        return self._protocols[names]
+
+    def decode(
+        self, prompt: Any, ids: list[int], prompt_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
+    ) -> Any:
+        """Decodes tokens of the policy into a text, or into an assistant's message if the prompt is messages.
+
+        Args:
+            prompt_ids: the prompt's tokens. tools: schemas; calls become ``tool_calls``.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        if tools:
+            return [self.protocol(tools).read(ids, tools, prompt_ids).message]
+        if has_parser(self.tokenizer):
+            return [parse_response(self.tokenizer, ids, prompt_ids)]
+        return [{"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}]
+
+
+def runs(prompts: Sequence[Any]) -> Iterator[tuple[int, list[int]]]:
+    """Runs of equal elements, grouped by length: ``a a b b c`` gives ``(2, [0, 2])`` and ``(1, [4])``."""
+    found: dict[int, list[int]] = {}
+    start = 0
+    for place in range(1, len(prompts) + 1):
+        if place == len(prompts) or prompts[place] != prompts[start]:
+            found.setdefault(place - start, []).append(start)
+            start = place
+    yield from found.items()

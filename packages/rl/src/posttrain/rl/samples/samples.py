@@ -1,0 +1,236 @@
+"""Samples, while completions are made and scored, and the rollout made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from posttrain.lm.attention.router_replay import OWN, ROUTES
+from posttrain.lm.images.image_positions import ImagePositions
+from posttrain.lm.images.vision import Shown
+from posttrain.rl.policy.logprobs import lay_out, lay_out_values
+from posttrain.rl.samples.images import RolloutImages
+
+
+@dataclass
+class Sample:
+    """One completion in progress.
+
+    Attributes:
+        row: of the dataset. seed: of its random numbers. prompt: from the row or from an environment.
+        prompt_ids: tokens of the prompt. ids: tokens after it, tool answers included.
+        logps: of the engine, for each of `ids`; None if unknown. is_exact: see `Completions`.
+        learn: for each of `ids`, whether the policy chose it; None: all.
+        versions: for each of `ids`, the optimizer step of the weights that wrote it; None in synchronous training.
+        routes: the experts with which prompt and completion were read, as in `Completions`; None if unknown.
+        finished: whether the completion ended by itself.
+        completion: decoded as text or messages.
+        rollout, place: the number of its batch of prompts in the run, and its own in that.
+        is_evaluated: whether it is of an evaluation, and not learned from.
+        shown: the images of the prompt; None for a model of text alone.
+        extra: further columns for reward functions. environment: the object with its tools.
+    """
+
+    row: dict[str, Any]
+    prompt: Any
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] | None = None
+    is_exact: bool = False
+    learn: list[bool] | None = None
+    versions: list[int] | None = None
+    routes: torch.Tensor | None = None
+    finished: bool = False
+    completion: Any = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    environment: Any = None
+    seed: int = 0
+    rollout: int = 0
+    place: int = 0
+    is_evaluated: bool = False
+    shown: Shown | None = None
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens that the policy chose."""
+        return len(self.ids) if self.learn is None else sum(self.learn)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of prompt and completion that the policy has read: all but the last."""
+        return len(self.prompt_ids) + len(self.ids) - 1
+
+    def add(
+        self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool, versions: Sequence[int] | None = None
+    ) -> None:
+        """Put tokens, which the policy chose or not, behind the completion. The lists of an engine may be shared."""
+        if self.versions is not None:  # tokens of others have that of the last one before them
+            self.versions = [*self.versions, *(versions or self.versions[-1:] * len(ids))]
+        learn = [True] * len(self.ids) if self.learn is None else self.learn
+        self.learn = [*learn, *[chosen] * len(ids)]
+        self.ids = [*self.ids, *ids]
+        self.logps = None if self.logps is None or logps is None else [*self.logps, *logps]
+
+
+#: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
+OF_TOKENS = (
+    "advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask", "teacher_ids",
+    "teacher_logps", "teacher_places",
+)  # fmt: skip
+OF_ROWS = ("teacher_rows", "teacher_lengths")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """N scored completions of this process, those of a prompt adjacent. Immutable; on the CPU.
+
+    Attributes:
+        prompt_ids, prompt_lengths: (N, P) padded on the right, and (N,).
+        completion_ids, completion_lengths: (N, C) padded on the right, and (N,).
+        loss_mask: (N, C) bool, the trained tokens.
+        advantages: (N,), or (N, C) for advantages of tokens.
+        old_logps: (N, C) of the sampling policy, as training computes them; None while that is the current policy.
+        ref_logps: (N, C) of the reference policy. sampling_logps: (N, C) of the engine, NaN where unknown.
+        correction: (N, C) or (N, 1), see `policy_losses.engine_correction`.
+        entropy_mask: (N, C) bool, the tokens at which the policy was most uncertain.
+        teacher_ids, teacher_logps: (N, C, K), tokens that a teacher behind a server finds probable, and their
+            log-probabilities, -inf where it names fewer.
+        teacher_rows, teacher_lengths: (N, L) and (N,), prompt and completion in the tokens of a teacher with others.
+        teacher_places: (N, C), the token of `teacher_rows` that begins where this one does; -1 for none.
+        versions: (N, C) the optimizer step of the weights that wrote each token; None in synchronous training.
+        routes: (N, at most P + C, layers, k) the experts of a mixture with which each token of prompt and completion,
+            one behind the other, was read in sampling, -1 for none; None unless they are replayed.
+        images: of the prompts; None for a model of text alone.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_lengths: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_lengths: torch.Tensor
+    loss_mask: torch.Tensor
+    advantages: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    sampling_logps: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
+    entropy_mask: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_logps: torch.Tensor | None = None
+    teacher_rows: torch.Tensor | None = None
+    teacher_lengths: torch.Tensor | None = None
+    teacher_places: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    images: RolloutImages | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], mask_truncated: bool = False, image_token_id: int | None = None) -> Rollout:
+        """The tokens of `samples`, not yet scored.
+
+        Args:
+            mask_truncated: do not train on truncated completions.
+            image_token_id: the token that stands for a feature of an image.
+        """
+        prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
+        completions = [torch.tensor(sample.ids) for sample in samples]
+        learn = [torch.tensor(sample.learn or [True] * len(sample.ids)) for sample in samples]
+        if mask_truncated:
+            learn = [mask & sample.finished for mask, sample in zip(learn, samples, strict=True)]
+        logps = None
+        if all(sample.logps is not None for sample in samples):
+            logps = _stack([torch.tensor(sample.logps, dtype=torch.float32) for sample in samples], 0.0)
+        versions = None
+        if all(sample.versions is not None for sample in samples):
+            versions = _stack([torch.tensor(sample.versions) for sample in samples], 0)
+        routes = [sample.routes for sample in samples if sample.routes is not None]
+        return cls(
+            prompt_ids=_stack(prompts, 0),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            completion_ids=_stack(completions, 0),
+            completion_lengths=torch.tensor([len(completion) for completion in completions]),
+            loss_mask=_stack(learn, False),
+            sampling_logps=logps,
+            versions=versions,
+            routes=_stack(routes, OWN) if len(routes) == len(samples) > 0 else None,
+            images=RolloutImages.of([s.shown for s in samples], [s.prompt_ids for s in samples], image_token_id),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def micro_batches(
+        self,
+        size: int,
+        share: bool = False,
+        pad_token_id: int = 0,
+        multiple: int | None = None,
+        positions: ImagePositions | None = None,
+    ) -> list[dict[str, Any]]:
+        """The inputs of `compute_loss`, `size` completions each; see `lay_out` for `share` and `multiple`.
+
+        Args:
+            positions: numbers the positions of prompts with images, where they are shared and the model has several
+                axes of them.
+
+        They hold the output of `lay_out`, the fields of this class from `advantages` on that are not None, and
+        ``tokens_per_row``, the mean number of trained tokens per completion of the rollout.
+        """
+        tokens_per_row = self.loss_mask.sum() / len(self)
+        return [
+            self._part(start, min(start + size, len(self)), share, pad_token_id, multiple, positions)
+            | {"tokens_per_row": tokens_per_row}
+            for start in range(0, len(self), size)
+        ]
+
+    def _part(
+        self,
+        start: int,
+        stop: int,
+        share: bool,
+        pad_token_id: int,
+        multiple: int | None,
+        positions: ImagePositions | None,
+    ) -> dict[str, Any]:
+        rows = range(start, stop)
+        prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
+        completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
+        width = int(self.completion_lengths[start:stop].max())
+        layout = completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple
+        if self.images is None:
+            part = lay_out(prompts, *layout)
+        elif share:
+            keys = [self.images.prompts[row] for row in rows]
+            shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
+            seen = [self.images.prompt(key, shown[key]) for key in self.images.runs(rows)]
+            part = lay_out(prompts, *layout, keys, None if positions is None else list(map(positions, seen)))
+            part |= self.images.shared_inputs(part["input_ids"], rows)
+        else:
+            part = lay_out(prompts, *layout)
+            part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
+        if self.routes is not None:
+            part[ROUTES] = lay_out_values(self.routes[start:stop], prompts, completions, share, part["input_ids"], OWN)
+        for name in (*OF_TOKENS, *OF_ROWS):
+            values = getattr(self, name)
+            if values is not None:
+                values = values[start:stop]
+                part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every tensor by name, for a checkpoint."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        state = {name: value for name, value in values.items() if value is not None}
+        return state if self.images is None else state | {"images": vars(self.images)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Rollout:
+        """The inverse of `state_dict`."""
+        images = {"images": RolloutImages(**state["images"])} if "images" in state else {}
+        return cls(**{**state, **images})
+
+
+def _stack(rows: list[torch.Tensor], value: Any) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -1,0 +1,1 @@
+"""The formats of tool calls in chat templates, and their parsers."""
