@@ -13,7 +13,7 @@ import operator
 from datasets import load_dataset
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
-from posttrain.rl.rewards.scoring import accuracy_reward
+from posttrain.rl.rewards import accuracy_reward
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 ASK = "Solve the problem. Use the calculator for every step, and end with the answer after ####.\n\n"

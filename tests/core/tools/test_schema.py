@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+from posttrain import cli
 from posttrain.cli import parse
 from posttrain.cli.tools.schema import schema_of
-from posttrain.core import TrainingArguments, cli, registry
+from posttrain.core import TrainingArguments, registry
 
 
 def test_types_bounds_choices_and_defaults_are_those_of_the_fields():

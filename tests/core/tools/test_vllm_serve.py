@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from posttrain import cli
 from posttrain.cli.tools import vllm_serve
-from posttrain.core import cli
 from posttrain.core.errors import ConfigError
 
 

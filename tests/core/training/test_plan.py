@@ -2,7 +2,8 @@ import sys
 
 import pytest
 
-from posttrain.core.training.plan import as_steps, make_plan, windows
+from posttrain.core.fields.durations import as_steps
+from posttrain.core.training.plan import make_plan, windows
 
 
 def test_a_short_last_window_is_an_update():

@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from posttrain.lm.text.training_template import get_training_chat_template
 
 _HOMES = {
-    "arguments": ("TrainingArguments",),
-    "models.bema": ("BEMACallback",),
-    "callbacks": (
+    "core.arguments": ("TrainingArguments",),
+    "core.training.bema": ("BEMACallback",),
+    "core.callbacks": (
         "CallbackHandler",
         "DefaultFlowCallback",
         "EarlyStoppingCallback",
@@ -81,9 +81,9 @@ _HOMES = {
         "ProgressCallback",
         "TrainerCallback",
     ),
-    "checkpoint": ("get_last_checkpoint",),
-    "data.completion_only": ("DataCollatorForCompletionOnlyLM",),
-    "data.collators": (
+    "core.checkpoint": ("get_last_checkpoint",),
+    "compat.completion_only": ("DataCollatorForCompletionOnlyLM",),
+    "core.data.collators": (
         "DataCollatorForLanguageModeling",
         "DataCollatorForSeq2Seq",
         "DataCollatorForTokenClassification",
@@ -91,7 +91,7 @@ _HOMES = {
         "DataCollatorWithPadding",
         "default_data_collator",
     ),
-    "data.row_formats": (
+    "compat.row_formats": (
         "apply_chat_template",
         "is_conversational",
         "is_conversational_from_value",
@@ -99,17 +99,17 @@ _HOMES = {
         "maybe_convert_to_chatml",
         "prepare_multimodal_messages",
     ),
-    "data.training_template": ("get_training_chat_template",),
-    "evaluation.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
-    "evaluation.win_rate": ("WinRateCallback",),
-    "data.pipeline": ("enable_full_determinism", "set_seed"),
-    "evaluation.eval_loop": ("StreamingMetric",),
-    "config": ("opt",),
-    "models.arguments": ("ModelConfig",),
-    "models.clone_template": ("clone_chat_template", "setup_chat_format"),
-    "logging.parameter_monitor": ("ActivationMonitorCallback", "ParameterMonitorCallback"),
-    "logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback", "UtilizationCallback"),
-    "logging.rich_progress": ("RichProgressCallback",),
+    "lm.text.training_template": ("get_training_chat_template",),
+    "lm.generate.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
+    "lm.generate.win_rate": ("WinRateCallback",),
+    "core.data.pipeline": ("enable_full_determinism", "set_seed"),
+    "core.evaluation.eval_loop": ("StreamingMetric",),
+    "core.config": ("opt",),
+    "lm.loading.arguments": ("ModelConfig",),
+    "lm.loading.clone_template": ("clone_chat_template", "setup_chat_format"),
+    "core.logging.parameter_monitor": ("ActivationMonitorCallback", "ParameterMonitorCallback"),
+    "core.logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback", "UtilizationCallback"),
+    "core.logging.rich_progress": ("RichProgressCallback",),
     "cli.mixture": ("DatasetConfig", "DatasetMixtureConfig", "get_dataset"),
     "cli.scripts": (
         "ScriptArguments",
@@ -119,7 +119,7 @@ _HOMES = {
         "get_peft_config",
         "get_quantization_config",
     ),
-    "state": (
+    "core.state": (
         "EvalLoopOutput",
         "EvalPrediction",
         "ExportableState",
@@ -128,9 +128,9 @@ _HOMES = {
         "TrainerControl",
         "TrainerState",
     ),
-    "trainer": ("Trainer",),
+    "core.trainer": ("Trainer",),
 }
-_HOME_OF = {name: f"posttrain.core.{home}" for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: f"posttrain.{home}" for home, names in _HOMES.items() for name in names}
 # Names that scripts import besides the trainer.
 _HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
 

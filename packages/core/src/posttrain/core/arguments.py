@@ -27,6 +27,7 @@ from posttrain.core.distributed.accelerator_config import AcceleratorArguments
 from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
+from posttrain.core.fields.durations import NEVER
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
@@ -38,7 +39,6 @@ from posttrain.core.training.allocator import AllocatorArguments
 from posttrain.core.training.ema import EMAArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
-from posttrain.core.training.plan import NEVER
 from posttrain.core.training.preemption import InterruptArguments
 from posttrain.lm.loading.arguments import ModelSideArguments
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from posttrain.core.errors import CheckpointError
-from posttrain.core.training.plan import NEVER, as_steps
+from posttrain.core.fields.durations import NEVER, as_steps
 
 TRACKER_RUNS = "tracker_runs.json"
 

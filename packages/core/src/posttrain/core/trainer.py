@@ -40,6 +40,7 @@ from posttrain.core.distributed import Distributed, sharding
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
+from posttrain.core.fields.durations import as_steps
 from posttrain.core.logging import trackers
 from posttrain.core.logging.input_counter import InputCounter
 from posttrain.core.logging.memory import MemoryTracker, explain_shortage
@@ -81,7 +82,7 @@ from posttrain.core.training import (
 )
 from posttrain.core.training.hf_compat import HFCompat, accept_old_names
 from posttrain.core.training.oom import BatchSplitter
-from posttrain.core.training.plan import Plan, Progress, as_steps, check_intervals, make_plan, steps_left, windows
+from posttrain.core.training.plan import Plan, Progress, check_intervals, make_plan, steps_left, windows
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.core.training.run import RunState
 from posttrain.lm.loading import adapters, loading

@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
 _HOMES = {
-    "cpo": ("CPOConfig", "CPOTrainer"),
-    "distillation": ("DistillationConfig", "DistillationTrainer"),
-    "dpo": ("DPOConfig", "DPOTrainer"),
-    "gkd": ("GKDConfig", "GKDTrainer"),
-    "grpo": ("GRPOConfig", "GRPOTrainer"),
-    "kto": ("KTOConfig", "KTOTrainer"),
-    "online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
-    "orpo": ("ORPOConfig", "ORPOTrainer"),
-    "reference": ("SyncRefModelCallback", "create_reference_model"),
-    "reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
-    "response_templates": ("add_response_schema", "supports_tool_calling"),
-    "reward_functions": (
+    "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
+    "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
+    "algorithms.dpo": ("DPOConfig", "DPOTrainer"),
+    "algorithms.gkd": ("GKDConfig", "GKDTrainer"),
+    "algorithms.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "algorithms.kto": ("KTOConfig", "KTOTrainer"),
+    "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
+    "algorithms.orpo": ("ORPOConfig", "ORPOTrainer"),
+    "policy.reference": ("SyncRefModelCallback", "create_reference_model"),
+    "algorithms.reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
+    "tools.response_templates": ("add_response_schema", "supports_tool_calling"),
+    "rewards.functions": (
         "accuracy_reward",
         "get_cosine_scaled_reward",
         "get_repetition_penalty_reward",
@@ -56,16 +56,16 @@ _HOMES = {
         "reasoning_accuracy_reward",
         "think_format_reward",
     ),
-    "reward_model": ("RewardConfig", "RewardTrainer"),
-    "rloo": ("RLOOConfig", "RLOOTrainer"),
-    "row_formats": (
+    "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
+    "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "preference.row_formats": (
         "extract_prompt",
         "maybe_extract_prompt",
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ),
-    "tool_protocol": ("parse_response",),
-    "tpo": ("TPOConfig", "TPOTrainer"),
+    "tools.protocol": ("parse_response",),
+    "algorithms.tpo": ("TPOConfig", "TPOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -21,9 +21,11 @@ from posttrain.core.data import rng
 from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy
-from posttrain.core.training import ema
 
 logger = logging.getLogger(__name__)
+
+#: The name of the averaged weights in a checkpoint: ``ema.safetensors`` and ``ema.json``.
+AVERAGED_WEIGHTS = "ema"
 
 
 class Stateful(Protocol):
@@ -52,7 +54,7 @@ class Contents:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     lr_scheduler: Any
-    ema: ema.EMA | None
+    ema: Stateful | None
     trainer: Stateful
     scaler: Any
     rows_per_step: int
@@ -221,7 +223,7 @@ class CheckpointManager:
             if not self.args.save_only_model:
                 codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
             if contents.ema is not None:
-                codec.save_tree(contents.ema.state_dict(), directory / ema.STEM)
+                codec.save_tree(contents.ema.state_dict(), directory / AVERAGED_WEIGHTS)
             state.collect(callbacks)
             state.save_to_json(directory / "trainer_state.json")
         if self.dist.is_main:

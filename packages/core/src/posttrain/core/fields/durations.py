@@ -16,6 +16,8 @@ UNITS = {"st": "steps", "ba": "steps", "ep": "epochs", "tok": "tokens"} | dict.f
 THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
 #: What to write behind a number of a unit, but for steps.
 SUFFIXES = {"epochs": "ep", "tokens": "tok", "seconds": "s"}
+#: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
+NEVER = 2**31
 _TEXT = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*([kMBG]?)({'|'.join(UNITS)})\s*")
 
 
@@ -75,3 +77,12 @@ def _passed(every: Duration, before: dict[str, float], now: dict[str, float]) ->
     # An epoch is a sum of fractions: 0.3 / 0.1 is 2.9999999999999996.
     first, last = (math.floor(at[every.unit] / every.value + 1e-9) for at in (before, now))
     return last > first
+
+
+def as_steps(interval: float | str, max_steps: int) -> int:
+    """An interval in optimizer steps: below 1 it is a share of the whole run, rounded up; `NEVER` for a text such as
+    ``1ep``, for which `Passing` looks.
+    """
+    if isinstance(interval, str):
+        return NEVER
+    return max(math.ceil(interval * max_steps), 1) if interval < 1 else int(interval)

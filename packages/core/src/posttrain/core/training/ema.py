@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint.manager import AVERAGED_WEIGHTS
 from posttrain.core.config import opt
 from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-#: The name of the averages in a checkpoint: ``ema.safetensors`` and ``ema.json``.
-STEM = "ema"
 
 
 @dataclass
@@ -73,8 +71,8 @@ def load(ema: EMA | None, checkpoint: Path) -> None:
     """Load the averages of `checkpoint`, with a warning if it has none."""
     if ema is None:
         return
-    if (checkpoint / f"{STEM}.json").is_file():
-        ema.load_state_dict(codec.load_tree(checkpoint / STEM))
+    if (checkpoint / f"{AVERAGED_WEIGHTS}.json").is_file():
+        ema.load_state_dict(codec.load_tree(checkpoint / AVERAGED_WEIGHTS))
     else:
         logger.warning("%s holds no averaged weights: averaging restarts from its weights.", checkpoint)
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.core.fields.durations import parse
+from posttrain.core.fields.durations import NEVER, parse
 
 if TYPE_CHECKING:
     import torch
 
 Batch = TypeVar("Batch")
-#: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
-NEVER = 2**31
 #: What to set for data without a known length.
 END_OF_STREAM = (
     "Set max_steps; or max_duration in tokens, such as '100Mtok', which the schedule then follows; or max_duration in "
@@ -169,15 +167,6 @@ def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]
     stream = iter(batches)
     while window := list(islice(stream, accumulation)):
         yield window
-
-
-def as_steps(interval: float | str, max_steps: int) -> int:
-    """An interval in optimizer steps: below 1 it is a share of the whole run, rounded up; `NEVER` for a text such as
-    ``1ep``, for which `posttrain.core.fields.durations.Passing` looks.
-    """
-    if isinstance(interval, str):
-        return NEVER
-    return max(math.ceil(interval * max_steps), 1) if interval < 1 else int(interval)
 
 
 def steps_left(state: Any, max_tokens: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Generalised knowledge distillation under the names of trl: `posttrain.rl.algorithms.distillation` with GKD's defaults.
+"""Generalised knowledge distillation under trl's names: `posttrain.rl.algorithms.distillation` with GKD's defaults.
 
 MiniLLM's single-step form is ``DistillationConfig(loss_type="policy_gradient")``.
 """

@@ -207,7 +207,7 @@ class GRPOTrainer(RolloutTrainer):
         mask: torch.Tensor,
         off_policy_threshold: float,
     ) -> torch.Tensor:
-        """1 for completions to train on, 0 for those to leave out; see `posttrain.rl.losses.policy_losses.off_policy_mask`."""
+        """1 for completions to train on, 0 for those to leave out; see `policy_losses.off_policy_mask`."""
         logps = per_token_logps, sampling_per_token_logps
         return policy_losses.off_policy_mask(*logps, advantages, mask, off_policy_threshold)
 

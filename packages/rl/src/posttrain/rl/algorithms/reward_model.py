@@ -41,8 +41,8 @@ from posttrain.rl.rewards.score_heads import TASK, load_reward_model, set_pad_to
 
 HOW_TO_READ = f"Load it by {TASK}.from_pretrained(..., num_labels=1)."
 HOW_TO_SEE = (
-    "Pass the model's name, to which a head is added, or posttrain.rl.rewards.score_heads.with_score_head(model) of a loaded "
-    "one."
+    "Pass the model's name, to which a head is added, or posttrain.rl.rewards.score_heads.with_score_head(model) of a "
+    "loaded one."
 )
 
 
@@ -104,7 +104,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     Args:
         model: such a classifier, or the name or folder of a model to which a head with one output is added.
-        train_dataset: pairs as `posttrain.rl.algorithms.dpo.DPOTrainer` takes them; a column `margin` is the minimum difference of
+        train_dataset: pairs as `posttrain.rl.DPOTrainer` takes them; a column `margin` is the minimum difference of
             each pair's rewards.
 
     The other arguments are those of `posttrain.rl.algorithms.dpo.DPOTrainer`, without ``ref_model``.

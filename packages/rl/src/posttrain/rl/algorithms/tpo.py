@@ -55,7 +55,7 @@ class TPOConfig(PreferenceConfig):
 class TPOTrainer(ReferenceFreeTrainer):
     """Trains on the reference completion of each row, and to prefer the chosen completion to the rejected.
 
-    Rows have `prompt`, `chosen`, `rejected` and `reference`. The arguments are those of `posttrain.rl.algorithms.cpo.CPOTrainer`.
+    Rows have `prompt`, `chosen`, `rejected` and `reference`. The arguments are those of `posttrain.rl.CPOTrainer`.
     """
 
     config_class = TPOConfig

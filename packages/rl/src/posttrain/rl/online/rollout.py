@@ -100,7 +100,7 @@ class RolloutTrainer(Trainer):
 
     Args:
         model: a causal language model, or the name or folder of one to load.
-        reward_funcs: functions (see `posttrain.rl.rewards.scoring.Rewards`), and reward models by name or loaded; one or a
+        reward_funcs: functions (see `rewards.scoring.Rewards`), and reward models by name or loaded; one or a
             list.
         args: a `RolloutConfig`.
         train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from posttrain.core.models import regularization, special_tokens, wrapping
 from posttrain.lm.images.vision import check_model, check_processor
 from posttrain.lm.loading import adapters, loading
-from posttrain.rl.online.arguments import RolloutConfig
+
+if TYPE_CHECKING:
+    from posttrain.rl.online.arguments import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

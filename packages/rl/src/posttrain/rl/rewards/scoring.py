@@ -57,7 +57,7 @@ class RewardArguments:
 
     reward_funcs: list[str] | None = opt(
         None,
-        "Reward functions by name, for the command line: those of posttrain.rl.rewards.scoring, 'module:function' or "
+        "Reward functions by name, for the command line: those of posttrain.rl.rewards, 'module:function' or "
         "'module.function', also of a file in the current folder, and reward models.",
     )
     reward_model_name_or_path: str | None = opt(

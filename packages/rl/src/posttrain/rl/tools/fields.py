@@ -1,7 +1,7 @@
 """The formats of calls as fields of response templates, the language in which transformers describes a turn.
 
-`posttrain.rl.tools.formats` has the parsers that the trainers use, and says which field belongs to which format. A field
-is for tokenizers that are used elsewhere too; it knows nothing of calls that cannot be parsed.
+`posttrain.rl.tools.formats` has the parsers that the trainers use, and says which field belongs to which format. A
+field is for tokenizers that are used elsewhere too; it knows nothing of calls that cannot be parsed.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Form:
     Attributes:
         read: ``(text, types)`` -> the blocks of calls, in their order.
         is_marked: no other text looks like a call. Other formats are parsed only if the template uses them.
-        field: the format as the field ``tool_calls`` of a response template, see `posttrain.rl.tools.response_templates`,
+        field: the format as the field ``tool_calls`` of a response template, see `rl.tools.response_templates`,
             with `tool_fields.END` for the pattern of what ends a turn; None if such a field cannot describe it.
     """
 
