@@ -492,8 +492,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data: enums and dtypes as strings, secrets masked at any depth."""
-        values = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
-        return {name: masked(value, name) for name, value in values.items()}
+        return masked(
+            {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
+        )
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""

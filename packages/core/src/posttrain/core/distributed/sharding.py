@@ -319,9 +319,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return deepspeed.whole(tensor) if deepspeed.is_piece(tensor) else tensor
 
 
-def is_in_pieces(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is sharded, by FSDP or DeepSpeed's ZeRO-3."""
-    return is_piece(tensor) or deepspeed.is_piece(tensor)
+def is_in_pieces(*tensors: torch.Tensor) -> bool:
+    """Whether one of `tensors` is sharded, by FSDP or DeepSpeed's ZeRO-3."""
+    return any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in tensors)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:

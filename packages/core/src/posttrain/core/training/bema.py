@@ -69,7 +69,7 @@ class BEMACallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Start from the current weights; a resumed run loads the averages next to its checkpoint."""
         self._weights = {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
-        if any(map(is_in_pieces, self._weights.values())):
+        if is_in_pieces(*self._weights.values()):
             raise ValueError(
                 "BEMACallback averages whole weights, and this run shards them (fsdp or ZeRO-3). Leave one of the "
                 "two out; ema_decay=... supports sharded weights."

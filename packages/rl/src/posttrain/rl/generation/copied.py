@@ -37,7 +37,7 @@ class CopiedGenerator:
             ValueError: the model is sharded.
         """
         model = unwrap(model)
-        if any(is_in_pieces(parameter) for parameter in model.parameters()):
+        if is_in_pieces(*model.parameters()):
             raise ValueError(
                 "max_staleness above 0 generates with a copy of the weights, and this model is sharded over several "
                 "processes. Set use_vllm=True with vllm_mode='server', or max_staleness=0."

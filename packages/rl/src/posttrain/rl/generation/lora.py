@@ -69,7 +69,7 @@ class AdapterWeights(OneByOne):
     @property
     def are_in_pieces(self) -> bool:
         """Whether the weights are sharded."""
-        return any(is_in_pieces(parameter) for parameter in self._named.values())
+        return is_in_pieces(*self._named.values())
 
     @torch.no_grad()
     def _each(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -101,7 +101,7 @@ class Weights(OneByOne):
     @property
     def are_in_pieces(self) -> bool:
         """Whether the weights are sharded."""
-        return any(is_in_pieces(parameter) for parameter in self.base.parameters())
+        return is_in_pieces(*self.base.parameters())
 
     @torch.no_grad()
     def _each(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,7 +57,7 @@ def of_reference(reference: Any) -> str:
     """A hash of the reference's weights and settings."""
     with reference.use() as model:
         model = wrapping.unwrap(model)
-        if any(map(is_in_pieces, model.parameters())):  # hashed before it was sharded
+        if is_in_pieces(*model.parameters()):  # hashed before it was sharded
             return repr(reference.state_dict())
         return of_model(model) + repr(getattr(reference, "adapter", None))
 
