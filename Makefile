@@ -27,8 +27,8 @@ DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
 DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED_VENV)/extensions \
                    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DEEPSPEED_VENV)/bin/python
 
-.PHONY: help setup quickstart test test-all test-vllm test-deepspeed test-torchao gpu figures lint types check docs \
-        dist-check clean
+.PHONY: help setup quickstart test test-all test-vllm test-deepspeed test-torchao gpu figures lint types house check \
+        docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -68,7 +68,10 @@ lint: $(STAMP) ## Check style and formatting; change nothing.
 types: $(STAMP) ## Compare the type errors with those on record; they may only become fewer.
 	$(PY) .ci/type_errors.py
 
-check: lint types ## Check style and types: a minute.
+house: $(STAMP) ## Compare the size of the source and of a step with those on record; they may only fall.
+	$(PY) .ci/house.py
+
+check: lint types house ## Check style, types and size: two minutes.
 
 # The warnings advertise other programs; a broken link is an error (`strict` in mkdocs.yml).
 docs: $(STAMP) ## Build the documentation site into site/, and check its links.
