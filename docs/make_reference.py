@@ -34,14 +34,14 @@ for package, title in TITLES.items():
         page.write("\n".join(lines))
 
 LOSSES = {
-    "core.losses.language_modeling": "Language modeling",
-    "rl.dpo": "DPO and its variants",
-    "rl.cpo": "CPO, SimPO and AlphaPO",
-    "rl.kto": "KTO",
-    "rl.orpo": "ORPO",
-    "rl.reward_model": "Reward models",
-    "rl.policy_losses": "Online RL: losses of the policy",
-    "rl.advantages": "Online RL: advantages",
+    "lm.loss.language_modeling": "Language modeling",
+    "rl.algorithms.dpo": "DPO and its variants",
+    "rl.algorithms.cpo": "CPO, SimPO and AlphaPO",
+    "rl.algorithms.kto": "KTO",
+    "rl.algorithms.orpo": "ORPO",
+    "rl.algorithms.reward_model": "Reward models",
+    "rl.losses.policy_losses": "Online RL: losses of the policy",
+    "rl.losses.advantages": "Online RL: advantages",
 }
 
 
