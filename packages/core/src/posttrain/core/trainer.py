@@ -1197,7 +1197,8 @@ class Trainer(HFCompat):
         self.run.num_items = num_items
         try:
             with self._measuring(inputs):
-                return self.training_step(*(model, inputs, num_items)[: self._step_takes])
+                given: tuple[Any, ...] = (model, inputs, num_items)
+                return self.training_step(*given[: self._step_takes])
         finally:
             self.run.num_items = None
 
@@ -1409,7 +1410,7 @@ class Trainer(HFCompat):
                 self._save_checkpoint(model, trial)
         if self.args.save_on_exception:
             self.checkpoints.boundary = copy.deepcopy(self._contents().position())
-        self.dist.enter_step(self.state.global_step + 1, self.batches_given())
+        self.dist.enter_step(self.state.global_step + 1, self.run.progress.batches)
         self.run.pace.resume()
 
     def _log_training(self) -> None:

@@ -150,7 +150,8 @@ class TokenBatchSampler(EpochSampler):
 
     def order(self) -> list[list[int]]:  # type: ignore[override]  # of batches, where the base class has rows
         """The batches of this epoch, `world_size` of a round after each other."""
-        generator, batches = self.generator(), []
+        generator = self.generator()
+        batches: list[list[int]] = []
         rows = torch.randperm(len(self.lengths), generator=generator)
         for max_tokens, size, before in self.cut(self.epoch):
             if before:  # those that were read stay as they are

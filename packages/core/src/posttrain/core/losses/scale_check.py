@@ -109,7 +109,8 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     tensors += [value for _, inner in contents for value in (inner.values() if isinstance(inner, dict) else inner)
                 if isinstance(value, torch.Tensor)]  # fmt: skip
-    tensors += [parameter for module in modules.values() for parameter in module._parameters.values()]
+    held = [parameter for module in modules.values() for parameter in module._parameters.values()]
+    tensors += [parameter for parameter in held if parameter is not None]
     if hasattr(owner, "log"):
         owner.log = lambda *args, **kwargs: None
     if hasattr(owner, "metrics"):

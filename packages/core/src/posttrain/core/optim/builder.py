@@ -297,7 +297,8 @@ def build(
         what = f"loraplus_lr_ratio={ratio} has no effect on an optimizer that is given its own parameters"
         raise ConfigError("optim", [f"{what}; leave it out, or set the learning rate of its groups"])
     if not is_optimizer:
-        return optimizer_class()(model, **kwargs)
+        factory: Any = optimizer_class
+        return factory()(model, **kwargs)
     if decay_names is None:
         decay_names = decay_parameter_names(model)
     rate_of_b = None if ratio is None else ratio * args.learning_rate

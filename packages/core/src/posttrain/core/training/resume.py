@@ -47,7 +47,10 @@ def resume_plan(
     as_before = saved.get("rows_per_update", rows_per_step) == rows_per_step
     *then, at = trainer.get("plan") or [*shape, None]  # earlier versions did not save it
     if plan.batches_per_epoch is None or (as_before and then == shape):
-        return plan if at is None else resumed(plan, *at, by_steps)
+        if at is None:
+            return plan
+        step, epoch, left = at
+        return resumed(plan, step, epoch, left, by_steps)
     step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
     epoch, left = trainer["progress"]["epoch"], plan.batches_per_epoch
     if trainer["progress"]["epoch_ended"] or trainer.get("epoch_stops"):

@@ -310,7 +310,7 @@ def _make_calls(
     waiting = [deque(calls) for _, calls in asked]
     results: list[list[Any]] = [[] for _ in asked]
     while any(waiting):
-        running = []  # a position in `results` and the awaitable for it
+        running: list[tuple[list[Any], int, Any]] = []  # a position in `results` and the awaitable for it
         for (tools, _), calls, found in zip(asked, waiting, results, strict=True):
             has_begun = False
             while calls and not (has_begun and not background.is_async(tools.get(calls[0].name, len))):

@@ -115,7 +115,7 @@ class TransformersGenerator:
         with evaluating(model), raw, features_once(model, more.get("image_copies"), inputs) as shown:
             output = self._generate(model, shown, sampling, drawing)
         completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
-        logps = drawing.logps_of(completions) or [None] * len(completions)
+        logps: Sequence[list[float] | None] = drawing.logps_of(completions) or [None] * len(completions)
         return list(zip(completions, logps, finished, strict=True))
 
     def _reads_padding(self, model: PretrainedModel) -> bool:

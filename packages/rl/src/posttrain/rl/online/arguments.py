@@ -181,7 +181,8 @@ class GenerationArguments:
                 isinstance(words, str) or all(isinstance(word, str) for word in _listed(words))
             ):
                 yield f"generation_kwargs: {name}={words!r} must be a text or a list of texts"
-        asked, problems = copy.copy(self), []  # with the bounds of the arguments for the same
+        asked = copy.copy(self)  # with the bounds of the arguments for the same
+        problems: list[str] = []
         for name in sorted(FOLDED.keys() & settings.keys()):
             if settings[name] is not None and (name, settings[name]) != ("top_k", -1):
                 setattr(asked, FOLDED[name], settings[name])

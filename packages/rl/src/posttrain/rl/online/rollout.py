@@ -874,7 +874,7 @@ class RolloutTrainer(Trainer):
                 entropies, mask = (values.to(self.dist.device) for values in (found[1], rollout.loss_mask))
                 mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
                 rollout = replace(rollout, entropy_mask=mask.cpu())
-            if sampled is not None and corrects:
+            if sampled is not None and old is not None and corrects:
                 rollout = replace(rollout, correction=self._correction(old, sampled, rollout.loss_mask))
         rollout, kl = self.complete_rollout(rollout, samples), None
         if starts and rollout.ref_logps is not None and rollout.routes is None:
