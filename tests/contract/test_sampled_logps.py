@@ -363,12 +363,11 @@ def test_generation_kwargs_that_no_engine_follows_are_refused_by_name(tmp_path, 
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
-@pytest.mark.parametrize("kind", ["pissa", "prompt", "p-tuning", "prefix"])
+@pytest.mark.parametrize("kind", ["prompt", "p-tuning", "prefix"])
 def test_a_reference_that_is_not_the_policy_at_the_start_is_refused(tmp_path, trainer, kind):
     import peft
 
     configs = {
-        "pissa": peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights="pissa", **ON),
         "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
         "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=32),
         "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),

@@ -40,7 +40,7 @@ OURS |= {"keep_freed_memory", "ema_decay", "ema_update_steps", "ema_start_step",
 OURS |= {"logging_dir", "report"}
 OURS |= {"save_async", "save_top_k", "remote_dir", "save_on_signal", "save_on_exception", "max_time"}
 OURS |= {"max_duration", "max_shard_size", "check_saved_model", "on_loss_spike", "loss_spike_threshold"}
-OURS |= {"limit_train_batches", "limit_eval_batches", "overfit_batches"}
+OURS |= {"loraplus_lr_ratio", "on_bad_rows", "limit_train_batches", "limit_eval_batches", "overfit_batches"}
 OURS |= {"allow_pickle", "max_batch_tokens", "global_batch_size", "fp8"}
 
 

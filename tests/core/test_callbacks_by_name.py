@@ -1,5 +1,6 @@
 """Callbacks that scripts pass by name: averaged weights, answers to prompts, bars of rich."""
 
+import importlib.machinery
 import sys
 import types
 from types import SimpleNamespace
@@ -91,8 +92,9 @@ def test_answers_to_prompts_are_shown_as_a_table(tmp_path, monkeypatch):
 
     shown = []
     wandb = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)  # others ask whether it is installed
     wandb.run, wandb.Table = SimpleNamespace(entity="me", project="mine"), lambda columns, data: (columns, data)
-    wandb.log = shown.append
+    wandb.log, wandb.Image = shown.append, None
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     rows = [{"prompt": "the cat", **row} for row in rows_of(3)]
     run = trainer(tmp_path, [], rows, remove_unused_columns=True)

@@ -323,7 +323,7 @@ def test_check_finds_what_training_would(recorder, capsys):
     Path("run.toml").write_text('model_name_or_path = "m"\ndataset_name = "hub/d"\n\nlearning_rat = 1\n')
     assert "run.toml:4: unknown argument 'learning_rat'" in refused(capsys, "check", "teach", "run.toml")[0]
     Path("run.toml").write_text("x = = 1")
-    assert "run.toml is not valid TOML: Invalid value" in refused(capsys, "check", "teach", "run.toml")[1]
+    assert "run.toml is not valid TOML: Invalid value" in refused(capsys, "check", "teach", "run.toml")[0]
     assert "name the method first" in refused(capsys, "check", "--bf16")[0]
 
 

@@ -312,8 +312,8 @@ def test_fresh_random_numbers_are_those_of_seed_step_and_rank():
     ("batches", "accumulation", "epochs", "place", "expected"),
     [
         (10, 1, 2, (7, 0, 5), 7 + 5 + 10),  # half of the first epoch is left, and all of the second
-        (10, 2, 2, (7, 1, 0), 7 + 5),
-        (10, 4, 1, (7, 0, 6), 7 + 1),  # a started window counts as done
+        (10, 2, 2, (7, 1, 10), 7 + 5),
+        (10, 4, 1, (7, 0, 3), 7 + 1),  # a short window is a step too
         (10, 1, 1, (12, 1, 0), 12),
     ],
 )
@@ -325,5 +325,5 @@ def test_a_plan_counts_what_is_left_in_its_own_updates(batches, accumulation, ep
 def test_a_number_of_updates_stays_and_gets_the_epochs_it_needs():
     plan = make_plan(10, 1, 3, 30)
     assert (plan.max_steps, plan.num_epochs) == (30, 3)
-    later = resumed(plan, 4, 1, 2, keeps_max_steps=True)
-    assert later.max_steps == 30 and later.num_epochs == 4  # 12 batches are done, and 26 updates are left
+    later = resumed(plan, 4, 1, 8, keeps_max_steps=True)
+    assert later.max_steps == 30 and later.num_epochs == 4  # 8 batches of epoch 1 are left, and 26 updates

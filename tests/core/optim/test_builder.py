@@ -86,7 +86,7 @@ def skip_without_library(name):
     for part, module in NEEDS.items():
         if part in name and importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
-    for problem in builder.package_problems(Arguments(optim=name)):
+    for problem in builder.package_problems(arguments(name)):
         pytest.skip(str(problem))
 
 

@@ -1212,9 +1212,10 @@ class Trainer(HFCompat):
 
     def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
-        ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, self)
+        own = self._is_own_loss
+        ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, self, moves=not own)
         ratios = self.dist.gather_object(ratio if items else None)
-        if self._objective.settle(scale_check.kind_of(ratios, self._is_own_loss), for_good=self._is_own_loss):
+        if self._objective.settle(scale_check.kind_of(ratios, own), for_good=own):
             self.run.progress.own_count = True
             logger.warning(
                 "From step %d on, %s.compute_loss divides only a part of its loss by num_items_in_batch. It is given "

@@ -134,6 +134,7 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     @classmethod
     def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         """``packing_strategy="bfd-requeue"``."""
+        kwargs = super().accept_old_names(kwargs)
         return kwargs | ({"packing_strategy": "bfd_split"} if kwargs.get("packing_strategy") == "bfd-requeue" else {})
 
     def _normalize(self) -> None:

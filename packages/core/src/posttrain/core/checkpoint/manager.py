@@ -115,6 +115,8 @@ class CheckpointManager:
         manifest = {"step": -1} if start is None or is_foreign(start) else read_manifest(start)
         run, there, found = run_of(manifest), self.store.by_run(), self.store.found
         later = [path for one in there for path in there[one] if number_of(path) > manifest["step"]]
+        damaged = [path for path in there.get(run, ()) if path in later and self.store.verify(path)]
+        later = [path for path in later if path not in damaged]  # those were passed over
         if run is None or any(path in later for path in there.get(run, ())):
             run = secrets.token_hex(8)  # the run of the checkpoint has gone on without this one
         told, named = "", ", ".join(path.name for path in later)

@@ -35,22 +35,29 @@ COARSE = 2e-2
 
 
 def loss_ratio(
-    compute_loss: Callable[..., Any], model: nn.Module, inputs: Any, num_items: torch.Tensor, owner: Any
+    compute_loss: Callable[..., Any],
+    model: nn.Module,
+    inputs: Any,
+    num_items: torch.Tensor,
+    owner: Any,
+    moves: bool = True,
 ) -> tuple[float, float] | None:
     """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN.
 
-    Without gradients, uncompiled, at slightly other weights, and with the same random numbers both times. Afterwards
+    Without gradients, uncompiled and with the same random numbers both times. Afterwards
     these, all tensors of `model` and of `owner`, and the attributes of both are restored.
 
     Args:
         owner: the object with `compute_loss`; its changes during the measurement are undone.
+        moves: measure at slightly other weights, for terms that may be 0 at these.
     """
     found = []
     random = rng.rng_state()
     with uncompiled(), torch.no_grad():
         for count in (num_items, num_items * 2):
             with restored(model, owner):
-                _move(model)
+                if moves:
+                    _move(model)
                 try:
                     # It may take the labels out of its inputs, of a dict or of what tokenizers give.
                     loss, _ = split_terms(compute_loss(model, copy.copy(inputs), num_items_in_batch=count))
