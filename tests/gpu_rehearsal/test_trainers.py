@@ -40,6 +40,7 @@ WAITS = {
 SIZES = {
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3,
     "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
+    "check_saved_model": False,  # which copies the weights of the first checkpoint to the host
     "optim": "adamw_torch_fused", "learning_rate": 1e-2, "bf16": False,
 }  # fmt: skip
 

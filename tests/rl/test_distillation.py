@@ -211,9 +211,8 @@ def test_completions_end_where_the_model_reads_no_further(tmp_path):
     samples = completed(run, ROWS[:4], 0)
     assert all(len(sample.prompt_ids) + len(sample.ids) <= 16 for sample in samples)
     assert any(len(sample.prompt_ids) + len(sample.ids) == 16 and not sample.finished for sample in samples)
-    long = make(tmp_path, student=student, rows=[{"prompt": ROWS[0]["prompt"] * (16 // len(prompt) + 1)}] * 4)
-    with pytest.raises(DataError, match="reads at most 16 of prompt and completion together"):
-        completed(long, long.train_dataset, 0)
+    with pytest.raises(DataError, match="4 of 4 prompts leave no room for a completion, of the 16 tokens"):
+        make(tmp_path, student=student, rows=[{"prompt": ROWS[0]["prompt"] * (16 // len(prompt) + 1)}] * 4)
 
 
 def test_a_teacher_in_four_bits(tmp_path):

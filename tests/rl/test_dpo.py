@@ -84,7 +84,8 @@ def test_every_way_of_reading_gives_the_same_run(changes, lora, tmp_path):
     expected = logs(make(tmp_path / "shared", max_steps=4, **adapter))
     for record, other in zip(expected, logs(make(tmp_path / "other", max_steps=4, **adapter, **changes)), strict=True):
         for name, value in record.items():
-            assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            if name != "num_tokens":  # a shared prompt is read once
+                assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -306,7 +306,9 @@ def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
     rows = [{"x": torch.randn(4, generator=generator).tolist(), "labels": float(i % 3)} for i in range(16)]
     tried, ends = [], []
     real = scale_check.loss_ratio
-    monkeypatch.setattr(scale_check, "loss_ratio", lambda *args, **moves: tried.append(real(*args, **moves)) or tried[-1])
+    monkeypatch.setattr(
+        scale_check, "loss_ratio", lambda *args, **moves: tried.append(real(*args, **moves)) or tried[-1]
+    )
     for said in (True, None):
         torch.manual_seed(0)
         kind = type("Logs", (Logs,), {"loss_is_scaled_for_ga": said, "history": {"all": []}})

@@ -1548,10 +1548,10 @@ class Trainer(HFCompat):
         if args.should_save:
             self._save(directory, **({} if whole is None else {"state_dict": whole}))
             if check:
-                reload.check(model, directory, whole)
+                reload.check(model, directory, whole, logits=self.dist.cp_size == 1)
             elif args.check_saved_model is None and ours and whole is None:
                 if not of_checkpoint or self.checkpoints.is_first_save(model):
-                    reload.check_if_cheap(model, directory, logits=not of_checkpoint)
+                    reload.check_if_cheap(model, directory, logits=not of_checkpoint and self.dist.cp_size == 1)
 
     def _averages(self) -> contextlib.AbstractContextManager[None]:
         """Where a model is saved: with the averages of an optimizer that keeps them."""

@@ -1082,8 +1082,9 @@ class RolloutTrainer(Trainer):
         if self.rollout_func is not None or self.environments.factories or self.image_prompts is not None:
             return
 
-        def count(prompt: Any) -> int:
-            return len(self.codec.encode(prompt, self.environments.schemas_of(Sample({}, prompt, []))))
+        def count(row: dict[str, Any]) -> int:
+            sample = Sample(row, row["prompt"], [])
+            return len(self._encode(sample, sample.prompt, self.environments.schemas_of(sample))[0])
 
         def fitting(dataset: Any, name: str, at_least: int = 1) -> Any:
             if dataset is None:

@@ -315,8 +315,8 @@ def check_start(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tenso
         raise ValueError(
             f"Before the first optimizer step, policy and reference already differ by up to {float(gap):.3g} in the "
             "log-probability of a completion. The reference is the weights that the policy begins with: the model was "
-            "changed since the trainer was made, or its adapter changes it from the start, as prompt, prefix and p-tuning "
-            "do. Set beta=0, or take an adapter that starts at zero."
+            "changed since the trainer was made, or its adapter changes it from the start, as prompt, prefix and "
+            "p-tuning do. Set beta=0, or take an adapter that starts at zero."
         )
 
 

@@ -387,7 +387,8 @@ class PreferenceTrainer(Trainer):
 
     def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
-        if not self._starts_at_reference or self.state.global_step > 0:
+        # Without gradients the loss may only be measured, at other weights.
+        if not self._starts_at_reference or self.state.global_step > 0 or not torch.is_grad_enabled():
             return
         self._starts_at_reference = False
         half = bool(self.args.bf16 or self.args.fp16)

@@ -154,11 +154,11 @@ def _check_each(dataset: Any, name: str) -> None:
         )
 
 
-def with_room(dataset: Any, name: str, count: Callable[[Any], int], context: int | None, drops: bool) -> Any:
+def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], context: int | None, drops: bool) -> Any:
     """`dataset` without prompts that leave no room for a completion; they are counted in a warning.
 
     Args:
-        count: gives a prompt's tokens. It is asked where a prompt has as many bytes as there is room for tokens.
+        count: gives the tokens of a row's prompt. It is asked where it has as many bytes as there is room for tokens.
         context: tokens of prompt and completion that the model reads at most; None: any number.
         drops: whether such prompts are left out. Else they are errors.
 
@@ -168,9 +168,9 @@ def with_room(dataset: Any, name: str, count: Callable[[Any], int], context: int
     if context is None or is_stream(dataset) or "prompt" not in dataset[0]:
         return dataset
     long: list[int] = []
-    bytes_that_fit = context - count(dataset[0]["prompt"])  # a template adds no more than the first prompt has
+    bytes_that_fit = context - count(dataset[0])  # a template adds no more than the first prompt has
     for number, prompt in enumerate(_prompts_of(dataset) or ()):
-        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and count(prompt) >= context:
+        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and count(dataset[number]) >= context:
             long.append(number)
     if not long:
         return dataset
