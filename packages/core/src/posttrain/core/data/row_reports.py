@@ -34,7 +34,7 @@ class RowReport:
     rows_in: int = 0
     rows_kept: int = 0
     dropped: Faults = field(default_factory=dict)
-    _told: int = field(default=0, repr=False)
+    _told: int = field(default=0, repr=False, compare=False)
 
     @staticmethod
     def count(faults: Faults, reason: str, rows: Iterable[int]) -> None:
