@@ -16,7 +16,7 @@ KINDS = {"v1": {"Service"}, "apps/v1": {"Deployment"}, "batch/v1": {"Job"}}
 
 def flags_after_grpo(text):
     """The flags of the command line `posttrain grpo`."""
-    words = re.split(r"core\.cli grpo", text.replace("\\\n", " "))[1].splitlines()[0]
+    words = re.split(r"posttrain\.cli grpo", text.replace("\\\n", " "))[1].splitlines()[0]
     return re.findall(r"--(\w+)", words)
 
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
@@ -282,7 +282,7 @@ def rope_limit(model: nn.Module) -> float:
     they are of a kind, such as dynamic or longrope, whose angles all change in a longer text.
     """
     limit = math.inf
-    for module in model.modules():
+    for module in text_part(base_model(model)).modules():  # a vision tower turns its patches by their place alone
         kind, config = getattr(module, "rope_type", "default"), getattr(module, "config", None)
         if {*(kind.values() if isinstance(kind, dict) else [kind])} <= {*FIXED_ROPE}:
             continue
