@@ -503,6 +503,8 @@ DOCUMENTED = [
     Documented(["tpo"], ["eval_loss", "entropy"], "TPO: `eval_loss`"),
     Documented([*PEERS], ["eval_loss"], "`eval_loss` is the exact mean", lambda s: "per_device_eval_batch_size" in s),
     Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
+    Documented(["sft"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`", lambda s: s.get("packing", False)),
+    Documented(["dpo", "kto", "cpo", "orpo", "tpo"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`"),
     Documented(["grpo"], ["order"], "`top_entropy_quantile`", lambda s: "top_entropy_quantile" in s and accumulates(s)),
     Documented(["grpo"], ["order"], "GRPO: `bnpo`", lambda s: s.get("loss_type") == "bnpo" and accumulates(s)),
     Documented(["grpo"], ["order"], "the entropy bonus", lambda s: "entropy_coef" in s and accumulates(s)),
