@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("house.json")
 SOURCES = sorted(ROOT.glob("packages/*/src/posttrain/**/*.py"))
 PRIVATE_ENGLISH = r"\b(?:told|nobody|somebody|kin|afresh|borne|reckoned|gone on from)\b"
+#: Files, functions and changes of file by which two traces may differ.
+DUE = 4
 #: What importing the Trainer must not load beside what `import torch` loads.
 HEAVY = ("torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets", "pandas")
 
@@ -200,8 +202,9 @@ def main() -> int:
 
 
 def _is_above(value: Any, most: Any) -> bool:
-    pairs = zip(value, most, strict=True) if isinstance(value, list) else [(value, most)]
-    return any(one > other for one, other in pairs)
+    if isinstance(value, list):  # a look that is due once in a while may fall into the traced step, or not
+        return any(one > other + DUE for one, other in zip(value, most, strict=True))
+    return value > most
 
 
 if __name__ == "__main__":
