@@ -97,13 +97,20 @@ class Later(TrainerCallback):
 
 
 def most_allocated(profile: torch.profiler.profile) -> int:
-    """The bytes that torch allocated within `profile` and had not freed, at most."""
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    """The bytes that torch allocated within `profile` and had not freed, at most.
+
+    From the allocator's own count at each event: adding up sizes in the order of their time stamps is wrong where a
+    processor's clock is.
+    """
+    counts, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            counts.append((event.start_time_ns, fields.total_allocated, fields.alloc_size))
+    _, after, size = min(counts)
+    return max(count for _, count, _ in counts) - (after - size)
 
 
 def local(tensor):
