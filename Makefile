@@ -39,7 +39,7 @@ quickstart: $(STAMP) $(MODEL_STAMP) ## Fine-tune a real model on reviews in minu
 	@OMP_WAIT_POLICY=passive MODEL="$(MODEL)" DATA="$(DATA)" $(PY) examples/quickstart.py
 
 test: $(STAMP) ## Run the tests that take minutes together.
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --rotate
 
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)

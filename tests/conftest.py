@@ -25,10 +25,30 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests import rotation  # noqa: E402
+
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    what = "of tests marked `rotated`, run the representatives and the other cases that COMMIT (default: HEAD) chooses"
+    parser.addoption("--rotate", nargs="?", const="HEAD", metavar="COMMIT", help=what)
+
+
+def pytest_configure(config):
+    # Once, for all workers: a commit that is made meanwhile changes nothing.
+    if config.getoption("rotate") == "HEAD":
+        config.option.rotate = rotation.commit()
+
+
+def pytest_report_header(config):
+    commit = config.getoption("rotate")
+    return None if commit is None else f"cases of tests marked `rotated`: --rotate={commit} runs these again"
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("rotate") is not None:
+        config.hook.pytest_deselected(items=rotation.leave_out(items, config.getoption("rotate")))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

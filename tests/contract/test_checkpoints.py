@@ -72,6 +72,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["causal-lm", "sft-lora"])
 def test_each_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_taken(

@@ -133,6 +133,7 @@ def straight_run(tmp_path_factory):
     return trained
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", TRAINERS)
 def test_resuming_at_any_step_is_bit_exact(name, straight_run, tmp_path):
     straight, before, folder, _ = straight_run(name)
@@ -147,6 +148,7 @@ def test_resuming_at_any_step_is_bit_exact(name, straight_run, tmp_path):
         assert_same_run(resumed, straight)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", TRAINERS)
 def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, straight_run, tmp_path, monkeypatch):
     straight = straight_run(name)[0]
@@ -199,6 +201,7 @@ def assert_goes_on_wherever_it_is_stopped(name, straight_run, folder, first=0, e
     assert_same_run(stopped_again_and_again(TRAINERS[name], folder / "stopped", places, **ARGS), straight)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_run_that_a_callback_stopped_goes_on_to_the_same_bits(name, straight_run, tmp_path):
     assert_goes_on_wherever_it_is_stopped(name, straight_run, tmp_path, first=list(TRAINERS).index(name) % 2, every=2)
@@ -369,6 +372,7 @@ def of_kind(kind, out, callbacks=()):
     return trainer
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_goes_on_to_the_same_bits(kind, tmp_path):
     straight = of_kind(kind, tmp_path / "straight")
@@ -385,6 +389,7 @@ def test_every_kind_of_run_goes_on_to_the_same_bits(kind, tmp_path):
         assert_same_run(resumed, straight)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_that_a_callback_stopped_goes_on_to_the_same_bits(kind, tmp_path):
     straight = of_kind(kind, tmp_path / "straight")

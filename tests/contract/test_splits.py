@@ -22,6 +22,7 @@ def whole(tmp_path_factory):
     return trained
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(("batch", "accumulation"), [(2, 4), (1, 8)])
 @pytest.mark.parametrize("name", EXACT)
 def test_cutting_a_window_differently_changes_nothing(name, batch, accumulation, whole, tmp_path):
@@ -37,6 +38,7 @@ def test_cutting_a_window_differently_changes_nothing(name, batch, accumulation,
     assert any(not torch.equal(before[key], expected[key]) for key in before)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_evaluation_loss_does_not_depend_on_its_batch_size(name, batch, tmp_path):

@@ -428,6 +428,7 @@ def parser_configs() -> list[type]:
     return [TrainingArguments, ModelConfig, *(method.config_class for method in registry.methods().values())]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("config", parser_configs())
 @pytest.mark.parametrize("way", ["flags", "dict", "json", "yaml"])
 def test_hf_argument_parser_sets_a_field_as_the_config_does(config, way, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import rotation
 from tests.contract.trainers import EXACT, causal_lm
 from tests.distributed import jobs
 
@@ -65,15 +66,17 @@ def mode_and_runs(request, shared):
     """(mode, the folder of every trainer's run by two processes)."""
 
     def work(folder):
-        return [[n, "train", {"name": n, "out": str(folder / n), **MODES[request.param]}] for n in EXACT]
+        names = rotation.wanted(request.session, "mode_and_runs", EXACT, request.param)
+        return [[n, "train", {"name": n, "out": str(folder / n), **MODES[request.param]}] for n in names]
 
     return request.param, job(shared, request.param, work)
 
 
 @pytest.fixture(scope="session")
-def alone(shared):
+def alone(request, shared):
     def make(folder):
-        work = [[name, "train", {"name": name, "out": str(folder / name)}] for name in EXACT]
+        names = {"causal-lm", "sft-packed", *rotation.wanted(request.session, "alone", EXACT)}
+        work = [[name, "train", {"name": name, "out": str(folder / name)}] for name in sorted(names)]
         work += [[k, "train", {"name": "causal-lm", "out": str(folder / k), **changes}] for k, changes in ALONE.items()]
         jobs.do(1, work, folder)
 
@@ -108,6 +111,7 @@ def assert_equal_runs(found, expected, padding=True):
     assert found["test"]["test_loss"] == pytest.approx(expected["test"]["test_loss"], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", EXACT)
 def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
     mode, runs = mode_and_runs
@@ -339,6 +343,7 @@ def test_how_weights_and_gradients_travel_changes_no_number(label, pair, alone):
     assert_equal_runs(jobs.result(pair, label), jobs.result(alone, label if label in ALONE else "causal-lm"))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_saved_is_the_whole_model_and_of_adapters_these_alone(name, mode_and_runs, alone):
     import safetensors.torch

@@ -24,6 +24,7 @@ def root_cause(text):
     return text.rpartition("Root Cause (first observed failure)")[2]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_error_of_the_process_that_failed_is_shown_last(mode, tmp_path):
     done, seconds = suffer("raises", tmp_path, mode)
@@ -39,6 +40,7 @@ def test_a_killed_process_ends_the_job(tmp_path):
     assert "rank      : 1" in cause and "SIGKILL" in cause
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_process_that_hangs_is_found_by_the_others(mode, tmp_path):
     done, seconds = suffer("is_stuck", tmp_path, mode)

@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.cli.tools import memory_mesh, memory_plan
-from tests import tiny
+from tests import rotation, tiny
 from tests.core.tools.test_memory_plan import MIXTURE, WIDTH, a_run, workload
 from tests.distributed import jobs
 
@@ -38,23 +38,25 @@ def kind_of(name):
 
 
 @pytest.fixture(scope="session")
-def held(shared):
+def held(request, shared):
     def make(folder):
         models = {"dense": tiny.causal_lm(**WIDTH), "mixture": tiny.mixture_of_experts(**MIXTURE)}
         for kind, model in models.items():
             model.save_pretrained(folder / kind)
             tiny.tokenizer().save_pretrained(folder / kind)
-        for processes in (2, 4):
+        names = rotation.wanted(request.session, "held", CASES)
+        for processes in {CASES[name][0] for name in names}:
             work = [
                 [name, "memory", {"out": str(folder / name), "folder": str(folder / kind_of(name))} | changes]
                 for name, (number, changes) in CASES.items()
-                if number == processes
+                if number == processes and name in names
             ]
             jobs.do(processes, work, folder)
 
     return jobs.once(shared, "memory", make)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_what_each_process_holds(name, held, tmp_path):
     processes, changes = CASES[name]

@@ -80,6 +80,7 @@ def figures(trainer):
     }  # fmt: skip
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", WAITS)
 def test_a_run_on_the_emulated_gpu_is_that_of_the_cpu(name, tmp_path, monkeypatch):
     expected = run(name, tmp_path / "cpu")

@@ -50,6 +50,7 @@ def run(package, path, student="student", teacher="teacher", lora=False, **chang
     return [record for record in trainer.state.log_history if "loss" in record]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("changes", [
     {}, {"beta": 0.0}, {"beta": 0.5}, {"beta": 0.1, "temperature": 0.7}, {"beta": 1.0, "temperature": 1.5},
     {"beta": 0.5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, {"beta": 0.5, "lora": True},

@@ -88,6 +88,7 @@ def assert_equal_logs(ours, theirs, tolerance):
             assert mine[name] == expected, f"{name} of step {step}"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_step_is_the_same(name, tmp_path):
     changes = LOSSES[name]

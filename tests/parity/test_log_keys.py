@@ -95,6 +95,7 @@ def explained(key):
     return any(fnmatch.fnmatch(one, name) for name in named for one in (key, key.removeprefix("eval_")))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_log_has_the_keys_of_the_peer(name, tmp_path):
     ours, theirs = (record(*classes, name, tmp_path) for classes in trainers(name))

@@ -131,6 +131,7 @@ def compare(folder, name, keys, **changes):
         assert [record[key] for record in ours if key in record] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 @pytest.mark.parametrize("changes", [
     {}, {"num_iterations": 2, "beta": 0.1, "epsilon_high": 0.3},
@@ -141,6 +142,7 @@ def test_grpo(loss_type, changes, folder):
     compare(folder, "GRPO", [*keys, *OWN.get(loss_type, CLIPPING)], loss_type=loss_type, **changes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("changes", [
     {"scale_rewards": "batch"}, {"scale_rewards": "none"}, {"multi_objective_aggregation": "normalize_then_sum"},
     {"delta": 1.5, "num_iterations": 2}, {"top_entropy_quantile": 0.5}, {"mask_truncated_completions": True},
@@ -156,6 +158,7 @@ def test_options_of_grpo(changes, folder):
     compare(folder, "GRPO", [*SHARED, *bonus], **changes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("changes", [
     {}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}, {"reward_clip_range": (0.2, 0.6)},
     {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.3}, {"temperature": 0.7},
@@ -196,6 +199,7 @@ def test_several_rewards(name, weights, folder):
     compare(folder, name, keys, rewards=[digit_sum, short], reward_weights=weights)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("changes", [
     {}, {"vllm_importance_sampling_mode": "token_truncate"},
     {"vllm_importance_sampling_mode": "token_mask", "num_iterations": 2},

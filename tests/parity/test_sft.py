@@ -88,6 +88,7 @@ def assert_equal_logs(ours, theirs, tolerance=1e-4, compared=COMPARED):
             assert mine[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), f"{name} of step {step}"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", RUNS)
 def test_each_step_is_the_same(name, tmp_path):
     rows, changes = RUNS[name]

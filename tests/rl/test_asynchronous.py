@@ -478,6 +478,7 @@ def test_a_server_that_is_started_anew_gets_the_weights_again(bound, tmp_path, m
     server.shutdown()
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume"])
 def test_a_server_that_is_lost_while_it_gets_weights_is_sent_them_again(path, bound, tmp_path, monkeypatch):
@@ -576,6 +577,7 @@ class Cut(TrainerCallback):
             raise PowerCut
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("step", [1, 3, 5])
 @pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 2, "per_device_train_batch_size": 2}], ids=str)
 def test_a_run_that_stopped_with_a_full_queue_uses_each_prompt_once(step, changes, tmp_path):

@@ -68,6 +68,7 @@ def differing(left, right):
     return [name for name, value in left.state_dict().items() if not torch.equal(value, expected[name])]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_trained_saved_alone_resumed_to_the_bit_and_read_by_peft(kind, tied, tmp_path):

@@ -74,6 +74,7 @@ def texts_of(config, **values):
     yield from (str(warning.message) for warning in caught)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("config", config_classes(), ids=lambda config: config.__name__)
 def test_no_config_writes_a_secret(config):
     names = [f.name for f in dataclasses.fields(config) if f.init]

@@ -292,6 +292,7 @@ def test_a_file_without_prompts_is_refused_by_its_line(text, said, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ evaluate
 
 
+@pytest.mark.slow
 def test_a_task_of_lm_eval_is_scored_as_the_model_ranks_its_answers(base, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     questions = [("the cat", ["sat", "dog"], 0), ("a b c", ["d", "zebra"], 1), ("one two", ["three", "x"], 0)]

@@ -165,6 +165,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_what_the_real_run_holds(case, folder, tmp_path):
     run = a_run(folder, tmp_path, **CASES[case])
@@ -306,6 +307,7 @@ def test_a_way_to_divide_a_model_over_cards_is_proposed_that_fits_when_it_is_tak
     assert "It fits" in again and table(again)["peak (estimate)"] == found["shards, rows in 2"][1]
 
 
+@pytest.mark.slow
 def test_ways_to_divide_a_mixture_are_listed_and_why_some_cannot_be(place, tmp_path, capsys):
     tiny.mixture_of_experts(hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "mixture")
     words = ["--model_name_or_path", str(tmp_path / "mixture"), "--max_length", "96", "--memory", "1MiB"]
@@ -452,6 +454,7 @@ def seeing(tmp_path_factory) -> Callable[[str], tuple[str, torch.nn.Module]]:
     return of
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_both_parts_of_a_model_that_sees_are_counted_unless_one_is_frozen(name, seeing):
     path, model = seeing(name)

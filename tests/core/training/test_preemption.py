@@ -110,6 +110,7 @@ def test_what_is_no_duration_is_refused_with_the_config(text):
 # ---- signals ----
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
     ("number", "error", "code"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, 130)]
@@ -227,6 +228,7 @@ def child(out, mode, workers, **options):
     return programs.Program(["-c", CHILD, str(out), mode, str(workers)], **options)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_while_data_is_read(number, workers, tmp_path):

@@ -328,6 +328,7 @@ def no_collector():
     gc.enable()
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(
     "name", ["causal-lm", "sft", "sft-lora", "seq2seq", "dpo", "kto", "reward", "grpo", "grpo-sync"]
