@@ -27,7 +27,11 @@ DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
 DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED_VENV)/extensions \
                    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DEEPSPEED_VENV)/bin/python
 
-.PHONY: help setup quickstart test test-all test-vllm test-deepspeed test-torchao gpu figures lint types house check \
+# Versions of the packages that others may have.
+VERSIONS    := .venv-versions
+CONSTRAINTS ?= .ci/oldest.txt
+
+.PHONY: help setup quickstart test test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint types house check \
         docs dist-check clean
 .DEFAULT_GOAL := help
 
@@ -43,6 +47,15 @@ test: $(STAMP) ## Run the tests that take minutes together.
 
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
+
+# An environment of its own, with other versions than constraints.txt. Peers are compared at their own versions alone.
+test-versions: ## Run the tests with the oldest versions that the packages claim. CONSTRAINTS=.ci/newest.txt: the newest.
+	@test -x $(VERSIONS)/bin/python || $(PYTHON) -m venv $(VERSIONS)
+	@$(VERSIONS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	@$(VERSIONS)/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS) --group dev \
+	  $(patsubst %,-e %,$(wildcard packages/*))
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) -m "not slow" --rotate \
+	  --ignore tests/parity
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.
 	POSTTRAIN_VLLM=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
@@ -83,7 +96,7 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
-	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) out site
+	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(VERSIONS) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)

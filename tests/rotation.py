@@ -15,7 +15,7 @@ REPRESENTATIVES = {
     "sft-packed": "packed rows",
     "sft-lora": "adapters",
     "dpo": "preferences",
-    "kto": "pairs that do not match",
+    "kto": "unpaired preferences",
     "grpo-reused": "online training",
     "gkd": "distillation",
     "sft-mixture": "mixtures of datasets",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 from tests import rotation
@@ -50,3 +52,8 @@ def test_a_fixture_runs_what_is_asked_of_it():
     items = [Item(fixturenames=["runs"], callspec=spec), Item(fixturenames=["x"], callspec=spec), Item(fixturenames=[])]
     assert rotation.wanted(SimpleNamespace(items=items), "runs", ["a", "b"]) == ["b"]
     assert rotation.wanted(SimpleNamespace(items=items), "other", ["a", "b"]) == []
+
+
+def test_contributors_are_told_what_stands_for_what():
+    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", page, re.MULTILINE)) == rotation.REPRESENTATIVES
