@@ -56,15 +56,8 @@ TO_CUT = {
     ("core.distributed.processes", "lm.loading.parts"),
     ("core.losses", "lm.loss.language_modeling"),
     ("core.losses.normalization", "lm.loss.language_modeling"),
-    ("core.models.float8", "lm.loss.lm_head"),
     ("core.trainer", "cli.report.report"),
     ("core.trainer", "cli.report.run_record"),
-    ("core.training.preflight", "lm.loading.adapters"),
-    ("core.training.preflight", "lm.loading.loading"),
-    ("core.training.preflight", "lm.loading.quantization"),
-    ("core.training.preflight", "lm.text.chat_template"),
-    ("lm.generate.completion_callbacks", "cli.report.samples"),
-    ("lm.generate.predict_with_generate", "cli.report.samples"),
 }
 # What takes a trainer, because it is a part of its face.
 KNOWS_TRAINERS = LAYER["core.trainer"]

@@ -115,7 +115,7 @@ def test_images_of_prompts_are_written_as_files_and_shown_to_trackers(with_arrow
     import PIL.Image
     from datasets import Dataset, Image, List
 
-    from posttrain.cli.report import samples
+    from posttrain.lm.generate import samples
     from posttrain.rl.online import reporting as completions
 
     tables, image = [], tiny_vision.image(3, 16, 24)

@@ -7,7 +7,8 @@ import re
 import pytest
 from datasets import Dataset
 
-from posttrain.cli.report import report, samples
+from posttrain.cli.report import report
+from posttrain.lm.generate import samples
 from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny

@@ -34,6 +34,7 @@ from posttrain.lm.generate.predict_with_generate import GeneratesText
 from posttrain.lm.images.images import columns_of, has_images
 from posttrain.lm.images.vision import CountedBatch, check_model
 from posttrain.lm.loading import adapters, loading
+from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.language_modeling import cross_entropy, dynamic_weights, group_sums
 from posttrain.lm.text import chat_template
@@ -176,9 +177,8 @@ class SFTTrainer(GeneratesText, Trainer):
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the names in a mixture, with special tokens and with `formatting_func`."""
-        yield from preflight.model_type_problems(
-            parts, "SFTTrainer takes a causal language model, or the name or folder of one."
-        )
+        wanted = "SFTTrainer takes a causal language model, or the name or folder of one."
+        yield from model_problems(args, parts, wanted)
         if isinstance(parts.train_dataset, Mapping):
             yield from preflight.caught(check_parts, parts.train_dataset)
         yield from super().preflight(args, parts)
@@ -187,7 +187,7 @@ class SFTTrainer(GeneratesText, Trainer):
         function = parts.others.get("formatting_func")
         if function is not None and not callable(function):
             yield TypeError(f"formatting_func must be a function of a row, not {function!r}.")
-        yield from preflight.tokenizer_problems(args, parts)
+        yield from tokenizer_problems(args, parts)
 
     def compute_loss(
         self,

@@ -19,10 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.report import run_record, samples
+from posttrain.cli.report import run_record
 from posttrain.core.callbacks import ClosingCallback
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
+from posttrain.lm.generate import samples
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +36,14 @@ MOST_POINTS = 2000
 #: Characters of a sample that are shown.
 MOST_TEXT = 600
 #: The phases of training, in the order in which they follow each other; a trainer may have more.
-PHASES = (
-    "data",
-    "sync",
-    "generate",
-    "score",
-    "wait",
-    "forward",
-    "backward",
-    "forward_backward",
-    "optimizer",
-    "eval",
-    "save",
-)
+PHASES = tuple("data sync generate score wait forward backward forward_backward optimizer eval save".split())
 _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
 _PHASE_NAMES = {"forward_backward": "forward and backward"}
 # Those of single reward functions are parts of "score".
 _PHASE = re.compile(r"perf/(?!step_|time_left_|reward_)(\w+)_seconds")
 _ASSETS = Path(__file__).with_name("report_page")
-_FIRST = (
-    "loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy",
-    "learning_rate", "grad_norm",
-)  # fmt: skip
+_FIRST = ["loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy"]
+_FIRST += ["learning_rate", "grad_norm"]
 # Of the last record, about the whole run: no curves.
 _TOTALS = re.compile(
     r"train_|(.*_)?(runtime|samples_per_second|steps_per_second)$|total_flos$|epoch$|step$|perf/.*_seconds$"
@@ -71,7 +58,7 @@ class Run:
         name: of its folder.
         record: the last start in its ``run.json``; empty if there is none.
         log: its records, in order.
-        samples: what the model wrote, see `posttrain.cli.report.samples.read`.
+        samples: what the model wrote, see `posttrain.lm.generate.samples.read`.
     """
 
     name: str

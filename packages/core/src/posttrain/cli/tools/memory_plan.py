@@ -299,7 +299,7 @@ class _Offloaded(OffloadActivations):
     kinds = (torch.Tensor, FakeTensor)
 
     def __init__(self, model: nn.Module, live: LiveBytes) -> None:
-        head = lm_head.output_embedding(wrapping.base_model(model))
+        head = wrapping.output_embedding(model)
         super().__init__(model, torch.device("cpu"), stays=[] if head is None else [head])
         self.live = live
 
@@ -345,7 +345,7 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
         model.set_attn_implementation(_register_attention())
     if options.load_in_4bit or options.load_in_8bit:
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
-        head = lm_head.output_embedding(model)
+        head = wrapping.output_embedding(model)
         quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     if (adapter := options.peft_config()) is not None:
         if getattr(config, "is_encoder_decoder", False):
@@ -370,7 +370,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
     Leaves the gradients at the parameters.
     """
     before = reached = live.now
-    head = lm_head.output_embedding(wrapping.base_model(model))
+    head = wrapping.output_embedding(model)
     inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
     labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import require
-from posttrain.core.models.wrapping import base_model
-from posttrain.lm.loss.lm_head import output_embedding
+from posttrain.core.models.wrapping import output_embedding
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def use_float8(model: nn.Module, emulate: bool = False, compiled: bool = True) -
             "float8 saves. Set torch_compile=True too."
         )
     torchao = require("torchao.float8", PACKAGE, why="fp8=True")
-    head = output_embedding(base_model(model))
+    head = output_embedding(model)
 
     def fits(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear or module is head or ".lora_" in f".{name}":

@@ -62,3 +62,13 @@ def configs(model: nn.Module) -> list[Any]:
     if getattr(own, "is_encoder_decoder", False) and hasattr(base, "get_decoder"):
         found.append(getattr(base.get_decoder(), "config", None))
     return [config for config in found if config is not None]
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
+    embedding: Any = getattr(base_model(model), "get_output_embeddings", lambda: None)()
+    if any(kind.__name__ == "ModulesToSaveWrapper" for kind in type(embedding).__mro__):
+        if embedding.disable_adapters:
+            return embedding.original_module
+        return embedding.modules_to_save[embedding.active_adapter]
+    return embedding

@@ -28,8 +28,6 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
-from posttrain.lm.loading import adapters, loading, quantization
-from posttrain.lm.text import chat_template
 
 Problem = str | Exception
 
@@ -75,7 +73,8 @@ class Parts:
         model: a module, or the name or folder of one; None where `model_init` makes it.
         train_dataset, eval_dataset: as they were passed.
         datasets: ``{name in messages: dataset}`` of those that must be readable; None: from the two above.
-        processing_class: filled in by `tokenizer_problems` where it was not passed and the model was named.
+        processing_class: filled in by a trainer of language models where it was not passed and the model was named.
+        read_config: reads the config of a named model; None where there is none to read.
         auto_class: the class that loads a named model's `processing_class`.
     """
 
@@ -85,6 +84,7 @@ class Parts:
     eval_dataset: Any = None
     processing_class: Any = None
     data_collator: Any = None
+    read_config: Callable[[], Any] | None = None
     model_init: Any = None
     compute_loss_func: Any = None
     compute_metrics: Any = None
@@ -168,7 +168,6 @@ def of_arguments(*configs: Any) -> Iterator[Problem]:
 
 def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with the arguments that every trainer takes."""
-    yield from model_problems(args, parts)
     yield from division_problems(args, parts)
     yield from dataset_problems(args, parts)
     yield from optimizer_problems(args, parts)
@@ -188,28 +187,6 @@ def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
     yield from builder.package_problems(config)
 
 
-def model_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """Problems with a named model, its loading options and its adapter."""
-    kwargs = getattr(args, "model_init_kwargs", None)
-    if parts.is_named:
-        yield from loading.loading_problems(parts.model, kwargs, parts.quantization_config)
-        bits = quantization.asked_bits(kwargs, parts.quantization_config)
-        is_adapter = loading.is_adapter(parts.model)
-        if bits and parts.peft_config is None and parts.train_dataset is not None and not is_adapter:
-            yield (
-                f"{bits}=True loads quantized weights, which cannot be trained themselves. Pass peft_config (e.g. "
-                "peft.LoraConfig()) to train an adapter on them, or load the model unquantized"
-            )
-    elif kwargs is not None or parts.quantization_config is not None:
-        yield ValueError("model_init_kwargs and quantization_config load a model by name, but a model was passed.")
-    if isinstance(parts.ref_model, nn.Module) and parts.ref_model is parts.model:
-        yield ValueError("ref_model is the model itself, so it would move with it. Leave it out: a copy is made.")
-    if isinstance(parts.ref_model, (str, os.PathLike)):
-        yield from loading.loading_problems(parts.ref_model, kwargs, None)
-    if parts.peft_config is not None:
-        yield from caught(adapters.check_peft_config, parts.peft_config)
-
-
 def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with dividing the model over processes; reads the config alone of a named model."""
     sizes = shard_settings.sizes_of(getattr(args, "parallelism_config", None))
@@ -217,27 +194,12 @@ def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         return
     if isinstance(parts.model, nn.Module):
         config = getattr(base_model(parts.model), "config", None)
-    elif parts.is_named and loading.missing_folder(parts.model) is None:
-        kwargs = getattr(args, "model_init_kwargs", None) or {}
-        with loading.explain_missing(os.fspath(parts.model), "model"):
-            config = loading.config_of(parts.model, kwargs, getattr(args, "trust_remote_code", False))
+    elif parts.read_config is not None:
+        config = parts.read_config()
     else:
         return  # made later, or reported with the model
     if config is not None:
         yield from division.model_problems(sizes, config)
-
-
-def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
-    """Problems with the tokenizer or the named special tokens; loads a named model's tokenizer, which is small."""
-    if parts.processing_class is None and parts.is_named and loading.missing_folder(parts.model) is None:
-        try:
-            parts.processing_class = loading.load_tokenizer(parts.model, args.trust_remote_code, parts.auto_class)
-        except (OSError, ValueError, ImportError) as error:
-            yield error
-    if parts.processing_class is not None:
-        yield from chat_template.token_problems(parts.processing_class, args)
-    if (template := getattr(args, "chat_template_path", None)) is not None:
-        yield from caught(chat_template.load_template, template, args.trust_remote_code)
 
 
 def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
@@ -351,9 +313,3 @@ def _others_callbacks(callbacks: Any) -> Iterator[Any]:
         owner = next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), None)
         if owner is not None and not owner.__module__.startswith(("posttrain.", "transformers.")):
             yield callback
-
-
-def model_type_problems(parts: Parts, wanted: str) -> Iterator[Problem]:
-    """Problem: the model is neither a module nor a name."""
-    if not parts.is_named and not isinstance(parts.model, nn.Module):
-        yield TypeError(f"model is of type {type(parts.model).__name__}; {wanted}")

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from posttrain.cli.report import samples
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.lm.generate import samples
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, described, has_images, read_images
 from posttrain.lm.images.vision import Shown, VisionProcessor, join_tensors, place_images
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.cli.report import samples as written
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
 from posttrain.lm.generate import generate
+from posttrain.lm.generate import samples as written
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, has_virtual_tokens, unwrap
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens, output_embedding, unwrap
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
@@ -271,7 +271,7 @@ def packed_head(model: nn.Module) -> Iterator[None]:
     For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight
     must not change meanwhile. Only on the CPU, for an unsharded `nn.Linear` with products in float32.
     """
-    linear = output_embedding(base_model(model))
+    linear = output_embedding(model)
     if linear is None or not _can_be_packed(linear) or _is_sharded(model):
         yield
         return
@@ -349,39 +349,30 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
             setattr(config, head.softcap_switch, head.softcap)
 
 
-def output_embedding(base: nn.Module) -> nn.Module | None:
-    """The output embedding of a model of transformers; of one that peft trains a copy of, the one in use."""
-    embedding: Any = getattr(base, "get_output_embeddings", lambda: None)()
-    if any(kind.__name__ == "ModulesToSaveWrapper" for kind in type(embedding).__mro__):
-        # peft's trained copy next to the original
-        if embedding.disable_adapters:
-            return embedding.original_module
-        return embedding.modules_to_save[embedding.active_adapter]
-    return embedding
-
-
 _HEADS: WeakKeyDictionary[nn.Module, tuple[float | None, float, str | None, str | None]] = WeakKeyDictionary()
 
 
 def _find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
     """The head of `model`, or None and why not. The trial is made once for each head."""
-    base = base_model(model)
-    name = type(base).__name__
-    linear = output_embedding(base)
+    linear = output_embedding(model)
     if linear is None:
-        return None, f"{name} names no output embedding (get_output_embeddings())."
+        return None, f"{_name(model)} names no output embedding (get_output_embeddings())."
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         kind = f"{type(linear).__module__}.{type(linear).__name__}"
-        return None, f"The head of {name} is a {kind}, not a plain nn.Linear."
+        return None, f"The head of {_name(model)} is a {kind}, not a plain nn.Linear."
     if not linear.weight.is_floating_point():
-        return None, f"The head of {name} is quantized."
+        return None, f"The head of {_name(model)} is quantized."
     if linear not in _HEADS:
         try:
-            _HEADS[linear] = _try_head(base, linear)
+            _HEADS[linear] = _try_head(base_model(model), linear)
         except Exception as error:  # any model may be unable to read two tokens, and then it keeps its own loss
-            return None, f"{name} could not be tried on two tokens: {type(error).__name__}: {error}"
+            return None, f"{_name(model)} could not be tried on two tokens: {type(error).__name__}: {error}"
     softcap, scale, switch, reason = _HEADS[linear]
     return (None, reason) if reason else (CausalHead(linear, softcap, scale, switch), None)
+
+
+def _name(model: nn.Module) -> str:
+    return type(base_model(model)).__name__
 
 
 @torch.no_grad()

@@ -30,11 +30,12 @@ from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan, make_plan
-from posttrain.core.training.preflight import Parts, Problem, model_type_problems, tokenizer_problems
+from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
 from posttrain.lm.images.vision import Shown
 from posttrain.lm.loading import loading
+from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
 from posttrain.rl.agents.environments import Environments, by_room, context_length, take_rollout
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import cause_of_gap, folded, make_generator, settings_of
@@ -253,7 +254,7 @@ class RolloutTrainer(Trainer):
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with prompts and reward functions."""
         args = checked_args(args, RolloutConfig)
-        yield from model_type_problems(parts, "pass a causal language model, or the name of one.")
+        yield from model_problems(args, parts, "pass a causal language model, or the name of one.")
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
         yield from image_problems(args, parts, cls.reads_images)

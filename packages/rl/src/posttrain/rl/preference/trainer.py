@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.cli.report import samples as written
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import pipeline
@@ -27,9 +26,11 @@ from posttrain.core.state import TrainOutput
 from posttrain.core.training import preflight as checks
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.activation_offloading import offloading, with_offloading
+from posttrain.lm.generate import samples as written
 from posttrain.lm.images.images import columns_of, has_images
 from posttrain.lm.images.vision import CountedBatch, VisionProcessor
 from posttrain.lm.loading import adapters, loading
+from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
 from posttrain.lm.loss import lm_head
 from posttrain.lm.text import chat_template
 from posttrain.rl.policy import reference as references
@@ -58,13 +59,11 @@ class PreferenceTrainer(Trainer):
     args: PreferenceConfig
     evaluation_metrics = None
     logs_num_tokens = True
-    signature_columns: tuple[str, ...] | None = (
-        "prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps",
-    )  # fmt: skip
-    fixed_at_construction: tuple[str, ...] = (
-        "disable_dropout", "faulty_rows", "long_rows", "max_length", "pad_to_multiple_of", "padding_free",
-        "precompute_ref_log_probs", "shared_prefix", "sync_ref_model", "truncation_mode",
-    )  # fmt: skip
+    signature_columns: tuple[str, ...] | None = ("prompt_ids", "chosen_ids", "rejected_ids", *REFERENCE_COLUMNS)
+    fixed_at_construction: tuple[str, ...] = tuple(
+        "disable_dropout faulty_rows long_rows max_length pad_to_multiple_of padding_free precompute_ref_log_probs "
+        "shared_prefix sync_ref_model truncation_mode".split()
+    )
     #: Pairs, or single completions with a verdict ("unpaired_preference").
     data_kind = "preference"
 
@@ -103,10 +102,9 @@ class PreferenceTrainer(Trainer):
         parts = checks.Parts.of(
             old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers, optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
-            quantization_config=quantization_config, peft_config=peft_config,
-            auto_class=self._auto_classes[1],
+            callbacks=callbacks, optimizers=optimizers,
+            optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
+            quantization_config=quantization_config, peft_config=peft_config, auto_class=self._auto_classes[1],
         )  # fmt: skip
         self.run_preflight(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
@@ -141,9 +139,8 @@ class PreferenceTrainer(Trainer):
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
         if self.needs_reference:
-            self._set_reference(
-                ref_model, fresh_adapter=peft_config is not None and not loading.is_adapter(parts.model)
-            )
+            is_fresh = peft_config is not None and not loading.is_adapter(parts.model)
+            self._set_reference(ref_model, fresh_adapter=is_fresh)
         if train_dataset is not None:
             self.train_dataset = self._prepare(train_dataset, "train")
         if eval_dataset is not None:
@@ -154,10 +151,10 @@ class PreferenceTrainer(Trainer):
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: checks.Parts) -> Iterator[checks.Problem]:
-        yield from checks.model_type_problems(parts, "pass a language model, or the name of one.")
+        yield from model_problems(args, parts, "pass a language model, or the name of one.")
         yield from super().preflight(args, parts)
         yield from checks.no_dataset_problems(parts)
-        yield from checks.tokenizer_problems(args, parts)
+        yield from tokenizer_problems(args, parts)
 
     @property
     def token_stats(self) -> tuple[str, ...]:
