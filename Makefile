@@ -49,7 +49,7 @@ test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
 
 # An environment of its own, with other versions than constraints.txt. Peers are compared at their own versions alone.
-test-versions: ## Run the tests with the oldest versions that the packages claim. CONSTRAINTS=.ci/newest.txt: the newest.
+test-versions: ## Run the tests with the oldest versions that the packages claim. CONSTRAINTS=/dev/null: the newest.
 	@test -x $(VERSIONS)/bin/python || $(PYTHON) -m venv $(VERSIONS)
 	@$(VERSIONS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(VERSIONS)/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS) --group dev \
