@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,12 +27,9 @@ SHARE = 4
 
 def commit() -> str:
     """The hash of the commit that is checked out, "" where git or its folder is missing."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return found.stdout.strip()
+    from posttrain.cli.report import run_record
+
+    return run_record.code(str(Path(__file__).parent)).get("commit", "")
 
 
 def taken(cases: list[tuple[str, list[Any]]], seed: str) -> set[str]:

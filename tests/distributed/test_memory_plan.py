@@ -47,9 +47,9 @@ def held(request, shared):
         names = rotation.wanted(request.session, "held", CASES)
         for processes in {CASES[name][0] for name in names}:
             work = [
-                [name, "memory", {"out": str(folder / name), "folder": str(folder / kind_of(name))} | changes]
-                for name, (number, changes) in CASES.items()
-                if number == processes and name in names
+                [name, "memory", {"out": str(folder / name), "folder": str(folder / kind_of(name))} | CASES[name][1]]
+                for name in names
+                if CASES[name][0] == processes
             ]
             jobs.do(processes, work, folder)
 

@@ -99,8 +99,8 @@ class Later(TrainerCallback):
 def most_allocated(profile: torch.profiler.profile) -> int:
     """The bytes that torch allocated within `profile` and had not freed, at most.
 
-    From the allocator's own count at each event: adding up sizes in the order of their time stamps is wrong where a
-    processor's clock is.
+    From the allocator's own count at each event, of which only the first is found by its time stamp: adding up sizes in
+    the order of time stamps is wrong where a processor's clock is.
     """
     counts, pending = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while pending:
