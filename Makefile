@@ -31,8 +31,8 @@ DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED
 VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
-.PHONY: help setup quickstart test test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint types house check \
-        docs dist-check clean
+.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint types house \
+        check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -44,6 +44,9 @@ quickstart: $(STAMP) $(MODEL_STAMP) ## Fine-tune a real model on reviews in minu
 
 test: $(STAMP) ## Run the tests that take minutes together.
 	$(PYTEST) -m "not slow" --rotate
+
+test-unit: $(STAMP) ## Run the tests of single modules that take less than a second each.
+	$(PYTEST) -m "not slow and not long" --rotate tests/core tests/rl tests/seq2seq tests/sft
 
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)

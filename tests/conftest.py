@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 # Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first
 # process.
@@ -31,7 +32,10 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    what = "of tests marked `rotated`, run the representatives and the other cases that COMMIT (default: HEAD) chooses"
+    what = (
+        "of tests marked `rotated`, run the representatives and the other cases that COMMIT (default: HEAD) chooses, "
+    )
+    what += "and tests/parity only if something has changed that it compares"
     parser.addoption("--rotate", nargs="?", const="HEAD", metavar="COMMIT", help=what)
 
 
@@ -39,11 +43,25 @@ def pytest_configure(config):
     # Once, for all workers: a commit that is made meanwhile changes nothing.
     if config.getoption("rotate") == "HEAD":
         config.option.rotate = rotation.commit()
+    if config.getoption("rotate") is not None and not hasattr(config, "workerinput"):
+        asked = any("parity" in Path(name).parts for name in config.args)
+        config.option.parity = "they were asked for" if asked else rotation.compares(rotation.changed())
 
 
 def pytest_report_header(config):
     commit = config.getoption("rotate")
-    return None if commit is None else f"cases of tests marked `rotated`: --rotate={commit} runs these again"
+    if commit is None:
+        return None
+    parity = f"run, for {why}" if (why := config.option.parity) else "left out, for nothing that they compare changed"
+    return [
+        f"cases of tests marked `rotated`: --rotate={commit} runs these again",
+        f"comparisons with other trainers, tests/parity: {parity}",
+    ]
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_left_out = config.getoption("rotate") is not None and not config.option.parity
+    return True if is_left_out and collection_path == rotation.PARITY else None
 
 
 def pytest_collection_modifyitems(config, items):

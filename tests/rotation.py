@@ -1,7 +1,13 @@
-"""Which cases of the large products a quick run takes: one for each mechanism, and a share of the others by commit."""
+"""Which tests a quick run takes.
+
+Of the cases of large products: one for each mechanism, and a share of the others by commit. Of the comparisons with
+other trainers: all where something that they compare has changed, else none.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -23,6 +29,10 @@ REPRESENTATIVES = {
 }
 #: Of the other cases of a test, one in so many.
 SHARE = 4
+ROOT = Path(__file__).parents[1]
+PARITY = ROOT / "tests" / "parity"
+#: The files whose change can make a loss or a message differ from those of the other trainers in `PARITY`.
+COMPARED = re.compile(r"constraints\.txt|(.*/)?pyproject\.toml|tests/parity/.*|packages/.*/(losses|loss|algorithms)/.*")
 
 
 def commit() -> str:
@@ -30,6 +40,31 @@ def commit() -> str:
     from posttrain.cli.report import run_record
 
     return run_record.code(str(Path(__file__).parent)).get("commit", "")
+
+
+def changed() -> list[str] | None:
+    """The files that differ from where this branch left main, or on main itself from the commit before.
+
+    None where git does not know that commit.
+    """
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    start = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main")
+    if start == git("rev-parse", "HEAD"):
+        start = git("rev-parse", "--verify", "HEAD^")
+    if not start:
+        return None
+    return [*git("diff", "--name-only", start).split(), *git("ls-files", "--others", "--exclude-standard").split()]
+
+
+def compares(files: list[str] | None) -> str:
+    """Why a run in which `files` have changed takes the tests of `PARITY`; "" where it leaves them out."""
+    if files is None:
+        return "git does not know what has changed"
+    return next((f"{name} has changed" for name in files if COMPARED.fullmatch(name)), "")
 
 
 def taken(cases: list[tuple[str, list[Any]]], seed: str) -> set[str]:

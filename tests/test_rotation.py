@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from tests import rotation
 from tests.contract.trainers import TRAINERS
@@ -52,6 +55,49 @@ def test_a_fixture_runs_what_is_asked_of_it():
     items = [Item(fixturenames=["runs"], callspec=spec), Item(fixturenames=["x"], callspec=spec), Item(fixturenames=[])]
     assert rotation.wanted(SimpleNamespace(items=items), "runs", ["a", "b"]) == ["b"]
     assert rotation.wanted(SimpleNamespace(items=items), "other", ["a", "b"]) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "constraints.txt", "pyproject.toml", "packages/rl/pyproject.toml", "tests/parity/test_dpo.py",
+        "packages/core/src/posttrain/core/losses/base.py", "packages/core/src/posttrain/lm/loss/lm_head.py",
+        "packages/rl/src/posttrain/rl/algorithms/dpo.py",
+    ],
+)  # fmt: skip
+def test_a_change_of_what_is_compared_with_other_trainers_compares_it(path):
+    assert rotation.compares(["README.md", path]) == f"{path} has changed"
+
+
+def test_other_changes_leave_the_comparisons_out_unless_git_does_not_know_them():
+    files = ["docs/loop.md", "tests/rl/test_dpo.py", "packages/core/src/posttrain/core/trainer.py"]
+    assert rotation.compares(files) == rotation.compares([]) == ""
+    assert rotation.compares(None)
+
+
+def test_changes_are_those_since_the_branch_left_main_and_of_main_those_of_its_last_commit(tmp_path, monkeypatch):
+    def git(*words):
+        own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(name):
+        (tmp_path / name).touch()
+        git("add", name)
+        git("commit", "-m", name)
+
+    monkeypatch.setattr(rotation, "ROOT", tmp_path)
+    assert rotation.changed() is None
+    git("init", "-b", "main")
+    commit("a")
+    assert rotation.changed() is None  # the first commit is all there is
+    commit("b")
+    assert rotation.changed() == ["b"]
+    git("checkout", "-b", "branch")
+    commit("c")
+    commit("d")
+    (tmp_path / "a").write_text("more")
+    (tmp_path / "new").touch()
+    assert rotation.changed() == ["a", "c", "d", "new"]
 
 
 def test_contributors_are_told_what_stands_for_what():

@@ -92,6 +92,7 @@ def test_every_field_has_help_that_argparse_can_print():
         assert text % {} == text, f"{known.name}: argparse would format the help"
 
 
+@pytest.mark.long
 def test_making_arguments_touches_nothing(tmp_path):
     code = (
         "import sys, os; from posttrain.core.arguments import TrainingArguments; "
@@ -428,6 +429,7 @@ def parser_configs() -> list[type]:
     return [TrainingArguments, ModelConfig, *(method.config_class for method in registry.methods().values())]
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("config", parser_configs())
 @pytest.mark.parametrize("way", ["flags", "dict", "json", "yaml"])

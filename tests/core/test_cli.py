@@ -346,6 +346,7 @@ def test_a_failed_upload_shows_in_the_exit_status(recorder, monkeypatch):
     assert main(words) == 0
 
 
+@pytest.mark.long
 def test_a_reader_that_has_gone_ends_a_command_quietly():
     command = [sys.executable, "-c", "import sys; from posttrain.cli import main; sys.exit(main(['grpo', '-h']))"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

@@ -205,6 +205,7 @@ def test_flags_that_a_callback_raises_are_heeded(script):
     assert agree(run) == [[2, 2, 4], ["checkpoint-2"]]
 
 
+@pytest.mark.long
 def test_training_twice_goes_on_with_the_same_model_and_optimizer(script):
     def run(library):
         trainer = script(library, max_steps=5, learning_rate=0.1)
@@ -304,6 +305,7 @@ def test_the_label_smoother_may_be_called_by_scripts(script):
 # ---------------------------------------------------------------------------------------------------- counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("counted", ["all", "non_padding"])
 def test_tokens_and_operations_are_counted_up_to_each_record(script, counted):
     def run(library):
@@ -554,6 +556,7 @@ def test_the_best_weights_are_left_in_the_model_and_evaluate_the_same(script):
     assert len(agree(run)[2]) <= 2
 
 
+@pytest.mark.long
 def test_a_best_step_that_was_saved_before_it_was_evaluated_is_named_and_kept(script):
     """Steps are saved, epochs evaluated: step 8 is there when the evaluation after the epoch finds it the best."""
 
@@ -601,6 +604,7 @@ def test_the_state_of_a_resumed_run_is_that_of_a_straight_one(script, tmp_path):
     assert [line["step"] for line in lines] == [4, 8, 12, 15] and "perf/step_seconds" in lines[0]
 
 
+@pytest.mark.long
 def test_a_callback_with_a_state_of_arguments_alone_is_restored(script):
     def run(library):
         class Named(library.TrainerCallback, library.ExportableState):
@@ -654,6 +658,7 @@ def test_a_log_written_anew_still_reaches_the_callbacks(script):
     assert agree(run)[0] == [["mine"]] * 3
 
 
+@pytest.mark.long
 def test_a_training_step_written_anew_trains_the_same(script):
     def run(library):
         class Own(library.Trainer):
@@ -678,6 +683,7 @@ def test_a_training_step_written_anew_trains_the_same(script):
     assert agree(run)[0] == agree(usual)
 
 
+@pytest.mark.long
 def test_a_training_loader_written_anew_reads_the_same_rows_and_can_be_resumed(script, tmp_path):
     def run(library):
         class Own(library.Trainer):

@@ -348,6 +348,7 @@ def test_a_hub_that_is_down_is_reported_once_with_the_command_that_makes_up_for_
     assert "attempt 4" in upload.error and up.failed == [upload] and upload.url is None
 
 
+@pytest.mark.long
 def test_the_command_uploads_what_was_left_behind(hub, tmp_path):
     up, folder = uploader(tmp_path, hub_revision="trial"), make_checkpoint(tmp_path, 1)
     hub.failures = [400]

@@ -465,6 +465,7 @@ def test_forward_and_backward_are_timed_apart_where_the_step_is_ours(tmp_path, o
     assert set(trainer.clock.phases) <= {"save"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("argument", ["limit_train_batches", "overfit_batches"])
 def test_an_epoch_of_a_few_batches_and_the_same_ones_to_learn_by_heart(tmp_path, argument, workers):

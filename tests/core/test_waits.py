@@ -109,6 +109,7 @@ def test_the_death_of_the_process_that_works_ends_the_wait_soon(how, tmp_path):
     assert team(tmp_path / "store", main, other, seconds=1000) == [-9, 0]
 
 
+@pytest.mark.long
 def test_a_process_that_is_silent_counts_as_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(waits, "SILENCE", 0.0)
     monkeypatch.setattr(waits, "_machine", lambda: str(os.getpid()))  # none sees the other

@@ -577,6 +577,7 @@ class Cut(TrainerCallback):
             raise PowerCut
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("step", [1, 3, 5])
 @pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 2, "per_device_train_batch_size": 2}], ids=str)

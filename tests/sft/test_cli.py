@@ -110,6 +110,7 @@ def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys)
     assert "--bench_steps few must be a number" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd, monkeypatch):
     start = SimpleNamespace(run=lambda command, **_: programs.run(command[1:], cwd=Path.cwd()))
     monkeypatch.setattr(verify_resume, "subprocess", start)
@@ -167,6 +168,7 @@ def test_a_run_of_a_program_is_not_started_again_but_shown(run_file, tmp_path, c
     assert main(["rerun", str(tmp_path)]) == 1 and main(["rerun"]) == 0 and main(["rerun", "a", "b"]) == 2
 
 
+@pytest.mark.long
 def test_what_cannot_be_proved_says_why(run_file, capsys):
     assert main(["verify-resume", "run.yaml"]) == 2
     assert "name the method first" in capsys.readouterr().err

@@ -310,6 +310,7 @@ def rng():
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_position_goes_on_bit_for_bit(kind, workers):

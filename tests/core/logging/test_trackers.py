@@ -158,6 +158,7 @@ def test_a_tracker_keeps_its_class_and_cannot_change_the_arguments(tmp_path):
     assert trainer.pop_callback(Tracker) is tracker
 
 
+@pytest.mark.long
 def test_trackers_find_every_argument_that_they_read(tmp_path):
     """Each ``args.<name>`` in the callbacks of transformers."""
     from transformers.integrations import integration_utils
@@ -256,6 +257,7 @@ def test_tensorboard_goes_on_in_its_folder_with_each_step_once(tmp_path):
     assert len({file.parent for file in tmp_path.rglob("events.out.tfevents.*")}) == 2  # a new run, a new folder
 
 
+@pytest.mark.long
 @installed("mlflow")
 def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     import mlflow
@@ -271,6 +273,7 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     assert "MLFLOW_RUN_ID" not in os.environ
 
 
+@pytest.mark.long
 @installed("trackio")
 def test_trackio_goes_on_with_its_run(tmp_path):
     code = f"""
@@ -288,6 +291,7 @@ assert first.state.tracker_runs == again.state.tracker_runs and first.state.trac
         assert len(database.execute("SELECT DISTINCT run_name FROM metrics").fetchall()) == 1
 
 
+@pytest.mark.long
 @installed("mlflow")
 def test_mlflow_gets_the_run_name_the_arguments_and_the_losses(tmp_path, monkeypatch):
     import mlflow
@@ -305,6 +309,7 @@ def test_mlflow_gets_the_run_name_the_arguments_and_the_losses(tmp_path, monkeyp
     assert history == [(r["step"], r["loss"]) for r in trainer.state.log_history if "loss" in r]
 
 
+@pytest.mark.long
 @installed("wandb")
 def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -326,6 +331,7 @@ def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run
         wandb.finish()
 
 
+@pytest.mark.long
 @installed("trackio")
 def test_trackio_gets_the_run_name_and_the_losses(tmp_path):
     # Trackio keeps its folder and its run for the process, and a thread that writes: a process of its own.

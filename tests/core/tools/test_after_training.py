@@ -334,6 +334,7 @@ metric_list: [{{metric: acc}}]
     assert "no task 'no_such_task_at_all'" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_rows_that_the_hub_does_not_give_are_named_without_a_traceback(base, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
 

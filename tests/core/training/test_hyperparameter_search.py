@@ -330,6 +330,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_two_processes_run_the_same_trials(tmp_path):
     done = programs.together(2, ["-c", PAIR, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]

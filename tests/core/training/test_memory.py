@@ -82,6 +82,7 @@ def test_a_resumed_run_keeps_the_size_that_was_found(tmp_path):
     assert all(torch.equal(value, weights(straight)[name]) for name, value in weights(resumed).items())
 
 
+@pytest.mark.long
 def test_what_cannot_be_cut_is_said_and_how_to_make_it_fit(tmp_path):
     trainer = causal_lm(Small)(tmp_path, auto_find_batch_size=True)
     trainer.limit = 0
