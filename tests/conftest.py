@@ -29,6 +29,8 @@ import torch  # noqa: E402
 from tests import rotation  # noqa: E402
 
 torch.set_num_threads(1)
+# No test outlives a power cut: what it writes need not reach the disk, which can take longer than the test.
+os.fsync = lambda descriptor: None
 
 
 def pytest_addoption(parser):

@@ -27,8 +27,8 @@ REPRESENTATIVES = {
     "seq2seq": "encoder-decoders",
     "dpo-images": "images",
 }
-#: Of the other cases of a test, one in so many.
-SHARE = 4
+#: Of the cases of a test one in so many.
+SHARE = 8
 ROOT = Path(__file__).parents[1]
 PARITY = ROOT / "tests" / "parity"
 #: The files whose change can make a loss or a message differ from those of the other trainers in `PARITY`.
@@ -68,28 +68,34 @@ def compares(files: list[str] | None) -> str:
 
 
 def taken(cases: list[tuple[str, list[Any]]], seed: str) -> set[str]:
-    """The ids of the cases of one test that are run.
+    """The ids of the cases of one test that are run: one in `SHARE` of those of each representative, and of the others.
 
     Args:
         cases: ``(id, values of the parameters)`` of each.
         seed: another one takes other cases; tests that share ids take the same, because they share what is set up.
     """
-    always = {name for name, values in cases if any(str(value) in REPRESENTATIVES for value in values)}
-    others = [name for name, _ in cases if name not in always]
-    others.sort(key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
-    return always | set(others[: -(-len(others) // SHARE)])
+    kinds = defaultdict(list)
+    for name, values in sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case[0]}".encode())):
+        kinds[next((str(value) for value in values if str(value) in REPRESENTATIVES), "")].append(name)
+    return {name for names in kinds.values() for name in names[: -(-len(names) // SHARE)]}
 
 
 def leave_out(items: list[Any], seed: str) -> list[Any]:
-    """Take the cases that are not run out of `items`, in place, and return them."""
-    tests = defaultdict(list)
+    """Take the cases that are not run out of `items`, in place, and return them.
+
+    A test's cases are those of its parameters. Tests of a file with the same ``rotated("group")`` are cases of one.
+    """
+    tests = defaultdict(dict)
     for item in items:
-        if item.get_closest_marker("rotated"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        if mark := item.get_closest_marker("rotated"):
+            file, _, test = item.nodeid.partition("::")
+            name, spec = test.partition("[")[0], getattr(item, "callspec", None)
+            case = (spec.id, list(spec.params.values())) if spec and not mark.args else (test, [])
+            tests[file, *(mark.args or [name])][item] = case
     left = []
     for cases in tests.values():
-        ids = taken([(case.callspec.id, list(case.callspec.params.values())) for case in cases], seed)
-        left += [case for case in cases if case.callspec.id not in ids]
+        ids = taken(list(cases.values()), seed)
+        left += [item for item, (name, _) in cases.items() if name not in ids]
     out = set(left)
     items[:] = [item for item in items if item not in out]
     return left

@@ -111,6 +111,7 @@ def log_of(trainer):
 # ---------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("options", [
     {"num_train_epochs": 1.5}, {"num_train_epochs": 1.3}, {"num_train_epochs": 0.1}, {"max_steps": 10},
     {"num_train_epochs": 2, "gradient_accumulation_steps": 3},
@@ -126,6 +127,7 @@ def test_a_run_is_as_long_as_ever(script, options):
     assert agree(run)[0] > 0
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("options", [
     {"logging_strategy": "epoch", "logging_first_step": True}, {"logging_strategy": "no"}, {"logging_steps": 5},
     {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 5}, {"eval_strategy": "epoch", "eval_delay": 1.5},

@@ -147,6 +147,7 @@ def test_an_evaluation_divides_all_sums_by_all_counts(trainer_class, size, tmp_p
     assert before == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 @pytest.mark.parametrize("trainer_class", [Pairs, PairsWithCount])
 def test_sums_with_counts_of_two_processes_are_those_of_one(trainer_class, tmp_path):

@@ -11,6 +11,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("generation")
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 @pytest.mark.parametrize("mode", [{}, {"fsdp": "full_shard"}], ids=["ddp", "fsdp"])
 def test_two_processes_write_what_one_writes(folder, mode):

@@ -108,6 +108,7 @@ def run(family, folder, callbacks=None, **changes):
     return images(SFTTrainer, "prompt completion", family)(folder, callbacks, **(usual | changes))
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 def test_a_run_goes_on_to_the_same_bits_and_does_not_depend_on_how_its_batches_are_cut(family, tmp_path):
     straight, resumed = (run(family[0], tmp_path) for _ in range(2))

@@ -33,7 +33,7 @@ def small(folder, **changes):
     return Trainer(model, arguments(TrainingArguments, folder, **options), pad, tiny.token_rows(16, min_length=8))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_default_backend_gives_the_losses_and_the_checkpoint_of_the_uncompiled_run(counters, tmp_path):
     plain, fast = small(tmp_path / "plain"), small(tmp_path / "fast", torch_compile=True)
     plain.train()

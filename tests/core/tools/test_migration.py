@@ -572,6 +572,7 @@ PREFER = """
 """
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "said"),

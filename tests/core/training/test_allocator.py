@@ -53,6 +53,7 @@ def test_memory_is_kept_within_the_context_and_given_back_after():
     assert said.count("DEBUG:posttrain.core.training.allocator:Freed memory is kept") == 1
 
 
+@pytest.mark.rotated
 @pytest.mark.long
 @glibc
 @pytest.mark.parametrize(
