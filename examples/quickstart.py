@@ -10,6 +10,7 @@ with the model is not installed, a small new model learns arithmetic instead (`c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -266,10 +267,8 @@ def fine_tune(name: str, data: tuple[str, list[dict], list[dict]], updates: int 
 
 def shown(path: Path) -> str:
     """Relative to this folder where that is shorter."""
-    try:
+    with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
-    except ValueError:
-        pass
     return shlex.quote(str(path))
 
 

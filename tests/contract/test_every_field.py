@@ -187,7 +187,7 @@ def test_a_field_that_others_leave_without_effect_is_named(config_class, field, 
         if name == "use_transformers_continuous_batching":
             changes["use_vllm"] = False
         said = told(lambda changes=changes: config_class(**usual | changes | {field.name: value}))
-        assert f"{field.name}=" in said and f"no effect without {needs.split()[0]}" in said or need in said, said
+        assert (f"{field.name}=" in said and f"no effect without {needs.split()[0]}" in said) or need in said, said
         assert f"{field.name}=" not in told(lambda changes=changes: config_class(**usual | changes)), field.name
 
 

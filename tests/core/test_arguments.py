@@ -197,7 +197,6 @@ def test_json_strings_become_dicts():
         ({"learning_rate": -1e-5}, ("learning_rate=-1e-05", ">= 0")),
         ({"learning_rate": "1e-5"}, ("learning_rate='1e-5'", "float")),
         ({"logging_steps": 0}, ("logging_steps=0", "> 0")),
-        ({"logging_steps": 0}, ("logging_steps=0", "> 0")),
         ({"seed": -1}, ("seed=-1", ">= 0")),
         ({"torch_empty_cache_steps": 0}, ("torch_empty_cache_steps=0", ">= 1")),
         ({"eval_strategy": "epochs"}, ("eval_strategy='epochs'", "did you mean 'epoch'")),
@@ -408,10 +407,8 @@ COMPANIONS = {
     "load_in_4bit": {"use_peft": True},
     "load_in_8bit": {"use_peft": True},
 }
-COMPANIONS |= dict.fromkeys(
-    ("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-    {"dataloader_num_workers": 1},
-)
+OF_WORKERS = ("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context")
+COMPANIONS |= {name: {"dataloader_num_workers": 1} for name in OF_WORKERS}
 
 
 def sample(config: type, known: dataclasses.Field) -> object:

@@ -731,7 +731,7 @@ def test_metrics_may_see_the_batches_of_an_evaluation_apart(whole, tmp_path):
 def test_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
     trainer = fit(tmp_path, max_steps=1, eval_on_start=True, eval_strategy="epoch")
     trainer.train()
-    assert [r["step"] for r in trainer.state.log_history if "eval_loss" in r][0] == 0
+    assert next(r["step"] for r in trainer.state.log_history if "eval_loss" in r) == 0
     with pytest.raises(ConfigError, match="eval_on_start.*eval_strategy"):
         fit(tmp_path, eval_on_start=True)
     with pytest.raises(ValueError, match="eval_dataset"):

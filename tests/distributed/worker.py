@@ -158,9 +158,9 @@ def saving(out, **changes):
     def watched(*args, **kwargs):
         found["share"] = test_memory_plan.held(trainer.model)
         memory = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=memory, profile_memory=True) as profile:
-            with mock.patch.object(sharding, "whole", freed_here):
-                save(*args, **kwargs)
+        profiled = torch.profiler.profile(activities=memory, profile_memory=True)
+        with profiled as profile, mock.patch.object(sharding, "whole", freed_here):
+            save(*args, **kwargs)
         found["taken"] = test_memory_plan.most_allocated(profile)
         found["blocks"] = trainer.checkpoints.saver._memory.bytes
 
@@ -197,13 +197,13 @@ def saved_twice(out, arch=None, tied=False, full_disk=False, apart=False, **chan
     def refused(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    told = ""
-    with mock.patch.object(trainer.dist, "whole_state_dict", watched):
-        with mock.patch.object(weights, "write_file", refused if full_disk and trainer.args.process_index else write):
-            try:
-                trainer.save_model(str(folder))
-            except (OSError, CheckpointError) as error:
-                told = f"{type(error).__name__}: {error}"
+    told, write = "", refused if full_disk and trainer.args.process_index else write
+    patched = mock.patch.object(trainer.dist, "whole_state_dict", watched)
+    with patched, mock.patch.object(weights, "write_file", write):
+        try:
+            trainer.save_model(str(folder))
+        except (OSError, CheckpointError) as error:
+            told = f"{type(error).__name__}: {error}"
     gathered = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, told if full_disk else had)
     return gathered

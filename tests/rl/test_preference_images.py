@@ -90,9 +90,9 @@ def test_features_of_another_number_than_tokens_are_refused():
     copies = batch.pop("image_copies")
     del batch["completion_mask"]
     batch["pixel_values"] = batch["pixel_values"][:-1]
-    with pytest.raises(ValueError, match="The images have 8 features, and the prompts 12 tokens"):
-        with features_once(model, copies, batch) as inputs:
-            model(**inputs)
+    said = "The images have 8 features, and the prompts 12 tokens"
+    with pytest.raises(ValueError, match=said), features_once(model, copies, batch) as inputs:
+        model(**inputs)
     assert "get_image_features" not in vars(model.model)  # the model is as before, after an error too
 
 

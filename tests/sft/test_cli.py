@@ -47,7 +47,7 @@ def test_a_run_leaves_a_model_that_can_be_loaded_and_that_learned(run_file, tmp_
     history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     losses = [record["eval_loss"] for record in history if "eval_loss" in record]
     assert len(losses) == 2 and losses[1] < losses[0]
-    assert [record["learning_rate"] for record in history if "learning_rate" in record][0] == 1e-2
+    assert next(record["learning_rate"] for record in history if "learning_rate" in record) == 1e-2
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(run_file, tmp_path):

@@ -134,7 +134,7 @@ def test_rows_of_text_train_a_model_that_sees_by_its_name(family, tmp_path):
     options = dict(max_steps=1, per_device_train_batch_size=2, logging_steps=1, use_cpu=True, report_to="none")
     args = SFTConfig(str(tmp_path / "out"), save_strategy="no", disable_tqdm=True, eos_token="<|endoftext|>", **options)
     trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=texts, processing_class=tiny_vision.tokenizer())
-    [batch] = trainer.get_train_dataloader()
+    [_batch] = trainer.get_train_dataloader()
     trainer.train()
     assert type(trainer.model) is type(model)  # also where transformers has a class without the vision part
     trainer.save_model(str(tmp_path / "saved"))

@@ -474,7 +474,8 @@ def test_both_parts_of_a_model_that_sees_are_counted_unless_one_is_frozen(name, 
         parts.freeze_others(chosen, part)
         trained = sum(parameter.nbytes for parameter in chosen.parameters() if parameter.requires_grad)
         assert 0 < trained < own
-        assert memory_plan.measure(*(run := a_run(path, train_parts=part), workload(run))).gradients == trained
+        run = a_run(path, train_parts=part)
+        assert memory_plan.measure(run, workload(run)).gradients == trained
     lora = a_run(path, use_peft=True, lora_r=4)
     adapter = adapters.add_adapter(copy.deepcopy(model), lora.model.peft_config())
     trained = sum(parameter.nbytes for parameter in adapter.parameters() if parameter.requires_grad)

@@ -111,7 +111,10 @@ def test_on_the_cpu_it_is_said_before_the_step():
 def test_a_window_without_a_label_is_left_out_and_only_many_in_a_row_stop_the_run(caplog):
     guard = FiniteGuard(limit=3)
     empty = update(NAN, num_items=0)
-    assert [guard.before_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [False, False, True] + [
+    assert [guard.before_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [
+        False,
+        False,
+        True,
         False,
         False,
     ]

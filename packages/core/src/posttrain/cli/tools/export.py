@@ -122,7 +122,7 @@ def export(
     is_gguf = target.suffix == ".gguf"
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise FileExistsError(f"There is something in {target} already; name another target.")
-    if dtype is not None and dtype not in OUTTYPES or (dtype == "q8_0" and not is_gguf):
+    if (dtype is not None and dtype not in OUTTYPES) or (dtype == "q8_0" and not is_gguf):
         raise ValueError(f"dtype={dtype!r}: a folder is written in float32, bfloat16 or float16, GGUF also in q8_0.")
     converter = find_converter(llama_cpp) if is_gguf else None
     target.parent.mkdir(parents=True, exist_ok=True)

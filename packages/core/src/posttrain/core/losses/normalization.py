@@ -434,7 +434,7 @@ def model_loss(
         label_smoothing: share of the target spread over the vocabulary; above 0, the labels are kept from the model.
         shifted: see `count_items`; used with label smoothing.
     """
-    if type(inputs) is not dict and not isinstance(inputs, Mapping) or not _tensors_in(inputs):
+    if (type(inputs) is not dict and not isinstance(inputs, Mapping)) or not _tensors_in(inputs):
         raise TypeError(
             f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for "
             "the model's forward."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -116,13 +117,11 @@ def _encode_pieces(
     tokenizer: Any, text: str, spans: list[Span], whole: list[int], mask: np.ndarray | None = None
 ) -> Encoding:
     edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     encoded = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
     ids = [token for piece in encoded for token in piece]
     if ids == whole or tokenizer.decode(ids) == tokenizer.decode(whole):
-        inside = [
-            any(start <= a and b <= stop for start, stop in spans) for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        inside = [any(start <= a and b <= stop for start, stop in spans) for a, b in itertools.pairwise(edges)]
         return Encoding(ids, np.repeat(inside, [len(piece) for piece in encoded]), ids != whole)
     if mask is None:
         raise DataError("this slow tokenizer has no offsets to find the trained tokens; use its fast version")

@@ -266,7 +266,7 @@ def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]
         {
             key: value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
             for key, value in row.items()
-        }  # fmt: skip
+        }
         for row in rows
     ]
     show_table(cells, name, list(report_to))

@@ -206,8 +206,8 @@ class PreferencePreparation:
     def with_prompt(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """`row`, of a pair with its prompt, also where that is what both completions begin with."""
         if self.kind != "unpaired_preference" and (
-            row.get("prompt") is None or isinstance(row["prompt"], str) and isinstance(row["chosen"], list)
-            and (row["chosen"] or [{}])[0].get("role") == "user"
+            row.get("prompt") is None or (isinstance(row["prompt"], str) and isinstance(row["chosen"], list)
+            and (row["chosen"] or [{}])[0].get("role") == "user")
         ):  # fmt: skip
             return extract_prompt(row)
         return row
