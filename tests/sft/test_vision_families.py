@@ -45,7 +45,7 @@ def collator(family, **options):
 
 
 def loss_of(model, batch):
-    """(summed loss, gradients)"""
+    """(summed loss, gradients)."""
     logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
     loss = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1),
                            reduction="sum")  # fmt: skip

@@ -52,7 +52,9 @@ def with_offloading(context: contextlib.AbstractContextManager, offload: Offload
 
 class OffloadActivations:
     """Within this context, tensors saved for the backward pass are moved to the host and fetched when needed, with
-    identical gradients. The object can be reused for the next micro-batch::
+    identical gradients.
+
+    The object can be reused for the next micro-batch::
 
         offload = OffloadActivations(model, device)
         with offload:
