@@ -47,7 +47,7 @@ test: $(STAMP) ## Run the tests that take minutes together.
 	$(PYTEST) -m "not slow" --rotate
 
 test-unit: $(STAMP) ## Run the tests of single modules that take less than a second each.
-	$(PYTEST) -m "not slow and not long" --rotate tests/core tests/rl tests/seq2seq tests/sft
+	$(PYTEST) -m "not slow and not long" --rotate=HEAD tests/core tests/rl tests/seq2seq tests/sft
 
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
@@ -58,7 +58,7 @@ test-versions: ## Run the tests with the oldest versions that the packages claim
 	@$(VERSIONS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(VERSIONS)/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS) --group dev \
 	  $(patsubst %,-e %,$(wildcard packages/*))
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) -m "not slow" --rotate \
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --rotate \
 	  --ignore tests/parity
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.

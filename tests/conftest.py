@@ -34,20 +34,27 @@ os.fsync = lambda descriptor: None
 
 
 def pytest_addoption(parser):
-    what = (
-        "of tests marked `rotated`, run the representatives and the other cases that COMMIT (default: HEAD) chooses, "
-    )
-    what += "and tests/parity only if something has changed that it compares"
+    what = "of tests marked `rotated`, run the cases that COMMIT (default: HEAD) chooses, and tests/parity only if "
+    what += "something has changed that it compares"
     parser.addoption("--rotate", nargs="?", const="HEAD", metavar="COMMIT", help=what)
 
 
 def pytest_configure(config):
-    # Once, for all workers: a commit that is made meanwhile changes nothing.
-    if config.getoption("rotate") == "HEAD":
-        config.option.rotate = rotation.commit()
-    if config.getoption("rotate") is not None and not hasattr(config, "workerinput"):
-        asked = any("parity" in Path(name).parts for name in config.args)
-        config.option.parity = "they were asked for" if asked else rotation.compares(rotation.changed())
+    option = config.option
+    if hasattr(config, "workerinput"):
+        option.rotate, option.parity = config.workerinput["rotated"]
+        return
+    if Path((option.rotate or "").partition("::")[0] or "no path").exists():
+        raise pytest.UsageError(f"--rotate takes {option.rotate} as a commit. Put --rotate last, or say --rotate=HEAD.")
+    option.rotate = rotation.commit() if option.rotate == "HEAD" else option.rotate
+    asked = any("parity" in Path(name).parts for name in config.args)
+    option.parity = "they were asked for" if option.rotate is None or asked else rotation.compares(rotation.changed())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    # The same for all workers, though a commit may be made meanwhile.
+    node.workerinput["rotated"] = node.config.option.rotate, node.config.option.parity
 
 
 def pytest_report_header(config):
@@ -62,8 +69,7 @@ def pytest_report_header(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    is_left_out = config.getoption("rotate") is not None and not config.option.parity
-    return True if is_left_out and collection_path == rotation.PARITY else None
+    return True if collection_path == rotation.PARITY and not config.option.parity else None
 
 
 def pytest_collection_modifyitems(config, items):
