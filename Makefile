@@ -32,8 +32,8 @@ DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED
 VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
-.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint types house \
-        check docs dist-check clean
+.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint \
+        types house check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -58,8 +58,8 @@ test-versions: ## Run the tests with the oldest versions that the packages claim
 	@$(VERSIONS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(VERSIONS)/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS) --group dev \
 	  $(patsubst %,-e %,$(wildcard packages/*))
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --rotate \
-	  --ignore tests/parity
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+	  -m "not slow" --rotate --ignore tests/parity
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.
 	POSTTRAIN_VLLM=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
