@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from posttrain.core.data.samplers import is_sized
+from posttrain.core.data.samplers import has_length
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
 from posttrain.core.logging import terminal
@@ -445,7 +445,7 @@ class ProgressCallback(TrainerCallback):
             if self.prediction_bar is None:
                 from tqdm.auto import tqdm
 
-                total = len(eval_dataloader) if is_sized(eval_dataloader) else None  # a stream is counted, to no end
+                total = len(eval_dataloader) if has_length(eval_dataloader) else None  # a stream is counted, to no end
                 leave = self.training_bar is None
                 self.prediction_bar = tqdm(total=total, leave=leave, dynamic_ncols=True, unit="batch")
             self.prediction_bar.update(1)

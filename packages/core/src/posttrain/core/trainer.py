@@ -569,7 +569,7 @@ class Trainer(HFCompat):
             return kept[1]
         if description == "Evaluation" and self.args.limit_eval_batches is not None:
             dataset = pipeline.first_rows(dataset, self.args.limit_eval_batches * batch_size * self.dist.world_size)
-        collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
+        collator = self.data_collator
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         if is_training and self.args.max_batch_tokens is not None:
             sampler = pipeline.token_batches(
@@ -579,9 +579,10 @@ class Trainer(HFCompat):
         limits, device_type = self.id_limits(), self.dist.device.type
         if device_type == "cpu":  # an unknown id raises there; elsewhere it ends the process
             limits = {name: n for name, n in limits.items() if name == "labels_per_token"}
-        loader = build(
-            dataset, batch_size=batch_size, collate_fn=collator, sampler=sampler, args=self.args, seed=self.data_seed,
-            rank=self.dist.rank, world_size=self.dist.world_size, device_type=device_type, limits=limits,
+        loader = pipeline.build_loader(
+            dataset, is_training=is_training, batch_size=batch_size, collate_fn=collator, sampler=sampler,
+            args=self.args, seed=self.data_seed, rank=self.dist.rank, world_size=self.dist.world_size,
+            device_type=device_type, limits=limits,
         )  # fmt: skip
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
             self._kept_loaders[dataloader_key] = (read, loader)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,22 @@ T = TypeVar("T")
 STRATEGIES = ("random", "sequential", "group_by_length")
 MEGABATCHES = 50
 """Batches that `LengthGroupedSampler` sorts together, at most: more pad less, and mix rows less."""
+
+
+@runtime_checkable
+class FollowsEpochs(Protocol):
+    """A dataset or a sampler that draws other rows, or another order, in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A dataset that knows its own position."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class EpochSampler(Sampler[int]):
@@ -205,7 +221,7 @@ def make_train_sampler(
         main_input: the column whose lengths are used if there is no such column. That reads the dataset once.
         lengths: of each row, if already known.
     """
-    if not is_sized(dataset) or is_stream(dataset):
+    if not has_length(dataset) or is_stream(dataset):
         return None
     if strategy == "sequential":
         return SequentialSampler(dataset)
@@ -234,7 +250,7 @@ def row_lengths(dataset: Any, length_column_name: str = "length", main_input: st
         ) from error
 
 
-def is_sized(data: Any) -> bool:
+def has_length(data: Any) -> bool:
     """Whether ``len(data)`` gives an answer."""
     try:
         return len(data) is not None
@@ -249,22 +265,26 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__") and hasattr(dataset, "state_dict")
 
 
+def inner_sampler(sampler: Any) -> Any:
+    """What a batch sampler draws from; None for any other."""
+    return getattr(sampler, "sampler", None)
+
+
 def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Tensor | Iterator[int]:
     """The indices that `sampler` gives in `epoch`; an iterator only if they are too many to count.
 
     A sampler that draws from the global random numbers finds them in a state that belongs to the epoch, and leaves
     them as they were.
     """
-    # What a batch sampler draws from.
-    source: Any = sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", None)
-    if hasattr(source, "set_epoch"):
+    following = (one for one in (sampler, inner_sampler(sampler)) if isinstance(one, FollowsEpochs))
+    if (source := next(following, None)) is not None:
         source.set_epoch(epoch)
     if isinstance(sampler, EpochSampler):
         return sampler.order()
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     with private_random_numbers(mix(seed, epoch)):
-        return list(sampler) if is_sized(sampler) else iter(sampler)
+        return list(sampler) if has_length(sampler) else iter(sampler)
 
 
 def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]:
