@@ -32,7 +32,7 @@ from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed,
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
-from posttrain.core.optim import lr_scheduler, schedule
+from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training.allocator import AllocatorArguments
@@ -301,6 +301,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to "
                 "'loss'"
             )
+        yield from builder.problems_with_others(self)
         yield from schedule.problems(self)
 
     def _take_duration(self, value: float, unit: str) -> None:
