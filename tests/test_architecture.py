@@ -82,7 +82,6 @@ LONG = {
     "rl/preference/trainer.py": "the one base of preference trainers, from their arguments to the score of a pair",
     "core/distributed/processes.py": "the one interface of the loop to processes, however a model is divided over them",
     "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
-    "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
 }
 # The methods that users override, under the names of transformers' Trainer.
 HOOKS = """

@@ -1684,7 +1684,7 @@ class Trainer(HFCompat):
         metrics |= {"nonfinite_steps": run.guard.count} if run.guard.count else {}
         metrics |= run.memory
         for data_report in self.data_reports.values():
-            data_report.tell_more(logger)
+            data_report.log_more(logger)
         self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
         self._keep_averages()
         self._restore_best_model()

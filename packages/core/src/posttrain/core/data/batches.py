@@ -12,6 +12,11 @@ from posttrain.core.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+#: The modules of collators that add nothing to rows but padding.
+PADDING_COLLATORS = ("posttrain.core.data.collators", "transformers.data.data_collator")
+#: Rows that an error names at most.
+ROWS_NAMED = 8
+
 
 class Filler(dict):
     """A batch that only keeps this process in step with the others: it must be computed, and count for nothing."""
@@ -48,11 +53,8 @@ def as_filler(batch: Any) -> Filler | FillerList:
     )
 
 
-PADDING_COLLATORS = ("posttrain.core.data.collators", "transformers.data.data_collator")
-
-
 class Collate:
-    """The user's collator, which also sees to fillers and passes on which worker a streamed batch is from."""
+    """Runs the user's collator, checks and marks its batch, and adds the worker that a streamed batch is from."""
 
     def __init__(
         self, collate_fn: Callable[[Any], Any], streamed: bool, limits: Mapping[str, int] | None = None
@@ -132,9 +134,6 @@ class naming_rows:
             reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
             raise DataError(f"{which} {self.what}: {reason}{_describe(self.rows)}") from error
         error.add_note(f"{which} {self.what}.")
-
-
-ROWS_NAMED = 8
 
 
 def _describe(rows: Any) -> str:

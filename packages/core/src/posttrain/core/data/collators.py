@@ -443,8 +443,7 @@ class DataCollatorWithFlattening:
 
 
 def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
-    """What transformers' flash attention takes for documents of these lengths, one behind the other; empty ones are
-    left out.
+    """What transformers' flash attention takes for documents of these lengths in one row; empty ones are left out.
 
     ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where each begins and the last ends, (documents + 1,) int32.
     ``max_length_q`` and ``max_length_k``: the longest, int.

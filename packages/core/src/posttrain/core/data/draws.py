@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,33 +31,34 @@ class Read(NamedTuple):
     is_filler: bool
 
 
+@dataclass(eq=False, repr=False)
 class Draws(Sampler):
-    """The batches of this process, as `Draw`, from `start` of `epoch` on."""
+    """The batches of this process, as `Draw`, from `start` of `epoch` on; see `Loader` for the arguments.
 
-    def __init__(
-        self,
-        dataset: Any,
-        sampler: Any,
-        batch_size: int | None,
-        *,
-        rank: int,
-        world_size: int,
-        drop_last: bool,
-        seed: int,
-        own_rank: int,
-        seeded: bool,
-        most: int | None,
-        repeats: bool,
-    ) -> None:
-        self.dataset, self.sampler, self.batch_size, self.repeats = dataset, sampler, batch_size, repeats
-        self.rank, self.world_size = rank, world_size
-        self.drop_last = drop_last and batch_size is not None  # a batch sampler drops what it wants to
-        self.seed, self.own_rank, self.seeded = seed, own_rank, seeded
-        self.group = (batch_size or 1) * world_size
-        self.most = None if most is None else most * self.group
+    Args:
+        rank, world_size: 0 and 1 where a distributed sampler gives each process its own rows.
+        own_rank: the rank in any case. seeded: each batch has a seed of its own, for the worker that reads it.
+    """
+
+    dataset: Any
+    sampler: Any
+    batch_size: int | None
+    rank: int
+    world_size: int
+    drop_last: bool
+    seed: int
+    own_rank: int
+    seeded: bool
+    most: int | None
+    repeats: bool
+
+    def __post_init__(self) -> None:
+        self.drop_last = self.drop_last and self.batch_size is not None  # a batch sampler decides for itself
+        self.group = (self.batch_size or 1) * self.world_size
+        self.most = None if self.most is None else self.most * self.group
         self.epoch = self.start = 0
         # A custom sampler's order may depend on the random state at this point.
-        found = (getattr(one, "generator", None) for one in (sampler, inner_sampler(sampler)))
+        found = (getattr(one, "generator", None) for one in (self.sampler, inner_sampler(self.sampler)))
         self.generator = next((one for one in found if isinstance(one, torch.Generator)), None)
 
     def __len__(self) -> int:

@@ -99,11 +99,15 @@ class DataArguments:
                 ("dataloader_drop_last", True, "no micro-batch is short of rows"),
                 ("auto_find_batch_size", True, "micro-batches hold no set number of rows"),
             ):
-                if getattr(self, name, None) == value:
+                if vars(self).get(name) == value:
                     yield f"{name}={value!r} does not go with max_batch_tokens: {why}; leave one of them out"
         if self.dataloader_num_workers == 0:
-            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context"):
-                if value := getattr(self, f"dataloader_{name}"):
+            for name, value in (
+                ("persistent_workers", self.dataloader_persistent_workers),
+                ("prefetch_factor", self.dataloader_prefetch_factor),
+                ("multiprocessing_context", self.dataloader_multiprocessing_context),
+            ):
+                if value:
                     yield f"dataloader_{name}={value!r} needs workers; set dataloader_num_workers to 1 or more"
 
 
@@ -133,7 +137,7 @@ def build_loader(
         device_type: where batches will go: memory is pinned only for devices that gain by it.
 
     Raises:
-        DataError: the dataset cannot be used, or is a stream of which `args` wants a number of batches.
+        DataError: the dataset cannot be used, or is a stream and `args` limits its batches.
     """
     check_dataset(dataset, "train_dataset" if is_training else "eval_dataset")
     most = (args.overfit_batches or args.limit_train_batches) if is_training else None
@@ -195,7 +199,7 @@ def token_batches(
     """The batches of `dataset` that hold `max_tokens` tokens at most.
 
     Raises:
-        DataError: the data is a stream, or `lengths` cannot tell the length of its rows, or one is too long.
+        DataError: the data is a stream, or its rows have no known lengths, or one is too long.
     """
     if is_stream(dataset):
         raise DataError(
@@ -283,7 +287,7 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         raise TypeError(
             f"{name} is a DataFrame, which gives columns by name and no rows. Pass datasets.Dataset.from_pandas(frame)."
         )
-    if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+    if isinstance(dataset, str) or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
         kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"
         raise TypeError(
             f"{name} is {kind}; it must give rows, by index (__getitem__ and __len__) or one by one (__iter__)."

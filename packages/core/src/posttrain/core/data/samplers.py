@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cache
 from itertools import islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -65,7 +65,7 @@ class EpochSampler(Sampler[int]):
         return None
 
     def resume(self, epoch: int, cut: Any, given: int) -> int:
-        """Go on with `epoch` after `given` indices of its order under `cut`; returns their number in this order."""
+        """Continue `epoch` after `given` indices of its order under `cut`; returns their number in this order."""
         return given
 
     def __len__(self) -> int:
@@ -187,9 +187,7 @@ class TokenBatchSampler(EpochSampler):
 
 
 def _cut(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
-    """How many rows each batch takes of rows of these lengths, longest first; a multiple of batches where there are
-    rows enough.
-    """
+    """How many rows each batch takes, longest first; a multiple of batches where there are enough rows."""
     sizes, start = [], 0
     while start < len(lengths):
         fits = max_tokens // max(lengths[start], 1)
@@ -262,7 +260,7 @@ def is_stream(dataset: Any) -> bool:
     """Whether rows can only be had one after the other."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__") and hasattr(dataset, "state_dict")
+    return isinstance(dataset, Iterable) and not isinstance(dataset, Sized) and isinstance(dataset, HasState)
 
 
 def inner_sampler(sampler: Any) -> Any:
@@ -288,10 +286,9 @@ def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Ten
 
 
 def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]:
-    """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on; the last may be
-    short.
+    """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on.
 
-    A sequence is sliced, so starting late costs nothing; an iterator is run up to the start.
+    The last may be short. A sequence is sliced, so starting late costs nothing; an iterator is run up to the start.
     """
     if isinstance(order, Iterator):
         for _ in islice(order, start):

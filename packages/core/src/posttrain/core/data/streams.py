@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Share(NamedTuple):
     is_filler: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Stream(IterableDataset):
     """Splits a stream into groups and yields this process's part of each.
 
@@ -37,30 +39,25 @@ class Stream(IterableDataset):
     rows, also when reading again.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int | None,
-        *,
-        rank: int,
-        world_size: int,
-        drop_last: bool,
-        seed: int,
-        num_workers: int,
-        forward_epoch: bool,
-    ) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self.rank, self.world_size, self.drop_last = rank, world_size, drop_last
-        self.seed = seed
-        self.group = (batch_size or 1) * world_size
+    dataset: Any
+    batch_size: int | None
+    rank: int
+    world_size: int
+    drop_last: bool
+    seed: int
+    num_workers: int
+    forward_epoch: bool
+
+    def __post_init__(self) -> None:
+        self.group = (self.batch_size or 1) * self.world_size
         # Epoch, turn, then the rows that each worker has given. Shared, for workers that live on from epoch to epoch.
-        self.position = torch.zeros(2 + max(num_workers, 1), dtype=torch.long)
-        if num_workers:
+        self.position = torch.zeros(2 + max(self.num_workers, 1), dtype=torch.long)
+        if self.num_workers:
             self.position.share_memory_()
-        self.forwards = forward_epoch and isinstance(dataset, FollowsEpochs)
-        self.keeps_state = num_workers == 0 and _has_exact_state(dataset)
+        self.forwards = self.forward_epoch and isinstance(self.dataset, FollowsEpochs)
+        self.keeps_state = self.num_workers == 0 and _has_exact_state(self.dataset)
         self._state: dict[str, Any] | None = None
-        self._blank = dataset.state_dict() if self.keeps_state else None
+        self._blank = self.dataset.state_dict() if self.keeps_state else None
         self._was_loaded = False
 
     def __len__(self) -> int:

@@ -374,7 +374,7 @@ def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ValueError(
             f"The optimizer that was given ({type(optimizer).__name__}) holds none of the parameters that are "
             "trained, so nothing would be learned: it was made from another model, or before this one got its "
-            "adapters or was made anew. Make it from trainer.model.parameters() and set trainer.optimizer, or pass "
+            "adapters or was replaced. Make it from trainer.model.parameters() and set trainer.optimizer, or pass "
             "optimizer_cls_and_kwargs."
         )
 
@@ -397,9 +397,7 @@ def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it
-    keeps.
-    """
+    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment."""
     total = 0
     for group in optimizer.param_groups:
         moments = 2 if "betas" in group else 1 if group.get("momentum") else 0

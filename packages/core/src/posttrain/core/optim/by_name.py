@@ -418,7 +418,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "schedule_free_sgd": partial(schedule_free, "SGD"),
     "stable_adamw": stable_adamw,
 }
-#: Those that train all layers alike. What users add reads `optim_target_modules` or not, which is its own business.
+#: Those that train all layers alike. One that a user adds may read `optim_target_modules`.
 WITHOUT_TARGETS = frozenset(n for n in OPTIMIZERS if n != "muon" and not n.startswith(("galore_", "apollo_")))
 
 

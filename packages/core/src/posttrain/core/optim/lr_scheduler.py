@@ -244,8 +244,7 @@ def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
 
 
 def greedy() -> Any:
-    """transformers' class that lowers the rate while a metric does not improve, and raises it while it does:
-    https://arxiv.org/abs/2512.14527."""
+    """A class that lowers the rate while a metric does not improve, else raises it: https://arxiv.org/abs/2512.14527."""
     from transformers.optimization import GreedyLR  # takes seconds to import: the curves above are not from there
 
     return GreedyLR
@@ -380,9 +379,7 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
 
 
 def follows_a_metric(scheduler: Any) -> bool:
-    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs
-    one.
-    """
+    """Whether `scheduler` is stepped with the metric of an evaluation, which its ``step`` then needs."""
     return _needs_metrics(scheduler.__class__)  # cached, because each step asks for it
 
 
@@ -401,8 +398,7 @@ def build(
     scheduler_class: type[LambdaLR] = LambdaLR,
     **options: Any,
 ) -> LRScheduler:
-    """The scheduler called `name`. Step it once per optimizer step; metric schedules with the metric after an
-    evaluation.
+    """The scheduler called `name`. Step it after each optimizer step, or with the metric after each evaluation.
 
     Args:
         name: a key of `SCHEDULES`.
