@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from posttrain.core.data.batches import naming_rows
-from posttrain.core.data.samplers import FollowsEpochs, deal, draw_order, groups, inner_sampler, mix, seed_cpu
+from posttrain.core.data.samplers import deal, draw_order, follows_epochs, groups, inner_sampler, mix, seed_cpu
 
 
 class Draw(NamedTuple):
@@ -112,7 +112,7 @@ class Rows(Dataset):
     def __init__(self, dataset: Any, forward_epoch: bool) -> None:
         self.dataset = dataset
         self.epoch: int | None = None
-        self.forwards = forward_epoch and isinstance(dataset, FollowsEpochs)
+        self.forwards = forward_epoch and follows_epochs(dataset)
 
     def __getitems__(self, draw: Draw) -> Read:
         dataset = self.dataset

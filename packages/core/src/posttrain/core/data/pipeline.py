@@ -18,7 +18,7 @@ from posttrain.core.config import opt
 from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.samplers import STRATEGIES, FollowsEpochs, TokenBatchSampler, has_length, is_stream
+from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs, has_length, is_stream
 from posttrain.core.data.samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.samplers import row_lengths as row_lengths
 from posttrain.core.data.stateful_dataloader import Loader
@@ -102,13 +102,13 @@ class DataArguments:
                 if vars(self).get(name) == value:
                     yield f"{name}={value!r} does not go with max_batch_tokens: {why}; leave one of them out"
         if self.dataloader_num_workers == 0:
-            for name, value in (
+            for name, given in (
                 ("persistent_workers", self.dataloader_persistent_workers),
                 ("prefetch_factor", self.dataloader_prefetch_factor),
                 ("multiprocessing_context", self.dataloader_multiprocessing_context),
             ):
-                if value:
-                    yield f"dataloader_{name}={value!r} needs workers; set dataloader_num_workers to 1 or more"
+                if given:
+                    yield f"dataloader_{name}={given!r} needs workers; set dataloader_num_workers to 1 or more"
 
 
 # ---------------------------------------------------------------------------------------------------- build
@@ -153,11 +153,13 @@ def build_loader(
             "drops it: nothing is evaluated. Set per_device_eval_batch_size to "
             f"{max(len(dataset) // world_size, 1)} or less, or dataloader_drop_last=False."
         )
+    makes_batches = isinstance(sampler, TokenBatchSampler)
+    order: dict[str, Any] = {"batch_sampler" if makes_batches else "sampler": sampler}
     return Loader(
         dataset,
         batch_size=batch_size,
         collate_fn=collate_fn,
-        **{"batch_sampler" if isinstance(sampler, TokenBatchSampler) else "sampler": sampler},
+        **order,
         seed=seed,
         rank=rank,
         world_size=world_size,
@@ -255,7 +257,7 @@ class _Batches(IterableDataset):
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        if isinstance(loader, FollowsEpochs):
+        if follows_epochs(loader):
             self.set_epoch = loader.set_epoch
 
     def __iter__(self) -> Iterator[Any]:

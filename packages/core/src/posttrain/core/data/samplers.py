@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cache
 from itertools import islice
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,22 +25,6 @@ T = TypeVar("T")
 STRATEGIES = ("random", "sequential", "group_by_length")
 MEGABATCHES = 50
 """Batches that `LengthGroupedSampler` sorts together, at most: more pad less, and mix rows less."""
-
-
-@runtime_checkable
-class FollowsEpochs(Protocol):
-    """A dataset or a sampler that draws other rows, or another order, in each epoch."""
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-
-@runtime_checkable
-class HasState(Protocol):
-    """A dataset that knows its own position."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class EpochSampler(Sampler[int]):
@@ -260,7 +244,17 @@ def is_stream(dataset: Any) -> bool:
     """Whether rows can only be had one after the other."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         return True
-    return isinstance(dataset, Iterable) and not isinstance(dataset, Sized) and isinstance(dataset, HasState)
+    return isinstance(dataset, Iterable) and not isinstance(dataset, Sized) and knows_position(dataset)
+
+
+def follows_epochs(source: Any) -> bool:
+    """Whether a dataset, a sampler or a loader is given the epoch."""
+    return hasattr(source, "set_epoch")
+
+
+def knows_position(dataset: Any) -> bool:
+    """Whether a dataset can save and restore its own position."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def inner_sampler(sampler: Any) -> Any:
@@ -274,8 +268,8 @@ def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Ten
     A sampler that draws from the global random numbers finds them in a state that belongs to the epoch, and leaves
     them as they were.
     """
-    following = (one for one in (sampler, inner_sampler(sampler)) if isinstance(one, FollowsEpochs))
-    if (source := next(following, None)) is not None:
+    source = sampler if follows_epochs(sampler) else inner_sampler(sampler)
+    if follows_epochs(source):
         source.set_epoch(epoch)
     if isinstance(sampler, EpochSampler):
         return sampler.order()

@@ -22,11 +22,11 @@ from posttrain.core.data.batches import Collate
 from posttrain.core.data.draws import Draws, Rows
 from posttrain.core.data.samplers import (
     EpochSampler,
-    HasState,
     SeededRandomSampler,
     TokenBatchSampler,
     inner_sampler,
     is_stream,
+    knows_position,
     mix,
 )
 from posttrain.core.data.streams import GAP, Stream, is_one_shot
@@ -111,8 +111,9 @@ class Loader(DataLoader):
             if getattr(dataset, "_distributed", None) is not None:  # each process has its own rows already
                 dealt["rank"], dealt["world_size"] = 0, 1
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
-            source: Stream | Rows = Stream(dataset, batch_size, **dealt)
-            self._stream, self._unit = source, source.group
+            stream = Stream(dataset, batch_size, **dealt)
+            source: Stream | Rows = stream
+            self._stream, self._unit = stream, stream.group
             sampler, engine["batch_size"] = None, None
         else:
             if type(sampler) is RandomSampler:
@@ -325,7 +326,7 @@ class Loader(DataLoader):
                 ". This iterable can be read only once; resuming may not reproduce its order. Pass a dataset whose "
                 "__iter__ restarts."
             )
-        elif not isinstance(dataset, HasState):
+        elif not knows_position(dataset):
             why = ". Give the dataset state_dict and load_state_dict, or rows by index, to avoid that."
         elif self.num_workers:
             why = ". Its own position is used with dataloader_num_workers=0 only."

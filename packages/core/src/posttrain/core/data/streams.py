@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from posttrain.core.data.samplers import (
-    FollowsEpochs,
-    HasState,
-    deal,
-    mix,
-    private_random_numbers,
-    seed_cpu,
-)
+from posttrain.core.data.samplers import deal, follows_epochs, knows_position, mix, private_random_numbers, seed_cpu
 
 GAP = -1
 """In place of a worker's number: nothing to train on, only this worker's turn, which it had before the interruption."""
@@ -54,7 +47,7 @@ class Stream(IterableDataset):
         self.position = torch.zeros(2 + max(self.num_workers, 1), dtype=torch.long)
         if self.num_workers:
             self.position.share_memory_()
-        self.forwards = self.forward_epoch and isinstance(self.dataset, FollowsEpochs)
+        self.forwards = self.forward_epoch and follows_epochs(self.dataset)
         self.keeps_state = self.num_workers == 0 and _has_exact_state(self.dataset)
         self._state: dict[str, Any] | None = None
         self._blank = self.dataset.state_dict() if self.keeps_state else None
@@ -124,7 +117,7 @@ def is_one_shot(dataset: Any) -> bool:
 
 def _has_exact_state(dataset: Any) -> bool:
     """Whether ``dataset.state_dict()`` is all of its position: a shuffle buffer of `datasets` is not part of it."""
-    if not isinstance(dataset, HasState):
+    if not knows_position(dataset):
         return False
     layers = [getattr(dataset, "_ex_iterable", None)]
     while layers:

@@ -22,6 +22,8 @@ TOKENS, FLOPS = "input/tokens", "input/flops"
 #: Begins the names of metrics that are reduced over an epoch.
 OF_EPOCH = "of epoch/"
 REDUCTIONS = ("mean", "sum", "min", "max")
+#: Reduces a tensor to one value.
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 class Metrics:
@@ -55,7 +57,7 @@ class Metrics:
         if not (isinstance(weight, int) and weight == 1):
             raise ValueError(f"log_metric({name!r}): a {reduce} has no weight; leave weight out, or set reduce='mean'.")
         if isinstance(value, torch.Tensor) and value.ndim:
-            value = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[reduce](value)
+            value = _REDUCE[reduce](value)
         self.add_extreme(name, value, reduce)
 
     def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from posttrain.core.config import check_field, tidy
 from posttrain.core.errors import ConfigError
@@ -13,6 +13,8 @@ from posttrain.core.logging.trackers import LoggingArguments
 
 class ArgumentSetters:
     """Sets groups of arguments and returns `self`. All of a group are checked; where one is wrong, none is set."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def _set(self, **values: Any) -> Self:
         values, problems = translate_old_names(type(self), values)
