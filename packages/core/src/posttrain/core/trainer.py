@@ -599,7 +599,7 @@ class Trainer(HFCompat):
         return pipeline.make_train_sampler(
             dataset, strategy=self.args.train_sampling_strategy, seed=self.data_seed,
             batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
-            lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None,
+            lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else (),
         )  # fmt: skip
 
     def row_lengths(self, dataset: Any) -> list[int]:

@@ -271,11 +271,11 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
+def check_dataset(dataset: Any, name: str) -> None:
     """Reject unusable datasets before anything expensive happens.
 
     Raises:
-        DataError: there is no dataset, it has no rows, or its length is needed and unknown.
+        DataError: there is no dataset, or it has no rows.
         TypeError: it is a dict of splits, or no dataset.
     """
     if dataset is None:
@@ -300,10 +300,6 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         )
     if has_length(dataset) and len(dataset) == 0:
         raise DataError(f"{name} has no rows. If it was filtered, see what the filter kept.")
-    if needs_length and not has_length(dataset):
-        raise DataError(
-            f"{name} has no length ({type(dataset).__name__} is a stream), and one is needed here. Set max_steps."
-        )
 
 
 def named_dataset(datasets: Any, name: str) -> Any:

@@ -190,26 +190,20 @@ def make_train_sampler(
     strategy: str = "random",
     seed: int,
     batch_size: int = 1,
-    length_column_name: str = "length",
-    main_input: str = "input_ids",
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] = (),
 ) -> Sampler[int] | None:
     """The sampler for `dataset`; None for a stream, which has its own order.
 
     Args:
         strategy: "random", "sequential", or "group_by_length".
         batch_size: rows of one optimizer step on one process, grouped by "group_by_length".
-        length_column_name: a column that holds each row's length.
-        main_input: the column whose lengths are used if there is no such column. That reads the dataset once.
-        lengths: of each row, if already known.
+        lengths: of each row, for "group_by_length".
     """
     if not has_length(dataset) or is_stream(dataset):
         return None
     if strategy == "sequential":
         return SequentialSampler(dataset)
     if strategy == "group_by_length":
-        if lengths is None:
-            lengths = row_lengths(dataset, length_column_name, main_input)
         return LengthGroupedSampler(lengths, batch_size, seed)
     return EpochSampler(len(dataset), seed)
 

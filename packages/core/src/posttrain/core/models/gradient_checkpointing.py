@@ -15,8 +15,15 @@ from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 
 #: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, two of transformers, and our own.
 CHECKPOINT_OPTIONS = (
-    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
-    *("every_n_layers", "offload", "mlp_tile"),
+    "use_reentrant",
+    "preserve_rng_state",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "every_n_layers",
+    "offload",
+    "mlp_tile",
 )
 
 
