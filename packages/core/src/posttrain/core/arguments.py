@@ -471,7 +471,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data: enums and dtypes as strings, secrets masked at any depth."""
         fields = [field.name for field in dataclasses.fields(self) if field.init]
-        return masked({name: plain_data(getattr(self, name)) for name in fields})
+        return masked(plain_data({name: getattr(self, name) for name in fields}))
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""

@@ -569,13 +569,12 @@ class Trainer(HFCompat):
             return kept[1]
         if description == "Evaluation" and self.args.limit_eval_batches is not None:
             dataset = pipeline.first_rows(dataset, self.args.limit_eval_batches * batch_size * self.dist.world_size)
-        collator = self.data_collator
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         if is_training and self.args.max_batch_tokens is not None:
             sampler = pipeline.token_batches(
                 dataset, self.row_lengths, self.args.max_batch_tokens, self.data_seed, self.dist.world_size
             )
-        dataset, collator = self.without_unused_columns(dataset, collator, description)
+        dataset, collator = self.without_unused_columns(dataset, self.data_collator, description)
         limits, device_type = self.id_limits(), self.dist.device.type
         if device_type == "cpu":  # an unknown id raises there; elsewhere it ends the process
             limits = {name: n for name, n in limits.items() if name == "labels_per_token"}

@@ -1,12 +1,15 @@
-"""Makes batches of rows: names the rows in errors, checks ids and labels, and marks fillers."""
+"""Reads rows and makes batches of them: names the rows in errors, checks ids and labels, and marks fillers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
 
 from posttrain.core.data.batch_limits import check_limits
+from posttrain.core.data.samplers import Draw, follows_epochs, seed_cpu
 from posttrain.core.data.streams import GAP
 from posttrain.core.errors import DataError
 
@@ -16,6 +19,40 @@ logger = logging.getLogger(__name__)
 PADDING_COLLATORS = ("posttrain.core.data.collators", "transformers.data.data_collator")
 #: Rows that an error names at most.
 ROWS_NAMED = 8
+
+
+class Read(NamedTuple):
+    """The rows of a `Draw`."""
+
+    rows: list[Any]
+    indices: list[int]
+    is_filler: bool
+
+
+class Rows(Dataset):
+    """Reads the rows of a `Draw`: in a worker, under the draw's own seed."""
+
+    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+        self.dataset = dataset
+        self.epoch: int | None = None
+        self.forwards = forward_epoch and follows_epochs(dataset)
+
+    def __getitems__(self, draw: Draw) -> Read:
+        dataset = self.dataset
+        if draw.seed is not None:
+            seed_cpu(draw.seed)
+        if self.forwards and draw.epoch != self.epoch:
+            self.epoch = draw.epoch
+            dataset.set_epoch(draw.epoch)
+        read_all = getattr(dataset, "__getitems__", None)
+        with naming_rows(draw.indices, "could not be read"):
+            rows = read_all(draw.indices) if read_all else [dataset[index] for index in draw.indices]
+        return Read(rows, draw.indices, draw.is_filler)
+
+    def batches(self, draws: Iterable[Draw], collate: Callable[[Read], Any]) -> Iterator[Any]:
+        """The batches of `draws`, read and collated in this process."""
+        for draw in draws:
+            yield collate(self.__getitems__(draw))
 
 
 class Filler(dict):

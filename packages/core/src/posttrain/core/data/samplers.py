@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -306,6 +307,90 @@ def deal(group: list[T], rank: int, world_size: int, size: int) -> tuple[list[T]
     start = rank * each + min(rank, rest)
     part = group[start : start + each + (rank < rest)]
     return (part, False) if part else (group[-1:], True)
+
+
+class Draw(NamedTuple):
+    """One batch to be read, as it travels to a worker."""
+
+    indices: list[int]
+    is_filler: bool
+    seed: int | None
+    epoch: int
+
+
+@dataclass(eq=False, repr=False)
+class Draws(Sampler):
+    """The batches of this process, as `Draw`, from `start` of `epoch` on; see `Loader` for the arguments.
+
+    Args:
+        rank, world_size: 0 and 1 where a distributed sampler gives each process its own rows.
+        own_rank: the rank in any case. seeded: each batch has a seed of its own, for the worker that reads it.
+    """
+
+    dataset: Any
+    sampler: Any
+    batch_size: int | None
+    rank: int
+    world_size: int
+    drop_last: bool
+    seed: int
+    own_rank: int
+    seeded: bool
+    most: int | None
+    repeats: bool
+
+    def __post_init__(self) -> None:
+        self.drop_last = self.drop_last and self.batch_size is not None  # a batch sampler decides for itself
+        self.group = (self.batch_size or 1) * self.world_size
+        self.most = None if self.most is None else self.most * self.group
+        self.epoch = self.start = 0
+        # A custom sampler's order may depend on the random state at this point.
+        found = (getattr(one, "generator", None) for one in (self.sampler, inner_sampler(self.sampler)))
+        self.generator = next((one for one in found if isinstance(one, torch.Generator)), None)
+
+    def __len__(self) -> int:
+        return self.num_batches(self.num_rows)
+
+    @property
+    def rows(self) -> Any:
+        """What gives the rows of an epoch: the sampler, or the dataset in its order."""
+        return self.dataset if self.sampler is None else self.sampler
+
+    @property
+    def num_rows(self) -> int:
+        """What an epoch reads: rows, or batches that a sampler makes."""
+        return self.at_most(len(self.rows))
+
+    def at_most(self, number: int) -> int:
+        """`number` rows, or as many as an epoch may have."""
+        return number if self.most is None else min(number, self.most)
+
+    def num_batches(self, rows: int) -> int:
+        """Batches that `rows` rows make, the last ones of an epoch; 0 where there is none."""
+        whole, rest = divmod(max(rows, 0), self.group)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Draw]:
+        return self.from_place(self.order(self.epoch), self.epoch, self.start)
+
+    def order(self, epoch: int) -> Any:
+        """The rows in the order of `epoch`; an iterator only if they are too many to count."""
+        epoch = 0 if self.repeats else epoch
+        order = range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, epoch, self.seed)
+        if self.most is None:
+            return order
+        return islice(order, self.most) if isinstance(order, Iterator) else order[: self.most]
+
+    def from_place(self, order: Any, epoch: int, start: int) -> Iterator[Draw]:
+        for place, group in groups(order, start, self.group):
+            if len(group) < self.group and self.drop_last:
+                return
+            indices: Any
+            indices, is_filler = deal(group, self.rank, self.world_size, self.batch_size or 1)
+            if self.batch_size is None:
+                indices = indices[0][-1:] if is_filler else indices[0]
+            seed = mix(self.seed, epoch, place, self.own_rank) if self.seeded else None
+            yield Draw(indices, is_filler, seed, epoch)
 
 
 def mix(*numbers: int) -> int:

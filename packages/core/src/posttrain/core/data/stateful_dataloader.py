@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.data import workers
-from posttrain.core.data.batches import Collate
-from posttrain.core.data.draws import Draws, Rows
+from posttrain.core.data.batches import Collate, Rows
 from posttrain.core.data.samplers import (
+    Draws,
     EpochSampler,
     SeededRandomSampler,
     TokenBatchSampler,
@@ -274,22 +274,15 @@ class Loader(DataLoader):
                 generator.set_state(now.sampler)
             now.sampler = generator.get_state()
         self._draws.epoch, self._draws.start = self.epoch, now.given[0]
-        return self._give(self._read_here() if self._reads_here else workers.iterate(self._engine), now)
+        if self.num_workers == 0 and not self.pin_memory:
+            # There the engine does nothing but two calls, in a profiler's range for each batch.
+            rows: Any = self._engine.dataset
+            return self._give(rows.batches(self._draws, self._engine.collate_fn), now)
+        return self._give(workers.iterate(self._engine), now)
 
     def end_workers(self) -> None:
         """End the processes that read for this loader, and an iteration with them; the next starts new ones."""
         workers.end(self._engine)
-
-    @property
-    def _reads_here(self) -> bool:
-        # Without workers and pinning, the engine does nothing but two calls, in a profiler's range for each batch.
-        return self.num_workers == 0 and not self.pin_memory
-
-    def _read_here(self) -> Iterator[Any]:
-        rows: Any = self._engine.dataset
-        read, collate = rows.__getitems__, self._engine.collate_fn
-        for draw in self._draws:
-            yield collate(read(draw))
 
     def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
         given, unit = now.given, self._unit
