@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.data.stateful_dataloader import as_filler
+from posttrain.core.data.batches import as_filler
 from posttrain.core.losses.normalization import split_terms
 from tests import tiny
 from tests.contract.trainers import causal_lm, pad

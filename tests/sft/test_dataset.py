@@ -378,7 +378,7 @@ def test_an_error_in_formatting_func_names_the_function_and_the_row(tok):
 def test_dropped_rows_are_a_warning_before_training(tok, caplog):
     rows = [{"text": "Two"}, {"text": None}]
     with caplog.at_level(logging.INFO, "posttrain"):
-        prepare_dataset(rows, tok)[1].tell(logging.getLogger("posttrain"))
+        prepare_dataset(rows, tok)[1].log(logging.getLogger("posttrain"))
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and "dropped 1: text is null (rows 1)" in record.getMessage()
         caplog.clear()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain.core import Trainer
+from posttrain.core.data.batches import Filler, is_filler
 from posttrain.core.data.collators import default_data_collator
-from posttrain.core.data.stateful_dataloader import Filler, is_filler
 from posttrain.core.errors import ConfigError
 from posttrain.core.logging.memory import halves, is_out_of_memory
 from posttrain.rl import DPOTrainer

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from posttrain.core.data.samplers import is_sized
+from posttrain.core.data.samplers import has_length
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
 from posttrain.core.logging import terminal
@@ -19,11 +19,6 @@ from posttrain.core.state import ExportableState, TrainerControl, TrainerState, 
 
 logger = logging.getLogger(__name__)
 
-EVENTS = (
-    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
-    "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict",
-    "on_save", "on_log", "on_prediction_step", "on_push_begin",
-)  # fmt: skip
 #: Their callbacks set the flags of the control alike on all processes.
 KNOWN_PACKAGES = {"posttrain", "transformers"}
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -92,6 +87,9 @@ class TrainerCallback:
     def on_push_begin(self, args, state, control, **kwargs): ...
 
 
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
 class ClosingCallback(TrainerCallback):
     """A callback that gives something back when training ends, also by an error, where `on_train_end` is not called."""
 
@@ -150,10 +148,10 @@ class CallbackHandler:
         if not any(hasattr(instance, event) for event in EVENTS):
             raise TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
         if any(type(present) is type(instance) for present in self.callbacks):
+            present, name = self.callback_list.replace("\n", ", "), type(instance).__name__
             logger.warning(
-                "A %s was added to a trainer that already has one; both will run. The callbacks now are: %s",
-                type(instance).__name__, self.callback_list.replace("\n", ", "),
-            )  # fmt: skip
+                f"A {name} was added to a trainer that already has one; both will run. The callbacks now are: {present}"
+            )
         self.callbacks.append(instance)
 
     def pop_callback(self, callback: Any) -> Any | None:
@@ -175,10 +173,9 @@ class CallbackHandler:
             places = [i for i, cb in enumerate(self.callbacks) if type(cb).__name__ == name and has_state(cb)]
             if len(places) < len(saved) and name != "TrainerControl":
                 logger.warning(
-                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of the "
-                    "others is not loaded. Pass them to the trainer to restore it.", len(saved), name,
-                    len(places),
-                )  # fmt: skip
+                    f"The checkpoint holds the state of {len(saved)} {name} and the trainer has {len(places)} such "
+                    "callbacks: the state of the others is not loaded. Pass them to the trainer to restore it."
+                )
             for place, entry in zip(places, saved, strict=False):
                 # transformers' own `from_state` wants both keys.
                 self.callbacks[place] = type(self.callbacks[place]).from_state({"args": {}, "attributes": {}} | entry)
@@ -200,7 +197,7 @@ class CallbackHandler:
         now, known = self.callbacks, self._listed
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             self._listed = list(now)
-            self._listeners = {event: [cb for cb in now if _hears(cb, event)] for event in EVENTS}
+            self._listeners = {event: [cb for cb in now if hears(cb, event)] for event in EVENTS}
         if event in self._listeners:
             return self._listeners[event]
         return [callback for callback in now if hasattr(callback, event)]
@@ -228,7 +225,7 @@ class CallbackHandler:
                 control,
                 model=self.model,
                 processing_class=self.processing_class,
-                tokenizer=self.processing_class,  # the name in callbacks of earlier years
+                tokenizer=self.processing_class,  # the name in older callbacks of transformers
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,
                 train_dataloader=self.train_dataloader,
@@ -245,10 +242,12 @@ class CallbackHandler:
         """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""
         name = type(callback).__name__
         if getattr(callback, "may_fail", False):
+            raised = f"{type(error).__name__}: {error}"
             logger.warning(
-                "The callback %s raised in %s at step %d: %s: %s. Training goes on, for its may_fail is set.",
-                name, event, state.global_step, type(error).__name__, error, exc_info=True,
-            )  # fmt: skip
+                f"The callback {name} raised in {event} at step {state.global_step}: {raised}. Training goes on, for "
+                "its may_fail is set.",
+                exc_info=True,
+            )
             return True
         error.add_note(
             f"Raised by the callback {name} in {event}, at step {state.global_step}. To train on without what it does, "
@@ -279,9 +278,8 @@ def _is_a(callback: Any, wanted: type) -> bool:
     return isinstance(callback, wanted) or namesakes
 
 
-def _hears(callback: Any, event: str) -> bool:
-    """Whether `callback` does something on `event`: an inherited empty method of a base class, ours or transformers',
-    does not count."""
+def hears(callback: Any, event: str) -> bool:
+    """Whether `callback` implements `event`; the empty method of a `TrainerCallback` does not count."""
     if event in getattr(callback, "__dict__", ()):
         return True
     method = getattr(type(callback), event, None)
@@ -378,11 +376,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
             logger.warning(
-                "EarlyStoppingCallback had stopped the run at step %d or before, after %d evaluations without "
-                "improvement (early_stopping_patience=%d), and stops it again. To continue, leave the callback out, "
-                "or set restore_callback_states_from_checkpoint=False to restart its count.",
-                state.global_step, self.early_stopping_patience_counter, self.early_stopping_patience,
-            )  # fmt: skip
+                f"EarlyStoppingCallback had stopped the run at step {state.global_step} or before, after "
+                f"{self.early_stopping_patience_counter} evaluations without improvement "
+                f"(early_stopping_patience={self.early_stopping_patience}), and stops it again. To continue, leave the "
+                "callback out, or set restore_callback_states_from_checkpoint=False to restart its count."
+            )
             control.should_training_stop = True
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
@@ -445,7 +443,7 @@ class ProgressCallback(TrainerCallback):
             if self.prediction_bar is None:
                 from tqdm.auto import tqdm
 
-                total = len(eval_dataloader) if is_sized(eval_dataloader) else None  # a stream is counted, to no end
+                total = len(eval_dataloader) if has_length(eval_dataloader) else None  # a stream is counted, to no end
                 leave = self.training_bar is None
                 self.prediction_bar = tqdm(total=total, leave=leave, dynamic_ncols=True, unit="batch")
             self.prediction_bar.update(1)

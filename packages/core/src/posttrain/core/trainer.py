@@ -569,19 +569,19 @@ class Trainer(HFCompat):
             return kept[1]
         if description == "Evaluation" and self.args.limit_eval_batches is not None:
             dataset = pipeline.first_rows(dataset, self.args.limit_eval_batches * batch_size * self.dist.world_size)
-        collator, build = self.data_collator, pipeline.build_train_loader if is_training else pipeline.build_eval_loader
         sampler = sampler_fn(dataset) if sampler_fn is not None and pipeline.has_length(dataset) else None
         if is_training and self.args.max_batch_tokens is not None:
             sampler = pipeline.token_batches(
                 dataset, self.row_lengths, self.args.max_batch_tokens, self.data_seed, self.dist.world_size
             )
-        dataset, collator = self.without_unused_columns(dataset, collator, description)
+        dataset, collator = self.without_unused_columns(dataset, self.data_collator, description)
         limits, device_type = self.id_limits(), self.dist.device.type
         if device_type == "cpu":  # an unknown id raises there; elsewhere it ends the process
             limits = {name: n for name, n in limits.items() if name == "labels_per_token"}
-        loader = build(
-            dataset, batch_size=batch_size, collate_fn=collator, sampler=sampler, args=self.args, seed=self.data_seed,
-            rank=self.dist.rank, world_size=self.dist.world_size, device_type=device_type, limits=limits,
+        loader = pipeline.build_loader(
+            dataset, is_training=is_training, batch_size=batch_size, collate_fn=collator, sampler=sampler,
+            args=self.args, seed=self.data_seed, rank=self.dist.rank, world_size=self.dist.world_size,
+            device_type=device_type, limits=limits,
         )  # fmt: skip
         if dataloader_key is not None and self.args.dataloader_persistent_workers:  # its workers are worth keeping
             self._kept_loaders[dataloader_key] = (read, loader)
@@ -598,7 +598,7 @@ class Trainer(HFCompat):
         return pipeline.make_train_sampler(
             dataset, strategy=self.args.train_sampling_strategy, seed=self.data_seed,
             batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
-            lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None,
+            lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else (),
         )  # fmt: skip
 
     def row_lengths(self, dataset: Any) -> list[int]:
@@ -1683,7 +1683,7 @@ class Trainer(HFCompat):
         metrics |= {"nonfinite_steps": run.guard.count} if run.guard.count else {}
         metrics |= run.memory
         for data_report in self.data_reports.values():
-            data_report.tell_more(logger)
+            data_report.log_more(logger)
         self.log(means(rest) | metrics)  # with what the algorithm measured since the last record
         self._keep_averages()
         self._restore_best_model()

@@ -85,7 +85,7 @@ def tokenize(
     if not kept:
         raise DataError("\n".join([f"{name}: no row can be trained on.", *report.lines()[1:]]))
     if report.dropped:
-        report.tell(logger)
+        report.log(logger)
         dataset = dataset.select(kept)
     return dataset.map(encode, batched=True, remove_columns=columns)
 

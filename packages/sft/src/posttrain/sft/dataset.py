@@ -298,7 +298,7 @@ def _prepare_stream(
         report.judge(on_bad_rows)
         _check_numbers(table, limits, report.name)
         if len(report.dropped) > dropped_before:  # a new reason
-            report.tell(logger)
+            report.log(logger)
         is_last = len(indices) < ROWS_PER_STREAMED_BATCH
         if report.rows_kept == 0 and (is_last or report.rows_in >= ROWS_PER_BATCH):
             raise _nothing_left(report, rows[0])

@@ -429,7 +429,7 @@ class SFTTrainer(GeneratesText, Trainer):
             self._sources, self.mixture = done.sources, done.mixture
         if self.dist.is_main:
             for report in (report for report in done.reports.values() if report.rows_in):
-                report.tell(logger)
+                report.log(logger)
             if done.mixture is not None:
                 logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
         return done.dataset

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from posttrain.core.errors import DataError
 
 ROWS_SHOWN = 5
-#: Rows, all of them dropped, after which a dataset that is read along the way is given up.
+#: Rows after which a dataset that is read during training is an error if all of them were dropped.
 ENOUGH = 256
-#: Parts of the reasons for which rows are left out as another argument says, and not for a fault of theirs.
+#: Parts of the reasons for which rows are dropped because an argument says so, and not because they are unusable.
 ASKED_FOR = ("longer than max_length", "in a piece of a row that was split")
 
 Faults = dict[str, tuple[int, list[int]]]
@@ -20,7 +20,7 @@ Faults = dict[str, tuple[int, list[int]]]
 
 @dataclass
 class RowReport:
-    """What became of the rows of a dataset; extended by the trainers that prepare rows.
+    """Counts the rows of a dataset that were kept and dropped; extended by the trainers that prepare rows.
 
     rows_in: rows read. rows_kept: rows to train on. dropped: reason -> (count, first rows).
     """
@@ -34,7 +34,7 @@ class RowReport:
     rows_in: int = 0
     rows_kept: int = 0
     dropped: Faults = field(default_factory=dict)
-    _told: int = field(default=0, repr=False, compare=False)
+    _logged: int = field(default=0, repr=False, compare=False)
 
     @staticmethod
     def count(faults: Faults, reason: str, rows: Iterable[int]) -> None:
@@ -81,15 +81,15 @@ class RowReport:
         """Whether the user should look at it."""
         return bool(self.dropped)
 
-    def tell(self, logger: logging.Logger) -> None:
-        """Write the report to the log, as a warning where rows were dropped or something looks wrong."""
-        self._told = self._num_dropped
+    def log(self, logger: logging.Logger) -> None:
+        """Log the report, as a warning where rows were dropped or something looks wrong."""
+        self._logged = self._num_dropped
         logger.log(logging.WARNING if self.is_wrong else logging.INFO, "%s", "\n".join(self.lines()))
 
-    def tell_more(self, logger: logging.Logger) -> None:
-        """As `tell`, where more rows were dropped since: those of streams and images are read while training."""
-        if self._num_dropped > self._told:
-            self.tell(logger)
+    def log_more(self, logger: logging.Logger) -> None:
+        """`log` again if more rows were dropped since: those of streams and images are read while training."""
+        if self._num_dropped > self._logged:
+            self.log(logger)
 
     def judge(self, on_bad_rows: str, logger: logging.Logger | None = None, known: Iterable[str] = ()) -> None:
         """Refuse rows that were dropped for a fault, if they are to be; else warn of reasons that are not `known`.
@@ -100,8 +100,8 @@ class RowReport:
         bad = {why: rows for why, rows in self.dropped.items() if not any(part in why for part in ASKED_FOR)}
         if bad and on_bad_rows == "raise":
             total = f"{sum(count for count, _ in bad.values()):,} of {self.rows_in:,} rows"
-            told = f"{self.name}: {total} cannot be trained on, and on_bad_rows=raise. Correct or filter such rows."
-            raise DataError("\n".join([told, *self.lines_of("refused", bad)]))
+            summary = f"{self.name}: {total} cannot be trained on, and on_bad_rows=raise. Correct or filter such rows."
+            raise DataError("\n".join([summary, *self.lines_of("refused", bad)]))
         if logger is not None:
             for reason in self.dropped.keys() - set(known):
                 first = self.dropped[reason][1][0]

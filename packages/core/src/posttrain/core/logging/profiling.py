@@ -54,9 +54,9 @@ class ProfilerCallback(ClosingCallback):
         self._write()
         if self._done <= self.first_step:
             logger.warning(
-                "ProfilerCallback: the run had %d optimizer steps and first_step=%d, so nothing was profiled.",
-                self._done, self.first_step,
-            )  # fmt: skip
+                f"ProfilerCallback: the run had {self._done} optimizer steps and first_step={self.first_step}, so "
+                "nothing was profiled."
+            )
 
     def close(self) -> None:
         """Write what was recorded before an error."""
@@ -107,8 +107,10 @@ class MemorySnapshotCallback(ClosingCallback):
         if self._on_cuda:
             torch.cuda.memory._record_memory_history(max_entries=self.entries)
         else:
-            logger.info("MemorySnapshotCallback: torch keeps no history of allocations on this device; %s gets the "
-                        "tensors that are live at the end of optimizer steps.", self._path)  # fmt: skip
+            logger.info(
+                f"MemorySnapshotCallback: torch keeps no history of allocations on this device; {self._path} gets the "
+                "tensors that are live at the end of optimizer steps."
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if not self._on_cuda and state.global_step % self.every == 0:
@@ -153,7 +155,7 @@ class UtilizationCallback(TrainerCallback):
         self._psutil = require("psutil", "psutil", why="UtilizationCallback")
         if torch.cuda.is_available():
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
-        self._psutil.cpu_percent()  # which gives what was since its last call
+        self._psutil.cpu_percent()  # each call measures since the one before
 
     def on_step_end(self, args, state, control, **kwargs):
         self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)

@@ -19,7 +19,7 @@ from posttrain.core.distributed import Distributed
 from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
-from posttrain.core.logging.trackers import afresh
+from posttrain.core.logging.trackers import as_new
 from posttrain.core.state import has_state
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size", "_kept_loaders")
     own, handler = {name: getattr(trainer, name) for name in names}, trainer.callback_handler
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
-    fresh = [type(cb).from_state(cb.state()) if has_state(cb) else afresh(cb) for cb in handler.callbacks]
+    fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
     trainer.args, trainer.store, trainer._kept_loaders = args, Store(args.output_dir), {}
     trainer.dist = Distributed(args)
     trainer.accelerator, trainer._train_batch_size = trainer.dist.accelerator, args.train_batch_size

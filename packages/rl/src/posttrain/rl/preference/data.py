@@ -318,7 +318,7 @@ def _prepare_stream(
         report.add(columns)
         report.judge(on_bad_rows)
         if len(report.dropped) > known:  # a new reason
-            report.tell(logger)
+            report.log(logger)
         if report.rows_kept == 0 and report.rows_in >= ROWS_PER_BATCH:
             raise DataError("\n".join([f"{report.name}: no row can be trained on.", *report.lines()[1:]]))
         kept = [i for i, fault in enumerate(columns["fault"]) if not fault]

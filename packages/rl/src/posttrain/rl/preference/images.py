@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from posttrain.core.data.pipeline import Filler, check_dataset
+from posttrain.core.data.batches import Filler
+from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.lm.images import image_tokens
 from posttrain.lm.images.image_features import ImageCopies

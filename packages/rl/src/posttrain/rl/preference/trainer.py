@@ -433,7 +433,7 @@ class PreferenceTrainer(Trainer):
             )
         self.data_reports[name] = report
         if self.dist.is_main and report.rows_in:
-            report.tell(logger)
+            report.log(logger)
         dataset = self.arrange(dataset)
         if self.needs_reference and references.arguments_of(args).precompute_ref_log_probs:
             dataset = self._precompute(dataset, name)
