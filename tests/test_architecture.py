@@ -50,12 +50,6 @@ LAYERS = """
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 #: Imports that point up all the same, each to be cut: the core should know no language models and no commands.
 TO_CUT = {
-    ("core.arguments", "lm.loading.arguments"),
-    ("core.distributed.processes", "lm.attention.context_parallel"),
-    ("core.distributed.processes", "lm.attention.padding_masks"),
-    ("core.distributed.processes", "lm.loading.parts"),
-    ("core.losses", "lm.loss.language_modeling"),
-    ("core.losses.normalization", "lm.loss.language_modeling"),
     ("core.trainer", "cli.report.report"),
     ("core.trainer", "cli.report.run_record"),
 }
@@ -82,7 +76,6 @@ LONG = {
     "rl/preference/trainer.py": "the one base of preference trainers, from their arguments to the score of a pair",
     "core/data/pipeline.py": "the arguments of data, and the loaders of training and evaluation that they make",
     "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",
-    "core/distributed/processes.py": "the one interface of the loop to processes, however a model is divided over them",
     "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
 }

@@ -2,8 +2,8 @@
 
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.environment import barrier, device, local_rank, precision, rank, world_size
-from posttrain.core.distributed.processes import Distributed
 from posttrain.core.distributed.sharding import fill, is_in_pieces, whole, whole_shape
+from posttrain.core.distributed.strategies import Distributed, make_strategy
 
 __all__ = [
     "Distributed",
@@ -13,6 +13,7 @@ __all__ = [
     "fill",
     "is_in_pieces",
     "local_rank",
+    "make_strategy",
     "precision",
     "rank",
     "whole",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from posttrain.core.distributed.environment import is_true
-from posttrain.core.errors import did_you_mean
+from posttrain.core.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,24 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
         found.pop("min_num_params", None)
     options = {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)}
     return read("full_shard", {"state_dict_type": "FULL_STATE_DICT"} | options, sizes)
+
+
+def of_run(args: Any) -> Sharding | None:
+    """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding.
+
+    Raises:
+        ConfigError: for problems with them.
+    """
+    settings, problems = read(args.fsdp, args.fsdp_config, args.parallelism_config)
+    if settings is None and not problems:
+        settings, problems = from_environment()
+        if settings is not None:
+            problems += optimizer_problems(getattr(args, "optim", ""))
+    if problems:
+        raise ConfigError("TrainingArguments", problems)
+    for note in settings.notes if settings is not None else ():
+        logger.info("fsdp_config: %s", note)
+    return settings
 
 
 def _listed(value: Any) -> list[str]:

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from posttrain.core.data.batch_limits import explain_failure
+from posttrain.core.losses.logits import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model
-from posttrain.lm.loss import language_modeling
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -363,9 +363,7 @@ class LabelSmoother:
         self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        return language_modeling.cross_entropy(
-            logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon
-        )
+        return cross_entropy(logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon)
 
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.distributed import processes
+from posttrain.core.distributed.strategies import base
 from tests import tiny
 from tests.contract.trainers import pad
 
@@ -15,7 +15,7 @@ from tests.contract.trainers import pad
 def test_bfloat16_on_a_processor_without_its_instructions_is_warned_of(
     bf16, dtype, warns, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(processes, "has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr(base, "has_bfloat16_instructions", lambda: False)
     args = TrainingArguments(
         str(tmp_path), use_cpu=True, bf16=bf16, max_steps=1, save_strategy="no", report_to="none", disable_tqdm=True
     )
