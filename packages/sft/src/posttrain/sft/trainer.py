@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data.pipeline import is_filler, set_seed
 from posttrain.core.errors import DataError, did_you_mean
@@ -26,7 +27,6 @@ from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import document_positions, flash_attention, varlen_attention
 from posttrain.lm.attention.activation_offloading import offloading, with_offloading
