@@ -8,6 +8,7 @@ slice of a row.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.distributed import division, expert_parallel, shard_settings, sharding, tensor_parallel
+from posttrain.core.distributed import division, shard_settings, sharding, tensor_parallel
 from posttrain.core.distributed.division import Division
 from posttrain.core.errors import ConfigError
 from posttrain.lm.attention import context_parallel
@@ -132,10 +133,39 @@ def _numbers() -> Iterator[None]:
         yield
 
 
-def even_routes(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
-    """Within this context experts that processes have between them get equally many tokens."""
-    has_experts = mesh.division is not None and mesh.division.experts > 1
-    return expert_parallel.even_routes() if has_experts else contextlib.nullcontext()
+@contextlib.contextmanager
+def even_routes(mesh: Mesh) -> Iterator[None]:
+    """Within this context every process sends as many tokens to each that keeps experts: fake tensors have shapes and
+    no routes."""
+    if mesh.division is None or mesh.division.experts == 1:
+        yield
+        return
+    exchange: Any = importlib.import_module("transformers.distributed.expert_parallel")
+    asked = exchange.AllToAllEP._dispatch_tokens
+
+    def evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
+        tokens, parts, size = len(hidden), self.tp_mesh.size(), self.ep_mesh.size()
+        if parts > 1:  # each sends its part of the tokens that all have
+            hidden, index, weights = (given[: -(-tokens // parts)] for given in (hidden, index, weights))
+        order = torch.argsort(index.reshape(-1))
+        sizes = [len(order) // size + (i < len(order) % size) for i in range(size)]
+        sent = exchange.all_to_all_single_autograd(
+            hidden[order // index.shape[-1]], sizes, sizes, self.ep_mesh.get_group()
+        )
+        sent = exchange._WaitTensor.apply(sent)
+        ids = index.new_zeros(len(order), 1)
+        return (
+            sent,
+            ids,
+            torch.ones_like(ids, dtype=sent.dtype),
+            exchange._AllToAllState(weights, order, sizes, sizes, tokens),
+        )
+
+    exchange.AllToAllEP._dispatch_tokens = evenly
+    try:
+        yield
+    finally:
+        exchange.AllToAllEP._dispatch_tokens = asked
 
 
 def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from posttrain.core.models.padding_masks import has_other_hooks
 from posttrain.core.models.wrapping import base_model
+from posttrain.lm.attention.padding_masks import has_other_hooks
 from posttrain.lm.attention.varlen_attention import layer_window
 from posttrain.rl.generation.transformers import FIXED_ROPE
 
