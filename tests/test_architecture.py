@@ -19,12 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The rooms of the core distribution, from the lowest: each imports itself and those above it in this list. A line names
-# folders and files; the more exact name of a module decides. Those of one line belong together.
+# The layers of the core distribution, from the lowest: each imports itself and those above it in this list. A line
+# names folders, and the files beside them; the longest name that a module begins with decides.
 LAYERS = """
-    core.errors core.fields
-    core.config
-    core.registry core.state
+    core.errors core.fields core.config core.registry core.state
     core.data
     core.models
     core.losses
@@ -38,7 +36,7 @@ LAYERS = """
     lm.text
     lm.loading
     lm.images
-    lm.attention
+    lm.attention lm.preparation
     lm.loss
     core.trainer core.training.hf_compat core.training.hyperparameter_search
     lm.generate
@@ -55,7 +53,7 @@ TO_CUT = {
 }
 # What takes a trainer, because it is a part of its face.
 KNOWS_TRAINERS = LAYER["core.trainer"]
-# The lowest rooms need nothing that has to be installed besides these.
+# The lowest layer needs nothing that has to be installed besides these.
 LOWEST_PACKAGES = {"torch", "numpy"}
 LOWEST = LAYER["core.state"]
 
@@ -225,7 +223,7 @@ def test_every_module_of_the_core_distribution_has_its_layer():
     wrong = [where for where in in_core() if layer(module_of(where)) is None]
     wrong += [where for where in in_core() if where.startswith("core/") and layer(module_of(where)) == LAYER["core"]]
     assert sorted(set(wrong) - {"core/__init__.py", "core/testing.py", "lm/__init__.py"}) == []
-    assert [name for name in named if f"posttrain.{name}" not in modules()] == [], "a room that is gone"
+    assert [name for name in named if f"posttrain.{name}" not in modules()] == [], "a folder that is gone"
     assert len(LAYERS) <= 25
 
 
@@ -247,7 +245,7 @@ def test_imports_point_down_or_along_a_layer():
     assert cut == set(), "these are cut: take them from TO_CUT"
 
 
-def test_the_lowest_rooms_need_torch_numpy_and_the_standard_library():
+def test_the_lowest_layers_need_torch_numpy_and_the_standard_library():
     allowed = LOWEST_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
     lowest = [one for one in all_imports() if (layer(module_of(one.where)) or 0) <= LOWEST and one.where in in_core()]
     assert lowest and [str(one) for one in lowest if one.target.split(".")[0] not in allowed] == []

@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.data.pipeline import to_device
-from posttrain.core.models.padding_masks import announce_masks
+from posttrain.lm.attention.padding_masks import announce_masks
 from posttrain.rl.generation import Sampling, local
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.seq2seq.decoding import LeanGenerator

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posttrain.core.data.pipeline import to_device
-from posttrain.core.models.padding_masks import announce_masks
+from posttrain.lm.attention.padding_masks import announce_masks
 from posttrain.rl.generation.decoder_step import DecoderStep
 from tests import tiny
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
@@ -79,7 +79,7 @@ def test_masks_that_the_host_does_not_know_are_looked_into():
 
 
 def test_a_forward_that_failed_leaves_nothing_behind():
-    from posttrain.core.models.padding_masks import _KNOWN
+    from posttrain.lm.attention.padding_masks import _KNOWN
 
     def fails(module, args):
         raise RuntimeError("no memory left")

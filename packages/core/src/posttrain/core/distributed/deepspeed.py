@@ -66,10 +66,13 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
         found = {name: os.environ.get(name, "none") for name in ENVIRONMENT}
         zero = {ENVIRONMENT[n][0]: ENVIRONMENT[n][1](v) for n, v in found.items() if v.lower() != "none"}
         return {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto"},
             "zero_optimization": {"stage": 2} | zero,
-        }  # fmt: skip
+        }
     if isinstance(config, (str, os.PathLike)):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -98,10 +101,13 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
         "fp16.enabled": precision == "fp16",
     }
     names = {
-        "train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_clipping": "max_grad_norm",
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_clipping": "max_grad_norm",
         "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "train_batch_size": "the batch of all processes", "bf16.enabled": "bf16", "fp16.enabled": "fp16",
-    }  # fmt: skip
+        "train_batch_size": "the batch of all processes",
+        "bf16.enabled": "bf16",
+        "fp16.enabled": "fp16",
+    }
     for path, value in known.items():
         section, _, key = path.rpartition(".")
         table = config.get(section, {}) if section else config

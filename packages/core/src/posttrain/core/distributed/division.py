@@ -63,8 +63,8 @@ def model_problems(sizes: dict[str, int], config: Any) -> list[str]:
 def sharding_of(
     settings: shard_settings.Sharding | None, sizes: dict[str, int], processes: int
 ) -> shard_settings.Sharding | None:
-    """How the weights are sharded where `settings` ask for it: not at all if nobody shares them, and always where DDP
-    would have to average weights of which each process has a part."""
+    """How the weights are sharded where `settings` ask for it: not at all where no processes share them, and always
+    where DDP would have to average weights of which each process has a part."""
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
     if processes == tp:
         return None

@@ -191,8 +191,9 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
     if not found:
         logger.warning(
             "%s does not say which modules are its layers, so FSDP gathers it whole. Name them in fsdp_config, for "
-            "instance {'transformer_layer_cls_to_wrap': ['Block']}.", type(base).__name__,
-        )  # fmt: skip
+            "instance {'transformer_layer_cls_to_wrap': ['Block']}.",
+            type(base).__name__,
+        )
     return [*(end for end in _ends(model) if end not in found), *found[::-1]]
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.batch_limits import explain_failure
-from posttrain.core.losses.logits import cross_entropy
+from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model
 
@@ -131,7 +131,7 @@ class Objective:
             self._of_window[name] = self._of_window[name] + value if name in self._of_window else value
 
     def take_terms(self) -> dict[str, torch.Tensor]:
-        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then start afresh."""
+        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then forget them."""
         terms, self._of_window, self._counts = self._of_window, {}, None
         return terms
 
@@ -371,8 +371,10 @@ def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     if factor and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         warnings.warn(
             f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
-            "classification, whose classes are no alternatives.", UserWarning, stacklevel=2,
-        )  # fmt: skip
+            "classification, whose classes are no alternatives.",
+            UserWarning,
+            stacklevel=2,
+        )
         return None
     return LabelSmoother(factor) if factor else None
 

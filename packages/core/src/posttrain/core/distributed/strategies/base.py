@@ -16,7 +16,6 @@ from posttrain.core.distributed.collectives import Collectives, whole_rows
 from posttrain.core.distributed.environment import has_bfloat16_instructions
 from posttrain.core.distributed.shard_settings import Sharding
 from posttrain.core.distributed.world import NOTHING
-from posttrain.core.models.padding_masks import announce_masks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,8 +24,11 @@ logger = logging.getLogger(__name__)
 
 #: The type of matrix products under autocast.
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: Cuts the rows of a language model. Found by name, because the core imports no language models.
+#: What is done to the attention of language models. Found by name, because the core imports none of them.
+ANNOUNCE_MASKS = "posttrain.lm.attention.padding_masks:announce_masks"
 CONTEXT_PARALLEL = "posttrain.lm.attention.context_parallel:enable"
+
+Names = Callable[[str], bool]
 
 
 class Distributed(Collectives):
@@ -89,7 +91,7 @@ class Distributed(Collectives):
         if not (trained and self.shards) and (asked or (asked is None and not placed)):
             model.to(self.device)
         if self.device.type != "cpu":
-            announce_masks(model)
+            pkgutil.resolve_name(ANNOUNCE_MASKS)(model)
         if trained and self._warns_of_bfloat16:
             if self.precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
                 self._warns_of_bfloat16 = False  # one warning is enough
@@ -165,10 +167,7 @@ class Distributed(Collectives):
         return NOTHING
 
     def whole_state_dict(
-        self,
-        model: nn.Module,
-        only: Callable[[str], bool] = lambda name: True,
-        keep: Callable[[str], bool] | None = None,
+        self, model: nn.Module, only: Names = lambda name: True, keep: Names | None = None
     ) -> dict[str, torch.Tensor] | None:
         """The gathered weights of a sharded `model` in host memory; None if it is not sharded.
 

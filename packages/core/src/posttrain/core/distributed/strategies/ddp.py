@@ -27,15 +27,17 @@ class DDP(Distributed):
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model
         args = self.args
-        options: dict[str, Any] = {}
         unused = args.ddp_find_unused_parameters
         # LLaVA takes the features from a layer before the last, whose weights are then in no loss.
         reentrant = (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("use_reentrant", False)
         looks = not gradient_checkpointing or (sees(model) and not reentrant)
-        options["find_unused_parameters"] = looks if unused is None else unused
-        for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph"):
-            if getattr(args, f"ddp_{name}") is not None:
-                options[name] = getattr(args, f"ddp_{name}")
+        options: dict[str, Any] = {
+            "find_unused_parameters": looks if unused is None else unused,
+            "bucket_cap_mb": args.ddp_bucket_cap_mb,
+            "broadcast_buffers": args.ddp_broadcast_buffers,
+            "static_graph": args.ddp_static_graph,
+        }
+        options = {name: value for name, value in options.items() if value is not None}
         ids = [self.device.index] if self.device.type not in ("cpu", "mps") else None
         return DistributedDataParallel(model, device_ids=ids, **options)
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.core.distributed.deepspeed import fill, gathered, is_piece, read
-from posttrain.core.distributed.strategies.base import Distributed
+from posttrain.core.distributed.strategies.base import Distributed, Names
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.errors import CheckpointError, require
 
@@ -98,10 +98,7 @@ class DeepSpeed(Distributed):
                 offload.setup_zero_stage3_hooks()
 
     def whole_state_dict(
-        self,
-        model: nn.Module,
-        only: Callable[[str], bool] = lambda name: True,
-        keep: Callable[[str], bool] | None = None,
+        self, model: nn.Module, only: Names = lambda name: True, keep: Names | None = None
     ) -> dict[str, torch.Tensor] | None:
         if self.stage < 3 or self.engine is None:
             return None

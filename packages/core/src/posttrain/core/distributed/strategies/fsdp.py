@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.core.distributed import division, sharding
-from posttrain.core.distributed.strategies.base import LOW, Distributed, round_weights
+from posttrain.core.distributed.strategies.base import LOW, Distributed, Names, round_weights
 from posttrain.core.distributed.world import NOTHING
 
 
@@ -71,10 +71,7 @@ class FSDP(Distributed):
             sharding.scatter(model, self.sharding)
 
     def whole_state_dict(
-        self,
-        model: nn.Module,
-        only: Callable[[str], bool] = lambda name: True,
-        keep: Callable[[str], bool] | None = None,
+        self, model: nn.Module, only: Names = lambda name: True, keep: Names | None = None
     ) -> dict[str, torch.Tensor] | None:
         if not self._is_divided(model):
             return None
