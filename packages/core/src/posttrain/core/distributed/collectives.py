@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from posttrain.core.distributed.waits import LostProcessError, portable
+from posttrain.core.distributed.watchdog import Watchdog
 from posttrain.core.distributed.world import World
 from posttrain.core.losses.normalization import scalar
 
@@ -61,6 +62,15 @@ class Collectives(World):
     """The processes that read other rows than this one, with itself; None: all."""
     _peers_group: Any = None
     """The processes that read the same rows; None: all."""
+
+    def enter_step(self, step: int, batches: int) -> None:
+        """Optimizer step `step` begins, from 1, `batches` into the epoch: where the processes hang, each says so."""
+        if isinstance(self._waiting, Watchdog):
+            self._waiting.step, self._waiting.batches = step, batches
+
+    def seconds_waited(self) -> float:
+        """How long this process has waited for the others so far, within steps and evaluations."""
+        return self._waiting.waited if isinstance(self._waiting, Watchdog) else 0.0
 
     def sum(self, value: Any) -> Any:
         """The sum of a number or tensor over all parts of the rows; the value itself where there is one part."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ from torch import nn
 from posttrain.core.distributed.environment import is_true, world_size
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.wrapping import base_model
-
-logger = logging.getLogger(__name__)
 
 # The allowed optimizers of a configuration, and the argument that matches each of their values.
 OPTIMIZERS = ("adam", "adamw")

@@ -105,6 +105,7 @@ class World:
     Attributes:
         process_index, num_processes: of this process, among all.
         local_rank: of this process on its machine.
+        is_main, is_local_main: whether it is the first of all, or of its machine.
         rank, world_size: of its rows, among as many parts. Processes that split a matrix (tensor parallelism) or a row
             (context parallelism) read the same rows and have the same rank: a run of two such processes has a world
             size of 1.
@@ -121,13 +122,14 @@ class World:
         self.process_index: int = accelerator.process_index
         self.num_processes: int = accelerator.num_processes
         self.local_rank: int = accelerator.local_process_index
+        self.is_main, self.is_local_main = self.process_index == 0, self.local_rank == 0
         self.tp_size, self.cp_size, self.ep_size = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
         self.peers = self.tp_size * self.cp_size
         self.rank, self.peer_rank = divmod(self.process_index, self.peers)
         self.world_size = self.num_processes // self.peers
         if args.global_batch_size and (note := global_batch.note(args.global_batch_size, self.world_size)):
             logger.warning(note)
-        self._waiting: Callable[[str], contextlib.AbstractContextManager] = lambda what: NOTHING
+        self._waiting: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
         self._waits: Waits | None = None
         if self.num_processes > 1:
             self._waiting, self._waits = _watch(args, self.process_index, self.num_processes), _waits
@@ -137,23 +139,6 @@ class World:
                 atexit.register(_leave_group)
         if args.tf32 is not None and torch.cuda.is_available():
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
-
-    @property
-    def is_main(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def is_local_main(self) -> bool:
-        return self.local_rank == 0
-
-    def enter_step(self, step: int, batches: int) -> None:
-        """Optimizer step `step` begins, from 1, `batches` into the epoch: where the processes hang, each says so."""
-        if isinstance(self._waiting, Watchdog):
-            self._waiting.step, self._waiting.batches = step, batches
-
-    def seconds_waited(self) -> float:
-        """How long this process has waited for the others so far, within steps and evaluations."""
-        return self._waiting.waited if isinstance(self._waiting, Watchdog) else 0.0
 
     def empty_cache(self) -> None:
         """Give cached device memory back; nothing to do on the CPU."""

@@ -63,7 +63,8 @@ class ModelParallel(FSDP):
     def clip_gradients(
         self, parameters: Sequence[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
     ) -> torch.Tensor:
-        self._unscale(optimizer)
+        if self.scaler is not None:
+            self._unscale(self.scaler, optimizer)
         with self._waiting("the norm of the gradients"):
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = tensor_parallel.total_norm(gradients)
