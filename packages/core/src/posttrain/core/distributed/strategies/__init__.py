@@ -39,7 +39,8 @@ def make_strategy(args: DistributedArguments, model: nn.Module | None = None) ->
     is_divided = sizes["tp_size"] * sizes["ep_size"] > 1
     if is_asked_for(args.deepspeed):
         if settings is not None or is_divided:
-            raise ConfigError("TrainingArguments", ["fsdp and deepspeed both shard the model; set one of them to None"])
+            both = "the launcher starts DeepSpeed, and fsdp or parallelism_config divides the model too; leave one out"
+            raise ConfigError("TrainingArguments", [both])
         return DeepSpeed(args, accelerator, sizes)
     if is_divided or settings is not None:
         return (ModelParallel if is_divided else FSDP)(args, accelerator, sizes, settings)

@@ -218,24 +218,19 @@ class Distributed(Collectives):
         ().
         """
         if self.scaler is not None:
-            self._unscale(self.scaler, optimizer)
+            if self.scaler._scale is None:
+                raise RuntimeError(
+                    "fp16=True: the gradients were not made by the loss scaler, so they cannot be scaled back. In a "
+                    "training_step of your own, call self.accelerator.backward(loss) where it calls loss.backward()."
+                )
+            self.scaler.unscale_(optimizer)
         with self._waiting("the norm of the gradients"):
-            if max_norm:
-                return nn.utils.clip_grad_norm_(parameters, max_norm)
-            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return self._clip(parameters, max_norm)
 
-    def _unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Take the factor of the loss scaler out of the gradients.
-
-        Raises:
-            RuntimeError: they do not have it.
-        """
-        if scaler._scale is None:
-            raise RuntimeError(
-                "fp16=True: the gradients were not made by the loss scaler, so they cannot be scaled back. In a "
-                "training_step of your own, call self.accelerator.backward(loss) where it calls loss.backward()."
-            )
-        scaler.unscale_(optimizer)
+    def _clip(self, parameters: Sequence[torch.Tensor], max_norm: float | None) -> torch.Tensor:
+        if max_norm:
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer; False where the loss scaler skipped the step because it had overflowed."""

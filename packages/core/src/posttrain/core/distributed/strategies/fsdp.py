@@ -87,9 +87,5 @@ class FSDP(Distributed):
             sharded.set_requires_gradient_sync(when)
         return NOTHING
 
-    def clip_gradients(
-        self, parameters: Sequence[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
-    ) -> torch.Tensor:
-        norm = super().clip_gradients(parameters, max_norm, optimizer)
-        with self._waiting("the norm of the gradients"):
-            return sharding.whole(norm)
+    def _clip(self, parameters: Sequence[torch.Tensor], max_norm: float | None) -> torch.Tensor:
+        return sharding.whole(super()._clip(parameters, max_norm))

@@ -60,17 +60,12 @@ class ModelParallel(FSDP):
     def _is_divided(self, model: nn.Module) -> bool:
         return sharding.is_sharded(model) or tensor_parallel.is_split(model)
 
-    def clip_gradients(
-        self, parameters: Sequence[torch.Tensor], max_norm: float | None, optimizer: torch.optim.Optimizer
-    ) -> torch.Tensor:
-        if self.scaler is not None:
-            self._unscale(self.scaler, optimizer)
-        with self._waiting("the norm of the gradients"):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = tensor_parallel.total_norm(gradients)
-            if max_norm:
-                tensor_parallel.clip(gradients, norm, max_norm)
-            return norm
+    def _clip(self, parameters: Sequence[torch.Tensor], max_norm: float | None) -> torch.Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = tensor_parallel.total_norm(gradients)
+        if max_norm:
+            tensor_parallel.clip(gradients, norm, max_norm)
+        return norm
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.scaler is not None:
