@@ -206,7 +206,7 @@ class ParameterMonitorCallback(TrainerCallback):
 
 
 class ActivationMonitorCallback(ClosingCallback):
-    """Logs ``activation_rms/<layer>`` and ``activation_max/<layer>`` of what each layer (``model.layers.0``) gives on.
+    """Logs ``activation_rms/<layer>`` and ``activation_max/<layer>`` of the output of each layer (``model.layers.0``).
 
     The first is the root of the mean of the squares, the second the mean over forward passes of the largest absolute
     value; padding counts. A maximum that grows from record to record overflows in float16 at 65,504. Nothing waits for
@@ -230,9 +230,9 @@ class ActivationMonitorCallback(ClosingCallback):
 
     def _measure(self, name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._measures and layer.training:
-            given = (outputs[0] if isinstance(outputs, tuple) else outputs).detach().float()
-            self._found.append((f"activation_rms/{name}", given.square().mean().sqrt()))
-            self._found.append((f"activation_max/{name}", given.abs().amax()))
+            output = (outputs[0] if isinstance(outputs, tuple) else outputs).detach().float()
+            self._found.append((f"activation_rms/{name}", output.square().mean().sqrt()))
+            self._found.append((f"activation_max/{name}", output.abs().amax()))
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._measures = state.global_step % self.every == 0
@@ -249,7 +249,7 @@ class ActivationMonitorCallback(ClosingCallback):
 
 
 def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The trained parameters by part: what stands before and with the first number in their names, or the module."""
+    """The trained parameters by part: their names up to the first number, or else up to the module."""
     found: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
