@@ -90,28 +90,20 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
     _drop_optimizer(config, args, wrong)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     known = {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": batch * accumulation * world_size(),
-        "gradient_clipping": float(args.max_grad_norm or 0),
-        "bf16.enabled": precision == "bf16",
-        "fp16.enabled": precision == "fp16",
+        "train_micro_batch_size_per_gpu": (batch, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": (accumulation, "gradient_accumulation_steps"),
+        "train_batch_size": (batch * accumulation * world_size(), "the batch of all processes"),
+        "gradient_clipping": (float(args.max_grad_norm or 0), "max_grad_norm"),
+        "bf16.enabled": (precision == "bf16", "bf16"),
+        "fp16.enabled": (precision == "fp16", "fp16"),
     }
-    names = {
-        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-        "gradient_clipping": "max_grad_norm",
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "train_batch_size": "the batch of all processes",
-        "bf16.enabled": "bf16",
-        "fp16.enabled": "fp16",
-    }
-    for path, value in known.items():
+    for path, (value, argument) in known.items():
         section, _, key = path.rpartition(".")
         table = config.get(section, {}) if section else config
         if table.get(key) == "auto":
             table[key] = value
         elif key in table and table[key] != value:
-            wrong.append(f"deepspeed: {path} is {table[key]!r}, and {names[path]} is {value!r}; set it to 'auto'")
+            wrong.append(f"deepspeed: {path} is {table[key]!r}, and {argument} is {value!r}; set it to 'auto'")
     config.setdefault("train_micro_batch_size_per_gpu", batch)
     config.setdefault("gradient_accumulation_steps", accumulation)
     zero = config.get("zero_optimization", {})

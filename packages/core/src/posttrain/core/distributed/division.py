@@ -111,13 +111,3 @@ def cut(model: nn.Module, division: Division, device: torch.device, precision: s
         options["expert_mesh"] = keepers[data_dims(mesh)]
     if division.settings is not None:
         sharding.shard(model, division.settings, over, device, precision, frozen=frozen, **options)
-
-
-def forget_operations() -> None:
-    """Let torch work out anew what an operation on divided tensors gives, once the process groups are others.
-
-    It keeps this by mesh, and takes one mesh for another whose process groups are gone.
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
