@@ -31,9 +31,9 @@ from datasets import Dataset, disable_progress_bars
 
 from posttrain.cli.report.plots import loss_curve
 from posttrain.cli.tools.generate import complete
+from posttrain.core.losses import shift_labels
 from posttrain.lm.attention.segments import without_padding
 from posttrain.lm.loading import loading
-from posttrain.lm.loss.language_modeling import shift_labels
 from posttrain.lm.loss.lm_head import logps_in_head
 from posttrain.sft import SFTConfig, SFTTrainer
 

@@ -19,12 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The rooms of the core distribution, from the lowest: each imports itself and those above it in this list. A line names
-# folders and files; the more exact name of a module decides. Those of one line belong together.
+# The layers of the core distribution, from the lowest: each imports itself and those above it in this list. A line
+# names folders, and the files beside them; the longest name that a module begins with decides.
 LAYERS = """
-    core.errors core.fields
-    core.config
-    core.registry core.state
+    core.errors core.fields core.config core.registry core.state
     core.data
     core.models
     core.losses
@@ -38,7 +36,7 @@ LAYERS = """
     lm.text
     lm.loading
     lm.images
-    lm.attention
+    lm.attention lm.preparation
     lm.loss
     core.trainer core.training.hf_compat core.training.hyperparameter_search
     lm.generate
@@ -50,18 +48,12 @@ LAYERS = """
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
 #: Imports that point up all the same, each to be cut: the core should know no language models and no commands.
 TO_CUT = {
-    ("core.arguments", "lm.loading.arguments"),
-    ("core.distributed.processes", "lm.attention.context_parallel"),
-    ("core.distributed.processes", "lm.attention.padding_masks"),
-    ("core.distributed.processes", "lm.loading.parts"),
-    ("core.losses", "lm.loss.language_modeling"),
-    ("core.losses.normalization", "lm.loss.language_modeling"),
     ("core.trainer", "cli.report.report"),
     ("core.trainer", "cli.report.run_record"),
 }
 # What takes a trainer, because it is a part of its face.
 KNOWS_TRAINERS = LAYER["core.trainer"]
-# The lowest rooms need nothing that has to be installed besides these.
+# The lowest layer needs nothing that has to be installed besides these.
 LOWEST_PACKAGES = {"torch", "numpy"}
 LOWEST = LAYER["core.state"]
 
@@ -69,9 +61,9 @@ LOWEST = LAYER["core.state"]
 CORE = {"core", "lm", "compat", "cli"}
 ALLOWED = {"core": CORE, "seq2seq": {"seq2seq", *CORE}, "sft": {"sft", *CORE}, "rl": {"rl", *CORE}}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
-# Only these may know how processes are started, wrapped and sharded.
+# Only these may know how processes are started, wrapped and sharded, and the memory plan, which imagines them.
 BACKENDS = {"accelerate", "deepspeed", "torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.tensor"}
-BACKENDS_FOLDER = "core/distributed/"
+BACKENDS_FOLDERS = ("core/distributed/", "cli/tools/memory_mesh.py")
 FORBIDDEN_NAMES = {"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"}
 FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
@@ -80,7 +72,6 @@ LONG = {
     "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
     "rl/online/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
     "rl/preference/trainer.py": "the one base of preference trainers, from their arguments to the score of a pair",
-    "core/distributed/processes.py": "the one interface of the loop to processes, however a model is divided over them",
     "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
 }
 # The methods that users override, under the names of transformers' Trainer.
@@ -229,7 +220,7 @@ def test_every_module_of_the_core_distribution_has_its_layer():
     wrong = [where for where in in_core() if layer(module_of(where)) is None]
     wrong += [where for where in in_core() if where.startswith("core/") and layer(module_of(where)) == LAYER["core"]]
     assert sorted(set(wrong) - {"core/__init__.py", "core/testing.py", "lm/__init__.py"}) == []
-    assert [name for name in named if f"posttrain.{name}" not in modules()] == [], "a room that is gone"
+    assert [name for name in named if f"posttrain.{name}" not in modules()] == [], "a folder that is gone"
     assert len(LAYERS) <= 25
 
 
@@ -251,7 +242,7 @@ def test_imports_point_down_or_along_a_layer():
     assert cut == set(), "these are cut: take them from TO_CUT"
 
 
-def test_the_lowest_rooms_need_torch_numpy_and_the_standard_library():
+def test_the_lowest_layers_need_torch_numpy_and_the_standard_library():
     allowed = LOWEST_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
     lowest = [one for one in all_imports() if (layer(module_of(one.where)) or 0) <= LOWEST and one.where in in_core()]
     assert lowest and [str(one) for one in lowest if one.target.split(".")[0] not in allowed] == []
@@ -352,7 +343,7 @@ def test_backends_are_known_in_one_folder():
     for one in all_imports():
         for backend in BACKENDS:
             known = one.target == backend or one.target.startswith(backend + ".")
-            if known and not one.where.startswith(BACKENDS_FOLDER):
+            if known and not one.where.startswith(BACKENDS_FOLDERS):
                 wrong.append(str(one))
     assert wrong == []
 

@@ -262,6 +262,7 @@ def loaded_in_parts(out, loaded=None, **changes):
 def slices(arch, batch):
     """The largest gaps, of logits, log-probabilities and gradients, between slices of rows and whole rows: parts of the
     largest number."""
+    from posttrain.core.distributed.collectives import whole_rows
     from posttrain.lm.attention import context_parallel
     from posttrain.lm.attention.segments import Segments
     from posttrain.lm.attention.varlen_attention import enable_segments
@@ -295,7 +296,7 @@ def slices(arch, batch):
     found = compute()
     for gradient in found[2]:
         torch.distributed.all_reduce(gradient)  # what DDP and FSDP average
-    with context_parallel.whole_rows():
+    with whole_rows():
         torch.testing.assert_close(compute()[0], expected[0])
     pairs = [*zip(found[:2], expected[:2], strict=True)]
     pairs += [(one / 2, other) for one, other in zip(found[2], expected[2], strict=True)]

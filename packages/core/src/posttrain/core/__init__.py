@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from posttrain.compat.bema import BEMACallback
     from posttrain.compat.completion_only import DataCollatorForCompletionOnlyLM
+    from posttrain.compat.rich_progress import RichProgressCallback
     from posttrain.compat.row_formats import (
         apply_chat_template,
         is_conversational,
@@ -50,9 +52,13 @@ if TYPE_CHECKING:
     )
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
     from posttrain.core.evaluation.eval_loop import StreamingMetric
-    from posttrain.core.logging.parameter_monitor import ActivationMonitorCallback, ParameterMonitorCallback
-    from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback, UtilizationCallback
-    from posttrain.core.logging.rich_progress import RichProgressCallback
+    from posttrain.core.logging.monitors import (
+        ActivationMonitorCallback,
+        MemorySnapshotCallback,
+        ParameterMonitorCallback,
+        ProfilerCallback,
+        UtilizationCallback,
+    )
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -63,7 +69,6 @@ if TYPE_CHECKING:
         TrainOutput,
     )
     from posttrain.core.trainer import Trainer
-    from posttrain.core.training.bema import BEMACallback
     from posttrain.lm.generate.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.lm.generate.win_rate import WinRateCallback
     from posttrain.lm.loading.arguments import ModelConfig
@@ -72,7 +77,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "core.arguments": ("TrainingArguments",),
-    "core.training.bema": ("BEMACallback",),
+    "compat.bema": ("BEMACallback",),
     "core.callbacks": (
         "CallbackHandler",
         "DefaultFlowCallback",
@@ -107,9 +112,14 @@ _HOMES = {
     "core.config": ("opt",),
     "lm.loading.arguments": ("ModelConfig",),
     "lm.loading.clone_template": ("clone_chat_template", "setup_chat_format"),
-    "core.logging.parameter_monitor": ("ActivationMonitorCallback", "ParameterMonitorCallback"),
-    "core.logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback", "UtilizationCallback"),
-    "core.logging.rich_progress": ("RichProgressCallback",),
+    "core.logging.monitors": (
+        "ActivationMonitorCallback",
+        "MemorySnapshotCallback",
+        "ParameterMonitorCallback",
+        "ProfilerCallback",
+        "UtilizationCallback",
+    ),
+    "compat.rich_progress": ("RichProgressCallback",),
     "cli.mixture": ("DatasetConfig", "DatasetMixtureConfig", "get_dataset"),
     "cli.scripts": (
         "ScriptArguments",

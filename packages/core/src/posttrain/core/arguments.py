@@ -28,6 +28,7 @@ from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
+from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
@@ -37,7 +38,6 @@ from posttrain.core.training.ema import EMAArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.preemption import InterruptArguments
-from posttrain.lm.loading.arguments import ModelSideArguments
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -463,7 +463,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             return
         logging.getLogger(__name__).debug("The main process goes first with: %s", desc)
         # Starts the process group if there is none; the trainer uses it later.
-        with distributed.Distributed(self).main_first(local):
+        with distributed.make_strategy(self).main_first(local):
             yield
 
     # ---- as plain data ----

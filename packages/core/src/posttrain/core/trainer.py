@@ -36,7 +36,7 @@ from posttrain.core.checkpoint import Store, codec, manager, reload, shares, wei
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline, rng
 from posttrain.core.data.batch_limits import check_limits
-from posttrain.core.distributed import Distributed, sharding
+from posttrain.core.distributed import make_strategy, sharding
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import best_model, eval_loop
@@ -168,7 +168,7 @@ class Trainer(HFCompat):
         )  # fmt: skip
         self.run_preflight(args, parts)
         pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
-        self.dist = Distributed(args, model)
+        self.dist = make_strategy(args, model)
         self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
         setup = contextlib.ExitStack()
         setup.enter_context(self._memory.stage("init"))
@@ -235,7 +235,7 @@ class Trainer(HFCompat):
         """Take `model` as the one to train, and look up once what the run needs to know of it."""
         if self.train_dataset is not None:
             adapters.check_trainable(model)
-            nonfinite.check_float16(model, self.dist.precision, self.dist.engine is not None)
+            nonfinite.check_float16(model, self.dist.precision, self.dist.uses_deepspeed)
         self.model = self.model_wrapped = model
         self._look_up(model, wrapping.base_model(model))
         self._set_objective()
@@ -1229,7 +1229,7 @@ class Trainer(HFCompat):
         """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over
         nothing, whose gradient may be 0 / 0, where that is known without a wait and no other process waits for it."""
         known = items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
-        if known and not items and self.dist.num_processes == 1 and self.dist.engine is None:
+        if known and not items and self.dist.num_processes == 1 and not self.dist.uses_deepspeed:
             return False
         if not getattr(self.optimizer, "steps_in_backward", False) or self.args.on_nonfinite == "warn":
             return True
@@ -1239,7 +1239,7 @@ class Trainer(HFCompat):
         """Why gradients of a loss given as (sum, count) could not be divided afterwards; None: they can."""
         if self.dist.world_size > 1 and not self.args.average_tokens_across_devices:
             return "average_tokens_across_devices=False averages over processes, whatever they counted."
-        if self.dist.engine is not None or getattr(self.optimizer, "steps_in_backward", False):
+        if self.dist.uses_deepspeed or getattr(self.optimizer, "steps_in_backward", False):
             return "the weights are changed, or gradients taken over, during the backward pass."
         return None
 
@@ -1500,7 +1500,7 @@ class Trainer(HFCompat):
     def evaluation_model(self) -> nn.Module:
         """The model as an evaluation runs it: sharded where training shards it, and on the device."""
         # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
-        if self.dist.engine is not None and self.is_in_train:
+        if self.dist.uses_deepspeed and self.is_in_train:
             return self.model_wrapped
         if self.dist.shards:
             return self.dist.shard(self.model, self.optimizer)
@@ -1650,7 +1650,7 @@ class Trainer(HFCompat):
         checkpoints, why_not = self.checkpoints, None
         if self.run.is_stepping:
             why_not = "the weights were being updated"
-        elif self.dist.num_processes > 1 and (self.dist.shards or self.dist.engine is not None):
+        elif self.dist.num_processes > 1 and (self.dist.shards or self.dist.uses_deepspeed):
             why_not = "the weights are divided over the processes, which may be elsewhere"
         elif not self.dist.all_come(f"error after {self.state.global_step} {checkpoints.boundary is None}"):
             why_not = "the other processes have not ended in the same step"

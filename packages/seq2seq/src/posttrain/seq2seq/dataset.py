@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from posttrain.core.data.pipeline import is_stream
-from posttrain.core.data.row_reports import RowReport
 from posttrain.core.errors import DataError, did_you_mean
+from posttrain.lm.preparation.row_reports import RowReport
 
 logger = logging.getLogger(__name__)
 

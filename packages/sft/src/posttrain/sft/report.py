@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.core.data.row_reports import RowReport
+from posttrain.lm.preparation.row_reports import RowReport
 
 ENOUGH_ENDINGS = 0.5
 

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data.pipeline import is_filler, set_seed
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
+from posttrain.core.losses.logits import cross_entropy, dynamic_weights
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import document_positions, flash_attention, varlen_attention
 from posttrain.lm.attention.activation_offloading import offloading, with_offloading
@@ -36,7 +37,7 @@ from posttrain.lm.images.vision import CountedBatch, check_model
 from posttrain.lm.loading import adapters, loading
 from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
 from posttrain.lm.loss import lm_head
-from posttrain.lm.loss.language_modeling import cross_entropy, dynamic_weights, group_sums
+from posttrain.lm.loss.language_modeling import group_sums
 from posttrain.lm.text import chat_template
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of

@@ -147,9 +147,9 @@ def _of_images(run: Run, size: tuple[int, int] | None) -> str:
         ConfigError: they cannot be counted.
     """
     from posttrain.cli.tools import memory_plan
-    from posttrain.lm.loading import parts
+    from posttrain.core.models.wrapping import sees_images
 
-    if not parts.sees_images(memory_plan.load_config(run)):
+    if not sees_images(memory_plan.load_config(run)):
         if size is not None:
             raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
         return ""

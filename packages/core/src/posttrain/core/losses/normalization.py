@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from posttrain.core.data.batch_limits import explain_failure
+from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model
-from posttrain.lm.loss import language_modeling
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -109,11 +109,16 @@ class Objective:
         if self.own_count and num_items is not None and items is not None:
             given = scalar(items, num_items.device).clamp(min=1)
         loss = compute_loss(model, inputs, **({"num_items_in_batch": given} if self.takes_count else {}))
-        if (pair := as_pair(loss)) is not None:
+        if isinstance(loss, torch.Tensor):
+            loss = loss if loss.ndim == 0 else loss.mean()
+        elif (pair := as_pair(loss)) is not None:
             total, self._count = pair
             self.terms = {}
             return (mean_of(*pair) if num_items is None else total / num_items.clamp(min=1)), False
-        return self._scalar(loss), num_items is None or self.may_be_mean
+        else:
+            loss, terms = split_terms(loss)
+            self.terms = terms or None
+        return loss, num_items is None or self.may_be_mean
 
     def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
         """Add the terms of the last loss to those of the accumulation window.
@@ -131,7 +136,7 @@ class Objective:
             self._of_window[name] = self._of_window[name] + value if name in self._of_window else value
 
     def take_terms(self) -> dict[str, torch.Tensor]:
-        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then start afresh."""
+        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then forget them."""
         terms, self._of_window, self._counts = self._of_window, {}, None
         return terms
 
@@ -166,25 +171,33 @@ class Objective:
     def in_evaluation(
         self, compute_loss: Callable[..., Any], num_items: torch.Tensor | int, log: Callable[[str, Any, Any], None]
     ) -> Callable[..., Any]:
-        """`compute_loss` for one evaluation batch, see `with_items`; `take_weight` tells how many items its loss is a
-        mean over."""
+        """`compute_loss` for one evaluation batch: with its count of items, if it takes it, and a tensor instead of a
+        dict or a pair. `take_weight` says how many items that is a mean over.
 
-        def keep(count: torch.Tensor) -> None:
-            self._evaluated = count
+        Args:
+            log: called with (name, mean over the batch, items) for each term of a dict.
+        """
+        call = compute_loss
+        if accepts(compute_loss, "num_items_in_batch"):
+            call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
 
-        return with_items(compute_loss, num_items, log, keep)
+        def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
+            result = call(model, inputs, **options)
+            loss, outputs = result if options.get("return_outputs") else (result, None)
+            if (pair := as_pair(loss)) is not None:
+                self._evaluated = pair[1]
+            if (isinstance(loss, Mapping) and "loss" in loss) or pair is not None:
+                loss, terms = split_terms(loss)
+                for name, value in terms.items():
+                    log(name, value if num_items else 0.0, num_items)
+            return (loss, outputs) if options.get("return_outputs") else loss
+
+        return compute
 
     def take_weight(self, items: torch.Tensor | int) -> torch.Tensor | int:
         """The weight of the last evaluation batch: its own count, where its loss came as (sum, count), else `items`."""
         count, self._evaluated = self._evaluated, None
         return items if count is None else count
-
-    def _scalar(self, loss: Any) -> torch.Tensor:
-        if isinstance(loss, torch.Tensor):
-            return loss if loss.ndim == 0 else loss.mean()
-        loss, terms = split_terms(loss)
-        self.terms = terms or None
-        return loss
 
 
 def weighted(
@@ -363,9 +376,7 @@ class LabelSmoother:
         self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        return language_modeling.cross_entropy(
-            logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon
-        )
+        return cross_entropy(logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon)
 
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
@@ -373,40 +384,12 @@ def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     if factor and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         warnings.warn(
             f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
-            "classification, whose classes are no alternatives.", UserWarning, stacklevel=2,
-        )  # fmt: skip
+            "classification, whose classes are no alternatives.",
+            UserWarning,
+            stacklevel=2,
+        )
         return None
     return LabelSmoother(factor) if factor else None
-
-
-def with_items(
-    compute_loss: Callable[..., Any],
-    num_items: torch.Tensor | int,
-    log: Callable[[str, Any, Any], None] = lambda name, value, weight: None,
-    keep_count: Callable[[torch.Tensor], None] = lambda count: None,
-) -> Callable[..., Any]:
-    """`compute_loss` with the item count of its only batch, if it takes it, and a tensor instead of a dict or a pair.
-
-    Args:
-        log: called with (name, mean over the batch, items) for each term of a dict.
-        keep_count: called with the count of a (sum, count), shape ().
-    """
-
-    def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
-        result = call(model, inputs, **options)
-        loss, outputs = result if options.get("return_outputs") else (result, None)
-        if (pair := as_pair(loss)) is not None:
-            keep_count(pair[1])
-        if (isinstance(loss, Mapping) and "loss" in loss) or pair is not None:
-            loss, terms = split_terms(loss)
-            for name, value in terms.items():
-                log(name, value if num_items else 0.0, num_items)
-        return (loss, outputs) if options.get("return_outputs") else loss
-
-    call = compute_loss
-    if accepts(compute_loss, "num_items_in_batch"):
-        call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
-    return compute
 
 
 def _tensors_in(inputs: Mapping[str, Any]) -> bool:

@@ -193,7 +193,7 @@ class HFCompat:
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        return self.dist.engine is not None
+        return self.dist.uses_deepspeed
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
         """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a

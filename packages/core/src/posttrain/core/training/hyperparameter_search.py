@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.core.callbacks import CallbackHandler, TrainerCallback
 from posttrain.core.checkpoint import Store
-from posttrain.core.distributed import Distributed
+from posttrain.core.distributed import make_strategy
 from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
@@ -252,7 +252,7 @@ def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
     fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
     trainer.args, trainer.store, trainer._kept_loaders = args, Store(args.output_dir), {}
-    trainer.dist = Distributed(args)
+    trainer.dist = make_strategy(args)
     trainer.accelerator, trainer._train_batch_size = trainer.dist.accelerator, args.train_batch_size
     trainer.callback_handler = CallbackHandler([reporter, *fresh], processing_class=trainer.processing_class)
     try:

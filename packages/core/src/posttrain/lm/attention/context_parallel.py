@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,23 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy, send
+from posttrain.core.distributed.collectives import WHOLE_ROWS, whole_rows
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, in_one_type, piece_by_piece
 from posttrain.lm.attention.segments import Segments
-
-_WHOLE: ContextVar[bool] = ContextVar("whether forwards compute whole rows", default=False)
-
-
-@contextlib.contextmanager
-def whole_rows() -> Iterator[None]:
-    """Within this context each process computes whole rows, and need not keep in step with the others."""
-    token = _WHOLE.set(True)
-    try:
-        yield
-    finally:
-        _WHOLE.reset(token)
-
 
 # ----------------------------------------------------------------------------------------------------- slicing a model
 
@@ -122,7 +109,7 @@ def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     slicing.current = None
     cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
     replaced = not body.config._attn_implementation.startswith(varlen_attention.PREFIX)  # while it generates
-    if _WHOLE.get() or replaced or (cached and not torch.is_grad_enabled()):
+    if WHOLE_ROWS.get() or replaced or (cached and not torch.is_grad_enabled()):
         return None
     if kwargs.get("past_key_values") is not None:
         raise ValueError(

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.core.data.collators import IGNORE_INDEX
+from posttrain.core.distributed.collectives import whole_rows
+from posttrain.core.losses.logits import shift_labels
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, output_embedding, unwrap
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
 from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence
 from posttrain.lm.loss.language_modeling import (
-    IGNORE_INDEX,
     labelled_places,
     linear_cross_entropy,
     product_dtype,
-    shift_labels,
     token_logps,
 )
 from posttrain.lm.loss.vocabulary_slices import Slice
@@ -119,7 +120,7 @@ def loss_in_head(
     Args:
         labels: (B, T), for the inputs of the forward.
         shifted: the labels are aligned with the logits already, as after `shift_labels`.
-        dft: weight each loss as `posttrain.lm.loss.language_modeling.dynamic_weights` has it.
+        dft: weight each loss as `posttrain.core.losses.logits.dynamic_weights` has it.
         groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
 
     Raises:
@@ -445,7 +446,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
     handle = linear.register_forward_hook(put, prepend=True)
     try:
         base.eval()
-        with context_parallel.whole_rows(), skipped if body is not base else contextlib.nullcontext():
+        with whole_rows(), skipped if body is not base else contextlib.nullcontext():
             logits = base(**inputs).logits
     finally:
         handle.remove()

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.losses import normalization
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import CompletionScores
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.fields.old_names import Removed
-from posttrain.lm.loss.language_modeling import IGNORE_INDEX
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
 
 

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import mix
@@ -28,7 +29,6 @@ from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention

@@ -14,8 +14,8 @@ import numpy as np
 
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
-from posttrain.core.data.row_reports import Faults, RowReport
 from posttrain.core.errors import DataError
+from posttrain.lm.preparation.row_reports import Faults, RowReport
 from posttrain.lm.text import chat_template
 from posttrain.rl.preference.rows import (
     COMPLETIONS,
