@@ -38,7 +38,7 @@ LAYERS = """
     lm.text
     lm.loading
     lm.images
-    lm.attention
+    lm.attention lm.preparation
     lm.loss
     core.trainer core.training.hf_compat core.training.hyperparameter_search
     lm.generate
