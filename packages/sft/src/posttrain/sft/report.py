@@ -60,6 +60,7 @@ class DataReport(TokenReport):
 
     def add(self, facts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> None:
         super().add(facts, lengths)
+        self.rows_in += len(np.unique(facts["row"]))
         kept = facts["fault"] == ""
         tokens = lengths["input_ids"][kept]
         self.split += int(facts["split"].sum())

@@ -21,13 +21,12 @@ class TokenReport(RowReport):
     longest: int = 0
 
     def add(self, facts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> None:
-        """Count a batch of prepared rows.
+        """Count a batch of prepared rows. Subclasses count the rows that were read, of which one may become several.
 
         Args:
             facts: what is known of each row, by the names in `posttrain.lm.preparation.rows.RowPreparation.facts`.
             lengths: the tokens of each row in each column of tokens, 0 for dropped rows.
         """
-        self.rows_in += len(np.unique(facts["row"]))
         self.rows_kept += int((facts["fault"] == "").sum())
         self.truncated += int(facts["truncated"].sum())
         self.count_reasons(self.dropped, facts["fault"], facts["row"])

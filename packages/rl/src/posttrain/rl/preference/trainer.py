@@ -40,8 +40,9 @@ from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, score_c
 from posttrain.rl.preference import precomputed, side_by_side
 from posttrain.rl.preference.arguments import PreferenceConfig, as_config
 from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics, start_problem
-from posttrain.rl.preference.data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
+from posttrain.rl.preference.data import PreferenceReport, prepare_preferences
 from posttrain.rl.preference.images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
+from posttrain.rl.preference.rows import REFERENCE_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class PreferenceTrainer(Trainer):
             name = "train" if self.model.training else "eval"
             rows = len(self.train_dataset) if name == "train" and pipeline.has_length(self.train_dataset) else None
             report = self.data_reports.setdefault(name, PreferenceReport(name))
-            report.add_read({"facts": facts}, self.args.on_bad_rows, logger, rows)
+            report.add_read(facts, self.args.on_bad_rows, logger, rows)
         return super().prepare_inputs(inputs)
 
     def load(
