@@ -41,7 +41,7 @@ LAYERS = """
     lm.attention lm.preparation
     lm.loss
     core.trainer core.training.hf_compat core.training.hyperparameter_search
-    lm.generate
+    lm.generate lm.trainer
     compat
     cli.report
     cli cli.tools

@@ -266,11 +266,12 @@ class KTOTrainer(PreferenceTrainer):
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs["kl"]))
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
-        ready = super()._prepare(dataset, name)
+    def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
+        """As the base's; warns where all rows have one verdict."""
+        ready = super().prepare_dataset(dataset, role, name)
         # Rows with images are prepared when they are read, and have their labels all the same.
         labels = _labels(ready) or _labels(dataset)
-        if name == "train" and self.dist.is_main and (problem := one_sided(labels)):
+        if role == "train" and self.dist.is_main and (problem := one_sided(labels)):
             logger.warning("train: %s", problem)
         return ready
 
