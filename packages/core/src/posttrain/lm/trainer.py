@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
-from posttrain.core.models.wrapping import base_model
 from posttrain.core.trainer import Trainer
 from posttrain.core.training import preflight as checks
 from posttrain.core.training.hf_compat import accept_old_names
@@ -61,7 +60,8 @@ class LanguageModelTrainer(Trainer):
         if old_names:
             given = accept_old_names(self, old_names, parts.processing_class, parts.callbacks)
             parts.processing_class, parts.callbacks = given
-        self.sees = self.sees_images(parts)
+        datasets = (parts.train_dataset, parts.eval_dataset)
+        self.sees = self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
         self._auto_classes = loading.SEEING if self.sees else loading.READING
         parts.auto_class = self._auto_classes[1]
         self.run_preflight(args, parts)
@@ -98,35 +98,21 @@ class LanguageModelTrainer(Trainer):
         yield from checks.no_dataset_problems(parts)
         yield from tokenizer_problems(args, parts)
 
-    def sees_images(self, parts: checks.Parts) -> bool:
-        """Whether rows have images, which this trainer's own collator then reads."""
-        datasets = (parts.train_dataset, parts.eval_dataset)
-        return self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
-
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
-            model = self.load_model(model, args, quantization_config)
+            options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
+            model = loading.load_causal_lm(model, *options)
         self.check_model(model)
         if tokenizer is None:
             tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
-        if self.sees:
-            self.check_images(args, tokenizer, base_model(model))
         tokenizer = self.set_tokens(tokenizer, args)
         return adapters.set_trained(model, peft_config, args.train_parts), tokenizer
 
-    def load_model(self, name: str | os.PathLike[str], args: Any, quantization_config: Any = None) -> nn.Module:
-        """The model in the folder or under the name on the Hub."""
-        options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
-        return loading.load_causal_lm(name, *options)
-
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model that this trainer does not train."""
-
-    def check_images(self, args: Any, processor: Any, model: nn.Module) -> None:
-        """Raise ConfigError or TypeError for settings, a processor or a model that do not support images."""
 
     def set_tokens(self, tokenizer: Any, args: Any) -> Any:
         """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
@@ -137,20 +123,8 @@ class LanguageModelTrainer(Trainer):
         """The collator: that of `parts`, or one for this model, which is loaded and not yet on its device."""
         return parts.data_collator
 
-    def tokenize(self, dataset: Any, role: str, name: str) -> tuple[Any, Mapping[str, TokenReport]]:
-        """(prepared rows, reports by name) of a dataset without images; called by one process before the others.
-
-        Args:
-            role: "train", "eval" or "test".
-        """
-        raise NotImplementedError
-
-    def with_images(self, dataset: Any, role: str, name: str) -> Any:
-        """Rows with images, which are prepared while batches are made, as the collator takes them."""
-        return dataset
-
-    def complete(self, dataset: Any, name: str) -> Any:
-        """Prepared rows with what is computed from them for the collator."""
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        """The rows that the collator takes, see `prepare_dataset`; what became of them goes to `report_rows`."""
         return dataset
 
     # --------------------------------------------------------------------------------------------------- datasets
@@ -165,7 +139,7 @@ class LanguageModelTrainer(Trainer):
             self.eval_dataset = self.prepare_dataset(eval_dataset, "eval")
 
     def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
-        """`dataset` as rows that the collator takes; the report is logged and kept in `data_reports`.
+        """`dataset` as rows that the collator takes; one that this has made comes back as it is.
 
         Args:
             role: "train", "eval" or "test". name: in the report; by default the role.
@@ -173,17 +147,15 @@ class LanguageModelTrainer(Trainer):
         name = role if name is None else name
         if any(dataset is ready for ready in self._prepared):
             return dataset
-        if self.sees:
-            return self.with_images(dataset, role, name)
-        with self.dist.main_first():  # one process writes the cache, the others read it
-            dataset, reports = self.tokenize(dataset, role, name)
+        self._prepared.append(self.prepare_rows(dataset, role, name))
+        return self._prepared[-1]
+
+    def report_rows(self, reports: Mapping[str, TokenReport]) -> None:
+        """Log what became of the rows of datasets, by name, and keep it in `data_reports`."""
         self.data_reports |= reports
         for report in reports.values() if self.dist.is_main else ():
             if report.rows_in:
                 report.tell(logger)
-        dataset = self.complete(dataset, name)
-        self._prepared.append(dataset)
-        return dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
         """As the core's; rows that were not prepared at construction are prepared here."""

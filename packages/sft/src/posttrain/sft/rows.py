@@ -78,7 +78,7 @@ class Preparation(RowPreparation):
     train_on: str | Sequence[str] | None = None
     formatting_func: Callable[[dict[str, Any]], Any] | None = None
 
-    facts: ClassVar[Mapping[str, str]] = RowPreparation.facts | {
+    facts: ClassVar[dict[str, str]] = RowPreparation.facts | {
         "split": "bool",
         "doubled_bos": "bool",
         "cut": "bool",

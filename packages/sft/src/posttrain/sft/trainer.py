@@ -264,10 +264,6 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         self._needs_logits = why_not is not None
         return model, tokenizer
 
-    def check_images(self, args: Any, processor: Any, model: nn.Module) -> None:
-        check_config(args, processor)
-        check_model(model)
-
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model that is no causal language model."""
         if not isinstance(model, nn.Module):
@@ -282,6 +278,8 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: Parts) -> Any:
         if self.sees:
+            check_config(args, tokenizer)
+            check_model(base_model(model))
             self.signature_columns = (*COLUMNS, PACKED, *columns_of(parts.train_dataset, parts.eval_dataset))
         parts.train_dataset = representative(parts.train_dataset)  # until they are mixed
         own = usable(args, parts.data_collator)
@@ -377,30 +375,27 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             check_ready(dataset, role if name is None else name)
         return shuffled(dataset, self.args.seed) if self.args.shuffle_dataset and role == "train" else dataset
 
-    def with_images(self, dataset: Any, role: str, name: str) -> Any:
-        assert self._image_rows is not None  # rows with images are seen by our own collator
-        return ready_rows(dataset, self.args, self._image_rows, self._packs_rows(role), name)
-
-    def tokenize(self, dataset: Any, role: str, name: str) -> tuple[Any, Mapping[str, DataReport]]:
-        """Also mixes several datasets and packs the rows."""
-        done = prepare_rows(
-            dataset,
-            self.text_tokenizer,
-            self.args,
-            name=name,
-            packing=self._packs_rows(role),
-            formatting_func=self._formatting_func,
-            limits=id_limits(self.model),
-        )
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        # Rows to predict on stay apart, so that each has its prediction.
+        packing = bool({"train": self.args.packing, "eval": self.args.eval_packing}.get(role))
+        if self._image_rows is not None:
+            return ready_rows(dataset, self.args, self._image_rows, packing, name)
+        with self.dist.main_first():  # one process writes the cache, the others read it
+            done = prepare_rows(
+                dataset,
+                self.text_tokenizer,
+                self.args,
+                name=name,
+                packing=packing,
+                formatting_func=self._formatting_func,
+                limits=id_limits(self.model),
+            )
+        self.report_rows(done.reports)
         if done.sources:
             self._sources, self.mixture = done.sources, done.mixture
         if done.mixture is not None and self.dist.is_main:
             logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
-        return done.dataset, done.reports
-
-    def _packs_rows(self, role: str) -> bool:
-        """Rows to predict on stay apart, so that each has its prediction."""
-        return bool({"train": self.args.packing, "eval": self.args.eval_packing}.get(role))
+        return done.dataset
 
 
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:

@@ -116,7 +116,7 @@ def _features(prepare: RowPreparation, columns: Sequence[str] = ()) -> Features:
     from datasets import Features, List, Value
 
     tokens = {name: List(Value("int32")) for name in prepare.token_columns}
-    others = {name: Value(kind) for name, kind in (prepare.other_columns(columns) | dict(prepare.facts)).items()}
+    others = {name: Value(kind) for name, kind in (prepare.other_columns(columns) | prepare.facts).items()}
     return Features(tokens | others)
 
 

@@ -38,7 +38,7 @@ class RowPreparation:
     chat_template_kwargs: dict[str, Any] | None = None
 
     #: What is known of each prepared row besides its tokens, and the Arrow type of each. The report counts these.
-    facts: ClassVar[Mapping[str, str]] = {"row": "int64", "fault": "string", "truncated": "bool"}
+    facts: ClassVar[dict[str, str]] = {"row": "int64", "fault": "string", "truncated": "bool"}
 
     def __post_init__(self) -> None:
         # A processor (of a model that also sees) holds its tokenizer.

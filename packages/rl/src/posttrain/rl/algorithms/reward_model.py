@@ -189,13 +189,11 @@ class RewardTrainer(ReferenceFreeTrainer):
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
+        if isinstance(model, (str, os.PathLike)):
+            model = load_reward_model(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
         model, tokenizer = super().load(model, tokenizer, args, quantization_config, peft_config)
         set_pad_token(model, getattr(tokenizer, "tokenizer", tokenizer).pad_token_id)
         return model, tokenizer
-
-    def load_model(self, name: str | os.PathLike[str], args: Any, quantization_config: Any = None) -> nn.Module:
-        """The model with its head of one output; a new one where the folder has none."""
-        return load_reward_model(name, args.model_init_kwargs, quantization_config, args.trust_remote_code)
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that gives no single number for a text."""

@@ -134,7 +134,7 @@ class PreferencePreparation(RowPreparation):
     long_rows: str = "truncate"
     faulty_rows: str = "drop"
 
-    facts: ClassVar[Mapping[str, str]] = RowPreparation.facts | {"oddity": "string", "prompt_cut": "bool"}
+    facts: ClassVar[dict[str, str]] = RowPreparation.facts | {"oddity": "string", "prompt_cut": "bool"}
 
     def __post_init__(self) -> None:
         for name, value, known in (

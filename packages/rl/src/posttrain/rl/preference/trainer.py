@@ -145,13 +145,14 @@ class PreferenceTrainer(LanguageModelTrainer):
         """Raise TypeError for a model without a head for tokens."""
         refuse_other_models(model, needs_config=True)
 
-    def check_images(self, args: Any, processor: Any, model: nn.Module) -> None:
-        check_images(args, processor, model)
-
     def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: checks.Parts) -> Any:
         """Also loads the reference."""
+        if self.sees:
+            check_images(args, tokenizer, wrapping.base_model(model))
         if isinstance(parts.ref_model, (str, os.PathLike)):
-            parts.ref_model = self.load_model(parts.ref_model, args)
+            auto_class = (loading.SEEING if self.sees else loading.READING)[0]
+            loaded = (args.model_init_kwargs, None, args.trust_remote_code, auto_class)
+            parts.ref_model = loading.load_causal_lm(parts.ref_model, *loaded)
         both = [one for one in (model, parts.ref_model) if one is not None]
         for one in both if args.disable_dropout else ():
             regularization.disable_dropout(one)
@@ -352,30 +353,28 @@ class PreferenceTrainer(LanguageModelTrainer):
             )
         written.append(samples, self.state.global_step, self.args.output_dir)
 
-    def tokenize(self, dataset: Any, role: str, name: str) -> tuple[Any, Mapping[str, PreferenceReport]]:
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        """`dataset` as tokens, with the reference's log-probabilities if precomputed."""
+        if self.sees:
+            return rows_with_images(dataset, self.data_kind, name)
         args = self.args
-        dataset, report = prepare_preferences(
-            dataset,
-            self.processing_class,
-            kind=self.data_kind,
-            max_length=args.max_length,
-            truncation=args.truncation_mode,
-            long_rows=args.long_rows,
-            faulty_rows=args.faulty_rows,
-            num_proc=args.dataset_num_proc,
-            limits=embeddings.id_limits(self.model),
-            on_bad_rows=args.on_bad_rows,
-            name=name,
-        )
-        return dataset, {name: report}
-
-    def with_images(self, dataset: Any, role: str, name: str) -> Any:
-        return rows_with_images(dataset, self.data_kind, name)
-
-    def complete(self, dataset: Any, name: str) -> Any:
-        """As `arrange`, with the reference's log-probabilities if precomputed."""
+        with self.dist.main_first():  # one process writes the cache, the others read it
+            dataset, report = prepare_preferences(
+                dataset,
+                self.processing_class,
+                kind=self.data_kind,
+                max_length=args.max_length,
+                truncation=args.truncation_mode,
+                long_rows=args.long_rows,
+                faulty_rows=args.faulty_rows,
+                num_proc=args.dataset_num_proc,
+                limits=embeddings.id_limits(self.model),
+                on_bad_rows=args.on_bad_rows,
+                name=name,
+            )
+        self.report_rows({name: report})
         dataset = self.arrange(dataset)
-        if self.needs_reference and references.arguments_of(self.args).precompute_ref_log_probs:
+        if self.needs_reference and references.arguments_of(args).precompute_ref_log_probs:
             dataset = self._precompute(dataset, name)
         return dataset
 
