@@ -69,7 +69,17 @@ def preparation_options(args: Any) -> dict[str, Any]:
 
 @dataclass
 class Preparation(RowPreparation):
-    """Turns raw rows into tokens and labels; the arguments are those of `prepare_dataset`."""
+    """Turns raw rows into tokens and labels: text, messages (also ShareGPT's), prompt and completion, or tokens.
+
+    Args:
+        text_field: the column of texts.
+        too_long: how a row longer than `max_length` is handled: "truncate", "drop", "split" into rows (each begins with
+            the last token of the one before, which it is not trained on), or "error".
+        completion_only_loss: train on completions only; None: if there are completions.
+        assistant_only_loss: train on the assistant's messages only; the same as ``train_on="assistant"``.
+        train_on: the messages of a conversation to train on, see `posttrain.lm.text.chat_template.message_choice`.
+        formatting_func: makes a text, a list of texts or a conversation of a row.
+    """
 
     text_field: str = "text"
     too_long: str = "truncate"

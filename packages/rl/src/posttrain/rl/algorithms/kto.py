@@ -335,18 +335,9 @@ class KTOTrainer(PreferenceTrainer):
         """The rows of a micro-batch."""
         return 0 if pipeline.is_filler(inputs) else len(inputs["label"])
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, rewards (B,), verdicts (B,))."""
-        inputs = self.prepare_inputs(inputs)
-        compute_loss = self.evaluation_loss(inputs)
-        options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
-        with self.compute_loss_context_manager():
-            loss, logits, _ = eval_loop.predict_batch(
-                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
-            )
-        return loss, logits, None if prediction_loss_only else inputs["label"].long()
+    def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(B,) 1 for a good completion, 0 for a bad one."""
+        return inputs["label"].long()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the core's; the margin is between the mean rewards of good and bad completions, which are no pairs."""

@@ -75,63 +75,40 @@ def prepare_preferences(
     dataset: Any,
     tokenizer: Any,
     *,
-    kind: str = "preference",
-    max_length: int | None = None,
-    truncation: str = "keep_start",
-    long_rows: str = "truncate",
-    faulty_rows: str = "drop",
-    chat_template_kwargs: dict[str, Any] | None = None,
     num_proc: int | None = None,
     limits: Mapping[str, int] | None = None,
     on_bad_rows: str = "drop",
     name: str = "train",
+    **options: Any,
 ) -> tuple[Any, PreferenceReport]:
     """Tokenize a dataset of pairs, or of labelled completions.
 
     Args:
-        dataset: a `datasets.Dataset`, a list of dicts, a torch dataset of dicts, or a stream. Rows of the other kind
-            are converted where that is possible: pairs become unpaired rows, and unpaired rows of the same prompt
-            pairs.
+        dataset, num_proc, limits, on_bad_rows: as for `posttrain.lm.preparation.pipeline.prepare_rows`. Rows of the
+            other kind are converted where that is possible: pairs become unpaired rows, and unpaired rows of the same
+            prompt pairs.
         tokenizer: or the processor that holds it.
-        kind: "preference", "unpaired_preference" or "triple_preference".
-        max_length: tokens that a prompt with a completion may have, None for any number.
-        truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, equally for
-            both completions, and completions only if they alone are too long.
-        long_rows: how a row that is too long is handled: "truncate", "drop" or "error". A row whose prompt alone is too
-            long is dropped where completions are to be cut.
-        faulty_rows: how a pair of equal completions or an empty completion is handled: "drop", "keep" or "error".
-        limits: of the model's token ids, see `posttrain.core.models.embeddings.id_limits`.
-        on_bad_rows: "drop" rows that cannot be trained on, or "raise".
         name: the dataset's, in the report.
+        options: of `PreferencePreparation`.
 
     Returns:
-        A `datasets.Dataset` (an `IterableDataset` for a stream) with the columns `TOKEN_COLUMNS` of its kind and those
-        of `KEPT_COLUMNS` that are there, and the report, which for a stream grows as it is read.
+        As `prepare_rows`, with the columns `TOKEN_COLUMNS` of its kind and those of `KEPT_COLUMNS` that are there, and
+        the report.
 
     Raises:
-        DataError: no rows, unknown columns, no row to train on, one that cannot be where `on_bad_rows` is "raise", or a
-            token outside the model's vocabulary.
+        DataError: as `prepare_rows`; or the rows form no table, or no pairs.
     """
     from datasets import Dataset
 
     check_dataset(dataset, f"{name}_dataset")
-    prepare = PreferencePreparation(
-        tokenizer,
-        max_length,
-        truncation,
-        chat_template_kwargs=chat_template_kwargs,
-        kind=kind,
-        long_rows=long_rows,
-        faulty_rows=faulty_rows,
-    )
+    prepare, report = PreferencePreparation(tokenizer, **options), PreferenceReport(name)
     if not is_stream(dataset):
         if not isinstance(dataset, Dataset):
             dataset = _from_list([dataset[i] for i in range(len(dataset))], name)
-        if kind == "preference" and prepare.format_of(dataset.column_names, name) != kind:
+        if prepare.kind == "preference" and prepare.format_of(dataset.column_names, name) != prepare.kind:
             dataset = _paired(dataset.with_format(None), name)
-    report = PreferenceReport(name)
-    options: dict[str, Any] = {"num_proc": num_proc, "limits": limits, "on_bad_rows": on_bad_rows}
-    return prepare_rows(dataset, prepare, report, what="preference", **options), report
+    how: dict[str, Any] = {"num_proc": num_proc, "limits": limits, "on_bad_rows": on_bad_rows}
+    return prepare_rows(dataset, prepare, report, what="preference", **how), report
 
 
 def _from_list(rows: list[Any], name: str) -> Any:

@@ -31,7 +31,7 @@ from posttrain.lm.images.vision import (
 from posttrain.lm.preparation.pipeline import counts_of
 from posttrain.lm.preparation.rows import ReadsImages, check_row
 from posttrain.rl.preference.batches import read_length, read_lengths
-from posttrain.rl.preference.rows import PAIR, PreferencePreparation, Tokens, to_unpaired
+from posttrain.rl.preference.rows import PAIR, PreferencePreparation, Tokens, preparation_options, to_unpaired
 
 #: The key under which `WithOthers` adds another row.
 OTHER_ROW = "other_row"
@@ -278,10 +278,8 @@ def image_collator(
     Args:
         collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
     """
-    options = {"max_length": args.max_length, "truncation": args.truncation_mode}
-    options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
-    vision, reader = VisionProcessor.of_run(processor, model, args), ImageReader.of(args)
-    drops = args.bad_images == "drop"
-    prepare = ImagePreparation(vision, reader, drops, kind=kind, **options)
-    answers = AnswerPreparation(vision, reader, drops, kind=kind, **options)
+    given = VisionProcessor.of_run(processor, model, args), ImageReader.of(args), args.bad_images == "drop"
+    prepare, answers = (
+        made(*given, kind=kind, **preparation_options(args)) for made in (ImagePreparation, AnswerPreparation)
+    )
     return ImageCollator(prepare, collate, once, answers, ImagePositions.of(model) if shared else None)

@@ -126,9 +126,28 @@ class Tokens:
     """The row's `KEPT_COLUMNS`."""
 
 
+def preparation_options(args: Any) -> dict[str, Any]:
+    """The arguments of `PreferencePreparation` that `args`, a `PreferenceConfig`, sets."""
+    return {
+        "max_length": args.max_length,
+        "truncation": args.truncation_mode,
+        "long_rows": args.long_rows,
+        "faulty_rows": args.faulty_rows,
+    }
+
+
 @dataclass
 class PreferencePreparation(RowPreparation):
-    """Turns raw rows into tokens; the arguments are those of `prepare_preferences`."""
+    """Turns raw rows of preferences into tokens.
+
+    Args:
+        truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, equally for
+            both completions, and completions only if they alone are too long.
+        kind: "preference", "unpaired_preference" or "triple_preference".
+        long_rows: how a row longer than `max_length` is handled: "truncate", "drop" or "error". A row whose prompt
+            alone is too long is dropped where completions are to be cut.
+        faulty_rows: how a pair of equal completions or an empty completion is handled: "drop", "keep" or "error".
+    """
 
     kind: str = "preference"
     long_rows: str = "truncate"

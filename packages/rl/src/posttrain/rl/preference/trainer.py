@@ -40,7 +40,7 @@ from posttrain.rl.preference.arguments import PreferenceConfig, as_config
 from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics, start_problem
 from posttrain.rl.preference.data import PreferenceReport, prepare_preferences
 from posttrain.rl.preference.images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
-from posttrain.rl.preference.rows import REFERENCE_COLUMNS
+from posttrain.rl.preference.rows import REFERENCE_COLUMNS, preparation_options
 
 logger = logging.getLogger(__name__)
 
@@ -257,15 +257,19 @@ class PreferenceTrainer(LanguageModelTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
+        """(loss, rewards, labels) of an evaluation batch."""
         inputs = self.prepare_inputs(inputs)
-        pairs, compute_loss = self.count_items(inputs), self.evaluation_loss(inputs)
+        compute_loss = self.evaluation_loss(inputs)
         options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
             loss, logits, _ = eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, **options
             )
-        return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
+        return loss, logits, None if prediction_loss_only else self._verdicts(inputs)
+
+    def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(B,) the label of each pair: the column of its chosen completion, 0."""
+        return torch.zeros(self.count_items(inputs), dtype=torch.long)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -363,14 +367,11 @@ class PreferenceTrainer(LanguageModelTrainer):
                 dataset,
                 self.processing_class,
                 kind=self.data_kind,
-                max_length=args.max_length,
-                truncation=args.truncation_mode,
-                long_rows=args.long_rows,
-                faulty_rows=args.faulty_rows,
                 num_proc=args.dataset_num_proc,
                 limits=embeddings.id_limits(self.model),
                 on_bad_rows=args.on_bad_rows,
                 name=name,
+                **preparation_options(args),
             )
         self.report_rows({name: report})
         dataset = self.arrange(dataset)
