@@ -20,7 +20,7 @@ from posttrain.lm.images.images import has_images
 from posttrain.lm.images.vision import CountedBatch
 from posttrain.lm.loading import adapters, loading
 from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
-from posttrain.lm.preparation.report import TokenReport
+from posttrain.lm.preparation.pipeline import TokenReport
 from posttrain.lm.text import chat_template
 
 logger = logging.getLogger(__name__)

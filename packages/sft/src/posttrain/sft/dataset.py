@@ -1,17 +1,108 @@
-"""Tokenizes and labels datasets, and reports kept, truncated and dropped rows.
+"""Prepares the datasets of a run: tokenizes, masks, mixes and packs rows. The trainer and the preview share it.
 
 `posttrain.sft.rows` prepares a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import prepare_rows
+from posttrain.sft.config import SFTConfig
+from posttrain.sft.mixture import Mixture, mix_datasets
+from posttrain.sft.packing import pack_dataset, pack_stream
 from posttrain.sft.report import DataReport
-from posttrain.sft.rows import Preparation
+from posttrain.sft.rows import Preparation, preparation_options
+
+
+@dataclass
+class Prepared:
+    """Rows to train or evaluate on.
+
+    dataset: the rows. reports: what became of those that went in, by the name of each dataset.
+    sources: the names of the datasets that are mixed, none where it is one. mixture: how an epoch is made up of them.
+    """
+
+    dataset: Any
+    reports: dict[str, DataReport] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    mixture: Mixture | None = None
+
+
+def shuffled(dataset: Any, seed: int) -> Any:
+    """`dataset` in another order: whole, or of a stream within the rows that its buffer holds.
+
+    Raises:
+        DataError: it is neither a sequence of rows nor of a kind that can be shuffled.
+    """
+    if hasattr(dataset, "shuffle"):
+        return dataset.shuffle(seed=seed)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"shuffle_dataset=True, and a stream of type {type(dataset).__name__} has no shuffle(). Shuffle it where "
+            "it is made, or pass a datasets.IterableDataset; or set shuffle_dataset=False."
+        )
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.utils.data.Subset(dataset, order)
+
+
+def prepare_sets(
+    dataset: Any,
+    tokenizer: Any,
+    args: SFTConfig,
+    *,
+    name: str = "train",
+    packing: bool = False,
+    formatting_func: Callable[[dict[str, Any]], Any] | None = None,
+    limits: Mapping[str, int] | None = None,
+) -> Prepared:
+    """Prepare a dataset, or a dict of several by name, which are mixed.
+
+    Args:
+        name: "train", or the name of an evaluation set. packing: whether its rows are packed.
+        formatting_func, limits: as for `prepare_dataset`.
+
+    Raises:
+        DataError: as `prepare_dataset` and `mix_datasets`.
+    """
+    several = isinstance(dataset, Mapping)
+    if args.dataset_weights is not None and name == "train" and not several:
+        raise DataError(
+            "dataset_weights mixes several datasets, and train_dataset is one. Pass a dict of datasets by name."
+        )
+    # The wrapped strategy cuts rows when packing, so they must stay whole before.
+    max_length = None if packing and args.packing_strategy != "bfd" else args.max_length
+    parts, reports = {}, {}
+    for part, rows in dataset.items() if several else [(name, dataset)]:
+        label = f"{name}/{part}" if several else name
+        parts[str(part)], reports[label] = prepare_dataset(
+            rows,
+            tokenizer,
+            **preparation_options(args) | {"max_length": max_length},
+            formatting_func=formatting_func,
+            num_proc=args.dataset_num_proc,
+            limits=limits,
+            on_bad_rows=args.on_bad_rows,
+            name=label,
+        )
+    done = Prepared(next(iter(parts.values())), reports)
+    if several:
+        done.sources = tuple(parts)
+        done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed)
+    if args.shuffle_dataset and name == "train":
+        done.dataset = shuffled(done.dataset, args.seed)
+    if not packing or args.max_length is None:
+        return done
+    if not hasattr(done.dataset, "__len__"):
+        done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
+        return done
+    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name)
+    return done
 
 
 def prepare_dataset(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.lm.preparation.report import TokenReport
+from posttrain.lm.preparation.pipeline import TokenReport
 
 ENOUGH_ENDINGS = 0.5
 

@@ -36,10 +36,9 @@ from posttrain.lm.loss.language_modeling import cross_entropy, dynamic_weights, 
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
-from posttrain.sft.dataset import check_ready
+from posttrain.sft.dataset import check_ready, prepare_sets, shuffled
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
 from posttrain.sft.packing import refuse_leaks
-from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
 from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
@@ -381,7 +380,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         if self._image_rows is not None:
             return ready_rows(dataset, self.args, self._image_rows, packing, name)
         with self.dist.main_first():  # one process writes the cache, the others read it
-            done = prepare_rows(
+            done = prepare_sets(
                 dataset,
                 self.text_tokenizer,
                 self.args,

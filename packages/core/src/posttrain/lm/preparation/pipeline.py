@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.row_reports import Faults, RowReport
 from posttrain.core.errors import DataError
-from posttrain.lm.preparation.report import TokenReport
 from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation
 
 if TYPE_CHECKING:
@@ -26,6 +27,33 @@ logger = logging.getLogger(__name__)
 
 ROWS_PER_BATCH = 1000
 ROWS_PER_STREAMED_BATCH = 256
+
+
+@dataclass
+class TokenReport(RowReport):
+    """What became of the rows of a dataset that are tokenized.
+
+    truncated: rows cut to the maximum length. longest: tokens of the longest kept row.
+    """
+
+    truncated: int = 0
+    longest: int = 0
+
+    def add(self, facts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> None:
+        """Count a batch of prepared rows. Subclasses count the rows that were read, of which one may become several.
+
+        Args:
+            facts: what is known of each row, by the names in `RowPreparation.facts`.
+            lengths: the tokens of each row in each column of tokens, 0 for dropped rows.
+        """
+        self.rows_kept += int((facts["fault"] == "").sum())
+        self.truncated += int(facts["truncated"].sum())
+        self.count_reasons(self.dropped, facts["fault"], facts["row"])
+
+    def count_reasons(self, faults: Faults, reasons: np.ndarray, rows: np.ndarray) -> None:
+        """Add each of `rows` to those of its reason; "" is none."""
+        for reason in dict.fromkeys(reasons[reasons != ""].tolist()):
+            self.count(faults, reason, rows[reasons == reason].tolist())
 
 
 def prepare_rows(

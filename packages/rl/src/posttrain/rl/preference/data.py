@@ -15,8 +15,7 @@ from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.row_reports import Faults
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError
-from posttrain.lm.preparation.pipeline import prepare_rows
-from posttrain.lm.preparation.report import TokenReport
+from posttrain.lm.preparation.pipeline import TokenReport, prepare_rows
 from posttrain.rl.preference.rows import PreferencePreparation, to_pairs
 
 
