@@ -20,6 +20,7 @@ from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
@@ -87,14 +88,16 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     evaluation_metrics = tuple(
         "mean_token_accuracy entropy aux_loss num_tokens perplexity loss/* token_share/*".split()
     )
-    fixed_at_construction = (
-        "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
-        "dataset_text_field", "dataset_weights", "eos_token", "eval_packing", "max_length", "packing",
-        "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on", "truncation_mode",
-    )  # fmt: skip
-    signature_columns: tuple[str, ...] | None = (
-        "input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources",
-    )  # fmt: skip
+    fixed_at_construction = tuple(
+        (
+            "assistant_only_loss chat_template_kwargs chat_template_path completion_only_loss dataset_kwargs "
+            "dataset_text_field dataset_weights eos_token eval_packing max_length packing packing_strategy "
+            "pad_to_multiple_of padding_free too_long train_on truncation_mode"
+        ).split()
+    )
+    signature_columns: tuple[str, ...] | None = tuple(
+        "input_ids labels position_ids seq_lengths attention_mask source sources".split()
+    )
 
     def __init__(
         self,
@@ -424,7 +427,7 @@ def _collator(
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
         return vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
-    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+    pad = tokenizer_of(tokenizer).pad_token_id
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 

@@ -21,9 +21,9 @@ from posttrain.sft.rows import Draft, Preparation, preparation_options
 
 #: Columns of a row that the collator reads; `SFTTrainer` adds those of the datasets.
 COLUMNS = (
-    "images", "image", "videos", "video", "messages", "conversations", "prompt", "completion", "text", "tools",
-    "chat_template_kwargs", ROW_NUMBER,
-)  # fmt: skip
+    *"images image videos video messages conversations prompt completion text tools chat_template_kwargs".split(),
+    ROW_NUMBER,
+)
 #: The key of a packed row, under which the rows in it are.
 PACKED = "packed_rows"
 #: The columns of messages, in the order in which they are rendered.

@@ -241,10 +241,17 @@ def divergence_in_head(
         options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
         return torch.stack(
             linear_divergence(
-                hidden, head.weight, aligned, teacher, measure,
-                bias=head.bias, softcap=head.softcap, scale=head.scale, **options,
+                hidden,
+                head.weight,
+                aligned,
+                teacher,
+                measure,
+                bias=head.bias,
+                softcap=head.softcap,
+                scale=head.scale,
+                **options,
             )
-        )  # fmt: skip
+        )
 
     with _head_replaced(model, loss):
         yield

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.core.errors import DataError
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.images.images import ImageReader
 from posttrain.lm.images.vision import VisionProcessor
 from posttrain.lm.text import chat_template, tokenization
@@ -42,7 +43,7 @@ class RowPreparation:
 
     def __post_init__(self) -> None:
         # A processor (of a model that also sees) holds its tokenizer.
-        self.tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        self.tokenizer = tokenizer_of(self.tokenizer)
         self.eos_token_id = self.tokenizer.eos_token_id
         if self.eos_token is not None:
             self.eos_token_id = self.tokenizer.convert_tokens_to_ids(self.eos_token)

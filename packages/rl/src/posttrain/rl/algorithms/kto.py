@@ -28,6 +28,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
@@ -169,9 +170,9 @@ class KTOTrainer(PreferenceTrainer):
     args: KTOConfig
     tag_names = ("trl", "kto")
     data_kind = "unpaired_preference"
-    signature_columns: tuple[str, ...] | None = (
-        "prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps",
-    )  # fmt: skip
+    signature_columns: tuple[str, ...] | None = tuple(
+        "prompt_ids completion_ids label kl_ids ref_logps ref_kl_logps".split()
+    )
     fixed_at_construction: tuple[str, ...] = (*PreferenceTrainer.fixed_at_construction, "loss_type")
 
     _kl: torch.Tensor | None = None
@@ -327,7 +328,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
         """What makes a batch of prepared rows."""
-        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        pad = tokenizer_of(tokenizer).pad_token_id
         flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
         return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl, self._encoder)
 

@@ -28,6 +28,7 @@ from posttrain.core.data.collators import pad_rows
 from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.policy.overrides import has_own_loss
 from posttrain.rl.preference.arguments import PreferenceConfig
@@ -183,7 +184,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
-        return RewardCollator(getattr(tokenizer, "tokenizer", tokenizer).pad_token_id, args.pad_to_multiple_of)
+        return RewardCollator(tokenizer_of(tokenizer).pad_token_id, args.pad_to_multiple_of)
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
@@ -192,7 +193,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         if isinstance(model, (str, os.PathLike)):
             model = load_reward_model(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
         model, tokenizer = super().load(model, tokenizer, args, quantization_config, peft_config)
-        set_pad_token(model, getattr(tokenizer, "tokenizer", tokenizer).pad_token_id)
+        set_pad_token(model, tokenizer_of(tokenizer).pad_token_id)
         return model, tokenizer
 
     def check_model(self, model: Any) -> None:
@@ -246,8 +247,10 @@ def _with_prompt_ids(dataset: Any) -> Any:
         if set(earlier) <= set(columns):
             warnings.warn(
                 f"The columns {' and '.join(earlier)} are called {' and '.join(earlier.values())} now; the earlier "
-                "names will not be supported in v1.", FutureWarning, stacklevel=2,
-            )  # fmt: skip
+                "names will not be supported in v1.",
+                FutureWarning,
+                stacklevel=2,
+            )
             masks = [column for column in columns if column.startswith("attention_mask_")]
             dataset = dataset.map(_tokens_of, remove_columns=[*earlier, *masks], fn_kwargs={"columns": earlier})
             columns = dataset.column_names

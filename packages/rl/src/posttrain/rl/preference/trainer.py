@@ -22,6 +22,7 @@ from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import embeddings, regularization, wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import TrainOutput
 from posttrain.core.training import preflight as checks
 from posttrain.lm.attention import varlen_attention
@@ -138,7 +139,7 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
-        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        pad = tokenizer_of(tokenizer).pad_token_id
         return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
 
     def check_model(self, model: Any) -> None:
