@@ -279,7 +279,6 @@ def image_collator(
         collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
     """
     given = VisionProcessor.of_run(processor, model, args), ImageReader.of(args), args.bad_images == "drop"
-    prepare, answers = (
-        made(*given, kind=kind, **preparation_options(args)) for made in (ImagePreparation, AnswerPreparation)
-    )
+    options = {"kind": kind} | preparation_options(args)
+    prepare, answers = ImagePreparation(*given, **options), AnswerPreparation(*given, **options)
     return ImageCollator(prepare, collate, once, answers, ImagePositions.of(model) if shared else None)
