@@ -5,7 +5,7 @@ Labels are aligned with the inputs (the model shifts them, not the data) and -10
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +16,6 @@ from posttrain.lm.preparation.rows import (
     NO_TOKENS,
     RowPreparation,
     check_row,
-    continues,
     conversation,
     whole_numbers,
 )
@@ -95,7 +94,6 @@ class Preparation(RowPreparation):
         "ends": "bool",
         "trained": "int32",
     }
-    token_columns = ("input_ids", "labels")
 
     def __post_init__(self) -> None:
         if self.truncation not in TRUNCATION:
@@ -110,6 +108,9 @@ class Preparation(RowPreparation):
         self.end_tokens = chat_template.end_tokens(self.tokenizer, self.eos_token_id)
         self.is_space: dict[int, bool] = {}
         self.takes_batches: bool | None = None
+
+    def columns_made(self, columns: Iterable[str] = ()) -> dict[str, str]:
+        return {"input_ids": "tokens", "labels": "tokens"}
 
     def columns_read(self, columns: list[str], name: str) -> list[str] | None:
         """As the base's.
@@ -247,7 +248,7 @@ class Preparation(RowPreparation):
         answer = chat_template.to_messages(completion, "completion")
         messages = conversation(asked, answer)
         chosen = chat_template.message_choice([*prompt, *completion], self.train_on)
-        if chosen and continues(asked, answer):
+        if chosen and len(messages) < len(chosen):  # one of the prompt and of the completion
             del chosen[len(asked) - 1]
         template = self.template_of(row)
         first_learned = len(messages) - len(completion) if completion_only else 0

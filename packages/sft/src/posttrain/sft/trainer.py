@@ -268,8 +268,6 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model that is no causal language model."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is of type {type(model).__name__}; {self.takes}")
         base = base_model(model)
         config, name = getattr(base, "config", None), type(base).__name__
         if config is None or getattr(config, "is_encoder_decoder", False) or loading.has_other_head(base):

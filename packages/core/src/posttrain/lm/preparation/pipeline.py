@@ -143,9 +143,8 @@ def _features(prepare: RowPreparation, columns: Sequence[str] = ()) -> Features:
     """The types of the columns of prepared rows, where the dataset has `columns`."""
     from datasets import Features, List, Value
 
-    tokens = {name: List(Value("int32")) for name in prepare.token_columns}
-    others = {name: Value(kind) for name, kind in (prepare.other_columns(columns) | prepare.facts).items()}
-    return Features(tokens | others)
+    kinds = prepare.columns_made(columns) | prepare.facts
+    return Features({name: List(Value("int32")) if kind == "tokens" else Value(kind) for name, kind in kinds.items()})
 
 
 def _table(drafts: Sequence[Any], prepare: RowPreparation, features: Features) -> pa.Table:

@@ -57,14 +57,14 @@ class RowPreparation:
         """Prepare a batch of rows, the dataset's `indices`. Rows that cannot be trained on carry their ``fault``."""
         raise NotImplementedError
 
+    def columns_made(self, columns: Iterable[str] = ()) -> dict[str, str]:
+        """The columns of a prepared row where the dataset has `columns`: "tokens", or their Arrow type."""
+        raise NotImplementedError
+
     @property
     def token_columns(self) -> tuple[str, ...]:
         """The columns of tokens of a prepared row."""
-        raise NotImplementedError
-
-    def other_columns(self, columns: Iterable[str]) -> dict[str, str]:
-        """The other columns of a prepared row and their Arrow types, where the dataset has `columns`."""
-        return {}
+        return tuple(name for name, kind in self.columns_made().items() if kind == "tokens")
 
     def columns_read(self, columns: list[str], name: str) -> list[str] | None:
         """Those of the `columns` of dataset `name` that are read; None for all.
@@ -160,16 +160,11 @@ def whole_numbers(value: Any, name: str) -> np.ndarray:
     return numbers.astype(np.int32)
 
 
-def continues(prompt: Sequence[Mapping[str, Any]], completion: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the completion goes on with the last message of the prompt, which the assistant began."""
-    return prompt[-1]["role"] == completion[0]["role"] == "assistant"
-
-
 def conversation(
     prompt: Sequence[chat_template.Message], completion: Sequence[chat_template.Message]
 ) -> list[chat_template.Message]:
-    """The messages of both; one that the completion `continues` is one message."""
-    if not continues(prompt, completion):
+    """The messages of both. A completion of the assistant's last message in the prompt is one message with it."""
+    if not prompt[-1]["role"] == completion[0]["role"] == "assistant":
         return [*prompt, *completion]
     turn = completion[0] | {"content": prompt[-1]["content"] + completion[0]["content"]}
     return [*prompt[:-1], turn, *completion[1:]]

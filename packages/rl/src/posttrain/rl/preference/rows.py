@@ -167,13 +167,9 @@ class PreferencePreparation(RowPreparation):
         self.names = COMPLETIONS[self.kind]
         self.splits_pairs = False  # whether the rows are pairs, and unpaired ones are wanted
 
-    @property
-    def token_columns(self) -> tuple[str, ...]:
-        return tuple(name for name in TOKEN_COLUMNS[self.kind] if name != "label")
-
-    def other_columns(self, columns: Iterable[str]) -> dict[str, str]:
-        label = {"label": "bool"} if self.kind == "unpaired_preference" else {}
-        return label | {name: "float32" for name in columns if name in KEPT_COLUMNS and not self.splits_pairs}
+    def columns_made(self, columns: Iterable[str] = ()) -> dict[str, str]:
+        made = {name: "bool" if name == "label" else "tokens" for name in TOKEN_COLUMNS[self.kind]}
+        return made | {name: "float32" for name in columns if name in KEPT_COLUMNS and not self.splits_pairs}
 
     def format_of(self, columns: Iterable[str], name: str) -> str:
         """The format of the rows of dataset `name`, "preference" or "unpaired_preference" in place of one another.
