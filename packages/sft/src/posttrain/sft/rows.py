@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.core.errors import DataError
-from posttrain.lm.preparation.rows import (
-    NO_TOKENS,
-    RowPreparation,
-    check_row,
-    conversation,
-    whole_numbers,
-)
+from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation, check_row, conversation, whole_numbers
 from posttrain.lm.text import chat_template, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -269,10 +263,7 @@ class Preparation(RowPreparation):
         ids = whole_numbers(row["input_ids"], "input_ids")
         given = row.get("labels")
         labels = ids.copy() if given is None else whole_numbers(given, "labels")
-        for name, wanted in (
-            ("completion_mask", self.completion_only_loss is not False),
-            ("assistant_masks", True),
-        ):
+        for name, wanted in (("completion_mask", self.completion_only_loss is not False), ("assistant_masks", True)):
             if wanted and given is None and row.get(name) is not None:
                 mask = whole_numbers(row[name], name)
                 if len(mask) != len(ids):

@@ -239,11 +239,7 @@ def _prepare_list(rows: Any, prepare: RowPreparation, name: str) -> Dataset:
 
 
 def _prepare_stream(
-    dataset: IterableDataset,
-    prepare: RowPreparation,
-    report: TokenReport,
-    limits: Mapping[str, int],
-    on_bad_rows: str,
+    dataset: IterableDataset, prepare: RowPreparation, report: TokenReport, limits: Mapping[str, int], on_bad_rows: str
 ) -> IterableDataset:
     import pyarrow.compute as pc
 

@@ -28,11 +28,7 @@ TOKEN_COLUMNS = {
     "triple_preference": ("prompt_ids", "chosen_ids", "rejected_ids", "reference_ids"),
 }
 #: The completions of a row of each format.
-COMPLETIONS = {
-    "preference": PAIR,
-    "unpaired_preference": ("completion",),
-    "triple_preference": (*PAIR, "reference"),
-}
+COMPLETIONS = {"preference": PAIR, "unpaired_preference": ("completion",), "triple_preference": (*PAIR, "reference")}
 #: Log-probabilities under the reference, summed over a completion, that were computed before.
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 #: Numeric columns that are kept; `margin` is the target difference of a pair's rewards.
