@@ -87,7 +87,7 @@ def tokenize(
         numbers = range(start, min(start + ROWS_PER_BATCH, len(texts)))
         kept += [start + place for place in usable(rows, numbers)]
     if not kept:
-        raise DataError("\n".join([f"{name}: no row can be trained on.", *report.lines()[1:]]))
+        raise report.nothing_left()
     if report.dropped:
         report.tell(logger)
         dataset = dataset.select(kept)
