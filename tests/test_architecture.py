@@ -39,7 +39,7 @@ LAYERS = """
     lm.attention lm.preparation
     lm.loss
     core.trainer core.training.hf_compat core.training.hyperparameter_search
-    lm.generate
+    lm.generate lm.trainer
     compat
     cli.report
     cli cli.tools
@@ -71,7 +71,6 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 LONG = {
     "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
     "rl/online/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
-    "rl/preference/trainer.py": "the one base of preference trainers, from their arguments to the score of a pair",
     "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
 }
 # The methods that users override, under the names of transformers' Trainer.

@@ -38,7 +38,7 @@ SHARDED, SPLIT, SLICED = {"fsdp": "full_shard"}, {"tp_size": 2}, {"cp_size": 2}
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """chosen(processes, **arguments) -> the name of the strategy of such a run, which is not started."""
+    """Names the strategy of a run with some number of processes and these arguments, which is not started."""
 
     def of(processes, **arguments):
         monkeypatch.setattr(strategies, "start_processes", lambda *args: SimpleNamespace(num_processes=processes))

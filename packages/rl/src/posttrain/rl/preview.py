@@ -12,7 +12,7 @@ from posttrain.lm.images.images import has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.text import chat_template
 from posttrain.rl.preference.data import prepare_preferences
-from posttrain.rl.preference.rows import COMPLETIONS
+from posttrain.rl.preference.rows import COMPLETIONS, preparation_options
 from posttrain.rl.samples.prompts import PromptCodec, check_prompts
 
 
@@ -25,9 +25,8 @@ def of_preferences(run: Run, count: int, kind: str) -> tuple[list[preview.Row], 
     """
     config, (rows, tokenizer) = run.config, _load(run)
     dataset, report = prepare_preferences(
-        rows, tokenizer, kind=kind, max_length=config.max_length, truncation=config.truncation_mode,
-        long_rows=config.long_rows, faulty_rows=config.faulty_rows, num_proc=config.dataset_num_proc,
-    )  # fmt: skip
+        rows, tokenizer, kind=kind, num_proc=config.dataset_num_proc, **preparation_options(config)
+    )
     shown = [_completions(row, number, tokenizer, kind) for number, row in enumerate(islice(iter(dataset), count))]
     return shown, report.lines()
 

@@ -11,7 +11,7 @@ from posttrain.lm.images.images import has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.text import chat_template
 from posttrain.sft import vision_preview
-from posttrain.sft.preparing import prepare_rows
+from posttrain.sft.dataset import prepare_sets
 
 
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -29,7 +29,7 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     chat_template.set_up_tokenizer(tokenizer, config)
     if sees:
         return vision_preview.first_rows(train_rows, tokenizer, run, count)
-    done = prepare_rows(train_rows, tokenizer, config, packing=config.packing)
+    done = prepare_sets(train_rows, tokenizer, config, packing=config.packing)
     rows = [
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))
     ]

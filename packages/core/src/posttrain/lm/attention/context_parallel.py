@@ -297,20 +297,15 @@ _all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.dis
 _reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 
 
-def _gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    tensor = tensor.contiguous()
-    found = tensor.new_empty(tensor.shape[0] * torch.distributed.get_world_size(group), *tensor.shape[1:])
-    _all_gather(found, tensor, group=group)
-    return found
-
-
 class _Gather(torch.autograd.Function):
     """(P * N, ...) of the (N, ...) of each process; each part's gradient is the sum of those of all processes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
-        return _gather(tensor, group)
+        found = tensor.new_empty(tensor.shape[0] * torch.distributed.get_world_size(group), *tensor.shape[1:])
+        _all_gather(found, tensor.contiguous(), group=group)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -320,13 +315,8 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-class _Join(torch.autograd.Function):
+class _Join(_Gather):
     """As `_Gather`, where every process goes on to compute the same: a part's gradient is its own, times P."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return _gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

@@ -297,15 +297,15 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
     raise ValueError(f"{type(module).__name__} has no eager_attention_forward in its file; load the model with sdpa.")
 
 
-def layer_window(module: nn.Module, told: int | None) -> int | None:
+def layer_window(module: nn.Module, window: int | None) -> int | None:
     """The sliding window of a layer. Some models apply it only in their masks, which are not used here."""
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else None
     expected = kind == "sliding_attention" or (not kinds and getattr(config, "sliding_window", None) is not None)
-    if expected and told is None:
+    if expected and window is None:
         raise ValueError("its sliding window is not passed to its attention function")
-    return told
+    return window
 
 
 # ------------------------------------------------------------------------------------------------------ the computation

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from posttrain.core.errors import DataError
 
 ROWS_SHOWN = 5
-#: Rows after which a dataset that is read during training is an error if all of them were dropped.
+#: Characters of an example row in an error.
+SHOWN = 400
+#: Rows, all of them dropped, after which a dataset that is read along the way is given up.
 ENOUGH = 256
 #: Parts of the reasons for which rows are dropped because an argument says so, and not because they are unusable.
 ASKED_FOR = ("longer than max_length", "in a piece of a row that was split")
@@ -57,7 +59,14 @@ class RowReport:
         self.add(**facts)
         self.judge(on_bad_rows, logger, known)
         if self.rows_kept == 0 and self.rows_in >= min(rows or ENOUGH, ENOUGH):
-            raise DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:]]))
+            raise self.nothing_left()
+
+    def nothing_left(self, row: Any = None) -> DataError:
+        """What to raise where no row is kept; `row` is shown as an example."""
+        shown = str(row)
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ... ({len(shown):,} characters)"
+        example = [] if row is None else [f"  for example: {shown}"]
+        return DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:], *example]))
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -331,9 +331,12 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
 
 
 @reads_from_arguments(
-    "beta", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing", "ld_alpha", "loss_weights",
-    "padding_free", "use_weighting", loss_types="loss_type", precompute_ref_logps="precompute_ref_log_probs",
-)  # fmt: skip
+    *"beta f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_weights".split(),
+    "padding_free",
+    "use_weighting",
+    loss_types="loss_type",
+    precompute_ref_logps="precompute_ref_log_probs",
+)
 class DPOTrainer(PreferenceTrainer):
     """Trains a policy to prefer the chosen completion of each pair, relative to a reference: its initial weights.
 
