@@ -1,8 +1,9 @@
 """A row that cannot be trained on is counted and named with its number by every trainer that prepares rows, and refused
 with `on_bad_rows="raise"`."""
 
+import pyarrow
 import pytest
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import (
@@ -87,6 +88,17 @@ def test_a_row_that_forms_no_table_with_the_others_is_refused_with_its_number(ki
     rows = [dict(KINDS[kind][2]) for _ in range(9)]
     rows[5][column] = value
     with pytest.raises(DataError, match=f"row 5 does not form a table with those before it .*{says}"):
+        make(kind, tmp_path, rows)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_bytes_that_are_no_utf_8_are_refused_with_their_row(kind, tmp_path):
+    rows = Dataset.from_list([KINDS[kind][2]] * 6)
+    column = "completion" if kind == "sft" else "chosen"
+    texts = pyarrow.array([b" good"] * 4 + [b" caf\xe9", b" good"]).view(pyarrow.string())
+    at = rows.column_names.index(column)
+    rows = Dataset(rows.data.table.set_column(at, column, texts))
+    with pytest.raises(DataError, match="train: row 4 holds bytes that are no text in UTF-8 .*0xe9"):
         make(kind, tmp_path, rows)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.row_reports import naming_undecodable
 from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template, tokenization
 from posttrain.sft.packing import cache_location
@@ -109,7 +110,8 @@ def prepare_dataset(
     if isinstance(dataset, datasets.IterableDataset):
         return _prepare_stream(dataset, prepare, report, limits or {}, on_bad_rows), report
     if isinstance(dataset, datasets.Dataset):
-        prepared = _prepare_arrow(dataset, prepare, report, num_proc)
+        with naming_undecodable(dataset, report.name):
+            prepared = _prepare_arrow(dataset, prepare, report, num_proc)
     else:
         prepared = _prepare_list(dataset, prepare, name)
     for batch in prepared.with_format("arrow").iter(100_000):

@@ -335,6 +335,21 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
 
 
+def check_tensors(path: str | Path) -> None:
+    """Read the header of a safetensors file and nothing else.
+
+    Raises:
+        CheckpointError: it does not match the file, as after a download that broke off.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+
+
 def _read(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file with a valid header, read by several threads into new memory.
 

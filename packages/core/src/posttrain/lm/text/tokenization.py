@@ -89,7 +89,7 @@ def encode_fast(tokenizer: Any, texts: list[str], positions: bool = True) -> lis
 
 
 def unreadable(text: str) -> str:
-    """Why no tokenizer can read `text`: it has half of a surrogate pair, which UTF-8 does not have. Empty if all can."""
+    """Why no tokenizer can read `text`: it has half of a surrogate pair, which UTF-8 does not have. Empty: all can."""
     if text.isascii() or re.search("[\ud800-\udfff]", text) is None:
         return ""
     return (

@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
-from posttrain.core.data.row_reports import Faults, RowReport
+from posttrain.core.data.row_reports import Faults, RowReport, naming_undecodable
 from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template
 from posttrain.rl.preference.rows import (
@@ -157,7 +157,8 @@ def prepare_preferences(
     if not isinstance(dataset, datasets.Dataset):
         dataset = _from_list([dataset[i] for i in range(len(dataset))], name)
     dataset = _of_kind(dataset.with_format(None), kind, name)
-    prepared = _prepare_arrow(dataset, prepare, limits or {}, num_proc, name)
+    with naming_undecodable(dataset, name):
+        prepared = _prepare_arrow(dataset, prepare, limits or {}, num_proc, name)
     report.add({fact: prepared[fact][:] for fact in FACTS})
     report.judge(on_bad_rows)
     if report.rows_kept == 0:
