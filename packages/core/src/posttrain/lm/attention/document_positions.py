@@ -34,9 +34,8 @@ def invocation_problem(model: nn.Module) -> str | None:
 
     peft looks for those tokens once in each row, so the adapter would change the last text alone.
     """
-    configs = getattr(model, "peft_config", None)  # also of a model that transformers gave an adapter
-    found = configs.values() if isinstance(configs, dict) else ()
-    if not any(getattr(config, "alora_invocation_tokens", None) for config in found):
+    configs = getattr(model, "peft_config", None) or {}  # peft leaves it on the base too
+    if not any(vars(config).get("alora_invocation_tokens") for config in configs.values()):
         return None
     return "The adapter has alora_invocation_tokens, which peft looks for once in each row."
 
