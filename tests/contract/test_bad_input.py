@@ -536,6 +536,14 @@ def test_a_batch_that_the_model_failed_on_is_explained(rows, model, parts, evalu
         refused((DataError, ValueError), *parts, run=trainer.evaluate if evaluating else trainer.train)
 
 
+def test_labels_of_another_length_than_the_tokens_are_explained_for_a_collator_of_ones_own(tmp_path):
+    def collate(rows):
+        return {"input_ids": torch.tensor([[5, 6]] * len(rows)), "labels": torch.tensor([[5, 6, 7]] * len(rows))}
+
+    trainer = base(tmp_path, tiny.token_rows(8), collate)
+    refused(DataError, "input_ids has the shape (8, 2) and labels (8, 3)", run=trainer.train)
+
+
 def test_texts_that_nobody_tokenized_are_named(tmp_path):
     rows = Dataset.from_dict({"text": ["a b", "c d"], "label": [0, 1]})
     refused(DataError, "reads input_ids", "only labels", "tokenizer(row['text'])",

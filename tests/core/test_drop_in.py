@@ -545,6 +545,15 @@ def test_a_metric_that_is_nan_is_never_the_best(script):
     assert agree(run) == [0.2, 2]
 
 
+def test_a_metric_that_is_never_a_number_leaves_the_model_of_the_last_step_and_is_said(script, caplog):
+    found = scores([float("nan")] * 3)
+    trainer = script(OURS, max_steps=2, save_strategy="steps", save_steps=1, compute_metrics=found, **BEST)
+    trainer.args.load_best_model_at_end = True
+    trainer.train()
+    assert trainer.state.best_metric is None
+    assert "no evaluation gave a number for metric_for_best_model='score'" in caplog.text
+
+
 def test_the_best_weights_are_left_in_the_model_and_evaluate_the_same(script):
     def run(library):
         trainer = script(library, learning_rate=3.0, max_steps=9, save_strategy="steps", save_steps=3,

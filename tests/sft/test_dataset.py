@@ -214,8 +214,9 @@ def test_rows_left_with_nothing_to_train_on_are_dropped_and_counted(tok):
 
 
 def test_half_of_a_surrogate_pair_is_named(tok):
-    with pytest.raises(DataError, match="'Two .ud83d' holds half of a surrogate pair"):
-        prepare_dataset([{"text": "Two \ud83d"}], tok)
+    prepared, report = prepare_dataset([{"text": "Two \ud83d"}, {"text": "Two"}], tok)
+    [(reason, dropped)] = report.dropped.items()
+    assert len(prepared) == 1 and "half of a surrogate pair" in reason and dropped == (1, [0])
 
 
 @pytest.mark.parametrize(

@@ -1711,11 +1711,11 @@ class Trainer(HFCompat):
             folder = self.dist.on_main(lambda: self.store.resolve(best))
             self._load_from_checkpoint(folder)
             ema.load(self.run.ema, folder)
-        elif self.args.load_best_model_at_end and state.best_metric is not None:
-            logger.warning(
-                "load_best_model_at_end: there is no checkpoint of the best step (%s, %s), so the model stays that "
-                "of step %d.", state.best_global_step, state.best_metric, state.global_step,
-            )  # fmt: skip
+        elif self.args.load_best_model_at_end:
+            why = f"there is no checkpoint of the best step ({state.best_global_step}, {state.best_metric})"
+            if state.best_metric is None:
+                why = f"no evaluation gave a number for metric_for_best_model={self.args.metric_for_best_model!r}"
+            logger.warning("load_best_model_at_end: %s, so the model stays that of step %d.", why, state.global_step)
 
 
 def _as_list(value: Any) -> list[Any]:

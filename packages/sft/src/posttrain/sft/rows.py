@@ -13,7 +13,7 @@ import numpy as np
 
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation, check_row, conversation, whole_numbers
-from posttrain.lm.text import chat_template, turn_closers
+from posttrain.lm.text import chat_template, tokenization, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
 
 FORMATS = ("tokenized", "prompt_completion", "language_modeling")
@@ -142,6 +142,8 @@ class Preparation(RowPreparation):
     def __call__(self, rows: Sequence[Any], indices: Sequence[int]) -> list[Draft]:
         """Prepare a batch of rows, the dataset's `indices`. Rows that cannot be trained on carry their `fault`."""
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
+        for draft in drafts:
+            draft.fault = draft.fault or tokenization.unreadable(draft.text)
         texts = [draft for draft in drafts if draft.ids is NO_TOKENS and not draft.fault]
         encodings = chat_template.encode_texts(self.tokenizer, [d.text for d in texts], [d.spans for d in texts])
         for draft, encoding in zip(texts, encodings, strict=True):

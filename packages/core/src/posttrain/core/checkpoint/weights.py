@@ -230,14 +230,16 @@ def files_of_index(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def check_indices(folder: str | Path) -> None:
-    """Reject a model folder whose index names files outside of it, before anything is loaded.
+def check_files(folder: str | Path) -> None:
+    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded.
 
     Raises:
-        CheckpointError: as `files_of_index`.
+        CheckpointError: as `files_of_index` and `codec.check_tensors`.
     """
     for index in sorted(Path(folder).glob("*.index*.json")):
         files_of_index(index)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        codec.check_tensors(file)
 
 
 def _load_adapters(model: nn.Module, directory: Path) -> None:

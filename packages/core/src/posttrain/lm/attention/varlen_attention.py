@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.lm.attention.block_mask import block_mask
 from posttrain.lm.attention.document_kernels import bounds_of, document_kernel
@@ -73,6 +74,8 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
         return "The model is compiled, and would be compiled anew for each batch."
+    if problem := document_positions.invocation_problem(model):
+        return problem
     if problem := reading_problem(base, example):
         return problem
     if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):

@@ -16,7 +16,7 @@ import numpy as np
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import DataError
-from posttrain.lm.preparation.row_reports import Faults, RowReport
+from posttrain.lm.preparation.row_reports import Faults, RowReport, naming_undecodable
 from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation
 
 if TYPE_CHECKING:
@@ -218,10 +218,11 @@ def _prepare_arrow(dataset: Dataset, prepare: RowPreparation, name: str, what: s
             desc=f"Preparing {name}",
         )
 
-    if cache_file is None:
-        return run()
-    with FileLock(cache_file + ".lock"):  # whoever comes second reads what the first one wrote
-        return run()
+    with naming_undecodable(dataset, name):
+        if cache_file is None:
+            return run()
+        with FileLock(cache_file + ".lock"):  # whoever comes second reads what the first one wrote
+            return run()
 
 
 def _prepare_list(rows: Any, prepare: RowPreparation, name: str) -> Dataset:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,6 +19,27 @@ ENOUGH = 256
 ASKED_FOR = ("longer than max_length", "in a piece of a row that was split")
 
 Faults = dict[str, tuple[int, list[int]]]
+
+
+@contextlib.contextmanager
+def naming_undecodable(dataset: Any, name: str) -> Iterator[None]:
+    """Name the row of a `datasets.Dataset` whose bytes are no UTF-8, if the work in this context failed on one.
+
+    Raises:
+        DataError: instead of Python's error.
+    """
+    try:
+        yield
+    except UnicodeDecodeError:
+        for number in range(len(dataset)):
+            try:
+                dataset[number]
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{name}: row {number} holds bytes that are no text in UTF-8 ({error}). Correct or filter that "
+                    "row, or convert the file to UTF-8."
+                ) from None
+        raise
 
 
 @dataclass

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -116,10 +117,23 @@ def _from_list(rows: list[Any], name: str) -> Any:
     wrong = next((i for i, row in enumerate(rows) if not isinstance(row, Mapping)), None)
     if wrong is not None:
         raise DataError(f"{name}: row {wrong} is not a dict but of type {type(rows[wrong]).__name__}")
+
+    def fault(number: int) -> Exception | None:
+        """Arrow's error for the rows up to `number`: columns of several types, or half of a surrogate pair."""
+        try:
+            Dataset.from_list([dict(row) for row in rows[: number + 1]])
+        except (TypeError, ValueError, OverflowError) as error:
+            return error
+        return None
+
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except (TypeError, ValueError, OverflowError) as error:  # Arrow's: columns of several types
-        raise DataError(f"{name}: the rows do not form a table ({error}). Give each column one type.") from error
+    except (TypeError, ValueError, OverflowError):
+        number = bisect.bisect_left(range(len(rows)), True, key=lambda number: fault(number) is not None)
+        raise DataError(
+            f"{name}: row {number} does not form a table with those before it ({fault(number)}). Give each column one "
+            "type, and texts of whole characters."
+        ) from None
 
 
 def _paired(dataset: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from posttrain.core.errors import DataError
 from posttrain.lm.images.vision import Shown
 from posttrain.lm.preparation.rows import RowPreparation, check_row, conversation, whole_numbers
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, tokenization
 from posttrain.lm.text.tool_calls import require_calls
 
 PAIR = ("chosen", "rejected")
@@ -61,6 +61,8 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
             length -= 1
         if length < 1:
             raise DataError("chosen and rejected have no message in common, and there is no prompt")
+    if not length and "prompt" in row and row["prompt"] is None:  # rows beside it have prompts
+        raise DataError("prompt is null, and chosen and rejected do not begin with the same words")
     made = {**row, "prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
     if row.get("reference") is not None and row.get("prompt") is None:  # of a triple
         gold = row["reference"]
@@ -214,8 +216,13 @@ class PreferencePreparation(RowPreparation):
             DataError: a row is faulty, and faulty rows are errors.
         """
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
+        for draft in drafts:
+            draft.fault = draft.fault or next(filter(None, map(tokenization.unreadable, draft.texts)), "")
         texts = [
-            (draft, text, start) for draft in drafts for text, start in zip(draft.texts, draft.starts, strict=True)
+            (draft, text, start)
+            for draft in drafts
+            if not draft.fault
+            for text, start in zip(draft.texts, draft.starts, strict=True)
         ]
         spans = [[(start, len(text))] if start < len(text) else [] for _, text, start in texts]
         encodings = chat_template.encode_texts(self.tokenizer, [text for _, text, _ in texts], spans)
