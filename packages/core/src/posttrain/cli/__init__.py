@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import logging
 import os
 import shutil
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)]
         )  # fmt: skip
     except (DataError, CheckpointError) as error:
-        message, status = f"posttrain {words[0]}: {error}", 1
+        message, status = "\n".join([f"posttrain {words[0]}: {error}", *getattr(error, "__notes__", ())]), 1
     except KeyboardInterrupt as stop:
         if isinstance(stop, SystemExit):  # of a run that has saved a checkpoint; it has its own exit code
             raise
@@ -98,8 +100,10 @@ def _reader_has_gone() -> bool:
 
 
 def _quiet_others() -> None:
-    """Leave out what libraries tell each other's developers, of which a user of the command line can change nothing."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a kernel that it did not find, for any adapter
+    """Leave out what libraries tell each other's developers, and progress bars where they would go into a file."""
+    if not sys.stderr.isatty():
+        for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
 
 
@@ -119,7 +123,7 @@ def _dispatch(words: list[str]) -> int:
             "preview": (_read,),
             "plan": (_read,),
             "bench": (_read,),
-            "rerun": (_train,),
+            "rerun": (functools.partial(_train, words=words),),
             "schema": (_classes,),
         }
         return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
@@ -142,11 +146,18 @@ def _run_method(name: str, words: list[str]) -> int:
     if {"-h", "--help"} & set(words):
         print(help.of_method(method, _classes(method)))
         return 0
-    return _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
+    smoke, rest = "--smoke" in words, [word for word in words if word != "--smoke"]
+    return _train(method, *parse.read_words(rest), words=[name, *rest], smoke=smoke)
 
 
-def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> int:
-    """Run `method` with `settings`, `problems` having been found in them before; the exit status."""
+def _train(
+    method: Any, settings: dict[str, Any], problems: list[str], words: Sequence[str] = (), smoke: bool = False
+) -> int:
+    """Run `method` with `settings`, `problems` having been found in them before; the exit status.
+
+    Args:
+        words: the command line, after ``posttrain``.
+    """
     run = _checked(method, settings, problems)
     from posttrain.cli.report import run_record
     from posttrain.core.hub import uploads  # after the checks: this imports torch
@@ -156,8 +167,27 @@ def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bo
         if smoke:
             _smoke(method, run)
         else:
-            method.run(run)
+            _run_to_its_end(method, run, words)
     return 3 if any(one.failed for one in uploads.USED) else 0
+
+
+def _run_to_its_end(method: Any, run: Any, words: Sequence[str]) -> None:
+    """Train, and say what is there afterwards and what can follow."""
+    from posttrain.cli import ending
+
+    began, is_main = time.time(), run.config.process_index == 0
+    try:
+        method.run(run)
+    except BaseException as error:
+        if is_main and ending.has_begun(run.config, began):
+            text = ending.stopped(run.config, words)
+            if isinstance(error, Exception):
+                error.add_note(text)
+            else:
+                print(f"\n{text}", file=sys.stderr)
+        raise
+    if is_main and ending.has_begun(run.config, began):
+        print(ending.finished(run.config, words))
 
 
 def _checked(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:

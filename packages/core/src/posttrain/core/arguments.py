@@ -31,6 +31,7 @@ from posttrain.core.fields.durations import NEVER
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
+from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.optim import lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
@@ -212,6 +213,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
 
     def __post_init__(self) -> None:
+        noise.quiet()
         self.validate()
 
     def validate(self) -> None:

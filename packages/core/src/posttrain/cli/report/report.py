@@ -23,6 +23,7 @@ from posttrain.cli.report import run_record
 from posttrain.core.callbacks import ClosingCallback
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
+from posttrain.core.logging import terminal
 from posttrain.lm.generate import samples
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class RunReportCallback(ClosingCallback):
             run_record.add_end(self._folder, ended)
             if (self._folder / LOG).is_file() and _is_ours(self._folder / REPORT):
                 write([self._folder], self._folder / REPORT)
+                if not run_record.by_command():  # which says it with the commands that can follow
+                    logger.info("Report of the run: %s", self._folder / REPORT)
         except (OSError, CheckpointError) as error:  # a full disk, most often: the run is not worth less
             logger.warning("%s was not written (%s).", self._folder / REPORT, error)
 
@@ -118,20 +121,26 @@ def _is_ours(path: Path) -> bool:
 
 
 class _Messages(logging.Handler):
-    """Keeps the first warnings and errors, each once."""
+    """Keeps the first warnings and errors, each once with how many times it came."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+        self._repeats = terminal.Repeats()
+        self._kept: list[tuple[str, logging.LogRecord]] = []
         self.left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.levelname}: {redact(record.getMessage())}"
-        if text not in self.texts:
-            if len(self.texts) < MOST_MESSAGES:
-                self.texts.append(text)
-            else:
-                self.left_out += 1
+        if self._repeats.count(record) > 1:
+            return
+        if len(self._kept) < MOST_MESSAGES:
+            self._kept.append((f"{record.levelname}: {redact(record.getMessage())}", record))
+        else:
+            self.left_out += 1
+
+    @property
+    def texts(self) -> list[str]:
+        times = ((text, self._repeats.times(record)) for text, record in self._kept)
+        return [text if number == 1 else f"{text} ({number:,} times)" for text, number in times]
 
 
 def write(folders: Sequence[str | Path], path: str | Path) -> Path:

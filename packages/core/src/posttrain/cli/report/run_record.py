@@ -91,6 +91,11 @@ def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
         _asked.reset(token)
 
 
+def by_command() -> bool:
+    """Whether the command line runs this context."""
+    return _asked.get() is not None
+
+
 def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) -> dict[str, Any]:
     """All facts of a run at its start, as JSON.
 
