@@ -86,7 +86,7 @@ class SFTTrainer(GeneratesText, Trainer):
     config_class = SFTConfig
     args: SFTConfig
     INSTEAD = {"_prepare_dataset": "pass formatting_func, or dataset_kwargs={'skip_prepare_dataset': True}"}
-    tag_names = ("trl", "sft")
+    tag_names = ("posttrain", "sft")
     evaluation_metrics = tuple(
         "mean_token_accuracy entropy aux_loss num_tokens perplexity loss/* token_share/*".split()
     )
