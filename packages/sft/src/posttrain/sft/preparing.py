@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.core.errors import DataError
+from posttrain.lm.text import layouts
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import prepare_dataset
 from posttrain.sft.mixture import Mixture, mix_datasets
@@ -80,6 +81,8 @@ def prepare_rows(
     parts, reports = {}, {}
     for part, rows in dataset.items() if several else [(name, dataset)]:
         label = f"{name}/{part}" if several else name
+        if formatting_func is None:
+            rows = layouts.canonical(rows, tokenizer, ("prompt_completion",), label)
         parts[str(part)], reports[label] = prepare_dataset(
             rows,
             tokenizer,

@@ -9,7 +9,7 @@ from posttrain.cli.tools import preview
 from posttrain.core.registry import Run
 from posttrain.lm.images.images import has_images
 from posttrain.lm.loading import loading
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, layouts
 from posttrain.sft import vision_preview
 from posttrain.sft.preparing import prepare_rows
 
@@ -34,6 +34,8 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))
     ]
     lines = [line for report in done.reports.values() for line in report.lines()]
+    if told := layouts.how_read(train_rows, tokenizer, ("prompt_completion",)):
+        lines.insert(0, f"train: {told}")
     if done.mixture is not None:
         lines += ["train: a mixture", *done.mixture.lines()]
     if config.packing:

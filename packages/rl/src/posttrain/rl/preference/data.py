@@ -16,7 +16,7 @@ from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.data.row_reports import Faults, RowReport
 from posttrain.core.errors import DataError
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, layouts
 from posttrain.rl.preference.rows import (
     COMPLETIONS,
     TOKEN_COLUMNS,
@@ -149,6 +149,8 @@ def prepare_preferences(
         raise TypeError(
             f"{name}_dataset is a {type(dataset).__name__}, which gives its rows once only. Pass list(...) of it."
         )
+    if kind in layouts.KINDS:
+        dataset = layouts.canonical(dataset, prepare.tokenizer, (kind, *layouts.PAIRED), name)
     if isinstance(dataset, IterableDataset):
         if not isinstance(dataset, datasets.IterableDataset):
             dataset = datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"dataset": dataset})
