@@ -18,8 +18,9 @@ from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 
-# Each is a module of `posttrain.cli.tools` with a function `run`.
+# Each is a module of `posttrain.cli.tools` with a function `run`; `train` is here.
 COMMANDS = {
+    "train": "Train as a file describes: its `method`, or the one that its rows ask for.",
     "new": "List recipes, or write one out: a run to begin with.",
     "launch": "Start a program, or a method, in several processes.",
     "check": "Find what is wrong with the arguments of a run, and write them as one file.",
@@ -41,6 +42,7 @@ COMMANDS = {
     "env": "Versions and hardware, for a bug report.",
 }
 
+TRAIN = "train"
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
@@ -116,7 +118,7 @@ def _dispatch(words: list[str]) -> int:
         from importlib.metadata import version
 
         print(f"posttrain {version('posttrain-core')}")
-    elif words[0] in COMMANDS:
+    elif words[0] in COMMANDS and words[0] != TRAIN:
         module = importlib.import_module(f"posttrain.cli.tools.{words[0].replace('-', '_')}")
         makes_runs: dict[str, tuple[Any, ...]] = {
             "check": (_read_and_check,),
@@ -138,16 +140,21 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_method(name: str, words: list[str]) -> int:
     from posttrain.cli import help, parse
+    from posttrain.cli.method import of_words
     from posttrain.core import registry
 
     if name.startswith("-"):
         raise ConfigError("posttrain", [f"the method comes first, before {name}"])
-    method = registry.method(name, others=COMMANDS)
-    if {"-h", "--help"} & set(words):
+    smoke, rest = "--smoke" in words, [word for word in words if word != "--smoke"]
+    asks = bool({"-h", "--help"} & set(words))
+    if name == TRAIN and asks:
+        print(help.TRAIN)
+        return 0
+    method = of_words([TRAIN, *rest], TRAIN)[0] if name == TRAIN else registry.method(name, others=COMMANDS)
+    if asks:
         print(help.of_method(method, _classes(method)))
         return 0
-    smoke, rest = "--smoke" in words, [word for word in words if word != "--smoke"]
-    return _train(method, *parse.read_words(rest), words=[name, *rest], smoke=smoke)
+    return _train(method, *_settings(method, rest), words=[name, *rest], smoke=smoke)
 
 
 def _train(
@@ -210,16 +217,21 @@ def _classes(method: Any) -> tuple[type, type, type]:
 
 def _read(method: Any, words: list[str]) -> Any:
     """The `Run` of a method from `words`, its files and flags."""
-    from posttrain.cli import parse
+    return _configs(method, *_settings(method, words))
 
-    return _configs(method, *parse.read_words(words))
+
+def _settings(method: Any, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a method from `words`, its files and flags, and the problems that were found in them."""
+    from posttrain.cli import parse
+    from posttrain.cli.method import without_method
+
+    settings, problems = parse.read_words(words)
+    return without_method(method, settings, problems), problems
 
 
 def _read_and_check(method: Any, words: list[str]) -> dict[str, Any]:
     """The settings of a method from `words`, its files and flags, by name, as text; checked as for training."""
-    from posttrain.cli import parse
-
-    settings, problems = parse.read_words(words)
+    settings, problems = _settings(method, words)
     _checked(method, settings, problems)
     return {name: setting.value for name, setting in settings.items()}
 
