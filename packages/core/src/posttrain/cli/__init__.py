@@ -26,6 +26,7 @@ COMMANDS = {
     "check": "Find what is wrong with the arguments of a run, and write them as one file.",
     "preview": "Show the training tokens of a run.",
     "bench": "Measure the speed and the memory of a run in a few optimizer steps.",
+    "sweep": "Search for better arguments of a run with Optuna.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",
     "chat": "Talk to a model or an adapter in the terminal.",
     "generate": "Complete the prompts of a JSONL file.",
@@ -125,6 +126,7 @@ def _dispatch(words: list[str]) -> int:
             "preview": (_read,),
             "plan": (_read,),
             "bench": (_read,),
+            "sweep": (_settings, _checked),
             "rerun": (functools.partial(_train, words=words),),
             "schema": (_classes,),
         }

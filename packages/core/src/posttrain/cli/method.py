@@ -44,11 +44,11 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
 
 
 def without_method(method: Method, settings: Mapping[str, parse.Setting], problems: list[str]) -> dict[str, Any]:
-    """`settings` without ``method``, with a problem where that is another one than `method`."""
+    """`settings` without ``sweep`` and ``method``, with a problem where that is another one than `method`."""
     named = settings.get("method")
     if named is not None and named.value != method.name:
         problems.append(f"{named.where}: method={named.value!r} and the command is {method.name}; keep one")
-    return {name: setting for name, setting in settings.items() if name != "method"}
+    return {name: setting for name, setting in settings.items() if name not in ("method", "sweep")}
 
 
 def _inferred(settings: Mapping[str, parse.Setting]) -> str:

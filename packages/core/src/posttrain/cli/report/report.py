@@ -143,8 +143,8 @@ class _Messages(logging.Handler):
         return [text if number == 1 else f"{text} ({number:,} times)" for text, number in times]
 
 
-def write(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the page about the runs with these output folders.
+def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> Path:
+    """Write the page about the runs with these output folders; `first` is HTML that stands before all else.
 
     Raises:
         CheckpointError: a folder has no log, or a damaged record.
@@ -153,7 +153,7 @@ def write(folders: Sequence[str | Path], path: str | Path) -> Path:
     for run, name in zip(runs, _names(folders), strict=True):
         run.name = name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(runs), encoding="utf-8")
+    path.write_text(page(runs, first), encoding="utf-8")
     return path
 
 
@@ -193,13 +193,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[Run], first: str = "") -> str:
     """The whole page, as HTML."""
     drawn = [*_charts(runs)]
     charts = [chart for chart in drawn if len(_values(chart)) != 1 or len(chart["steps"]) == 1]
     flat = [f"{chart['title']} {_number(_values(chart).pop())}" for chart in drawn if chart not in charts]
     title = " · ".join(run.name for run in runs)
-    body = [f"<h1>{_text(title)}</h1>", f'<p class="soft">{_subtitle(runs)}</p>']
+    body = [f"<h1>{_text(title)}</h1>", f'<p class="soft">{_subtitle(runs)}</p>', first]
     if len(runs) == 1:
         body += [_tiles(runs[0]), _messages(runs[0])]
     else:

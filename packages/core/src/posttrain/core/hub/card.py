@@ -296,8 +296,9 @@ def _loading(name: str, kind: str) -> str | None:
     return None
 
 
-def loss_picture(log_history: Sequence[Mapping[str, Any]], width: int = 640, height: int = 240) -> str | None:
+def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = None) -> str | None:
     """The losses of training (line) and of evaluations (dashed) by optimizer step, as SVG; None of fewer than two."""
+    width, height = 640, 240
     curves = [
         [(r["step"], r[key]) for r in log_history if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
         for key in ("loss", "eval_loss")
@@ -317,7 +318,7 @@ def loss_picture(log_history: Sequence[Mapping[str, Any]], width: int = 640, hei
         for curve, color, dashes in zip(curves, ("#3b6fe0", "#e07b39"), ("", 'stroke-dasharray="6 4" '), strict=True)
         if curve
     ]
-    legend = "loss by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
+    legend = title or "loss by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
