@@ -73,7 +73,7 @@ def canonical(dataset: Any, tokenizer: Any, kinds: Sequence[str], name: str = "t
     Args:
         kinds: as for `find`, the first that fits. name: of the dataset, for the messages.
     """
-    layout, chats = _layout(_columns(dataset), kinds), has_template(tokenizer)
+    layout, chats = _layout(columns(dataset), kinds), has_template(tokenizer)
     if told := how_read(dataset, tokenizer, kinds):
         logger.log(logging.INFO if layout else logging.WARNING, "%s: %s", name, told)
     if layout is None:
@@ -83,11 +83,11 @@ def canonical(dataset: Any, tokenizer: Any, kinds: Sequence[str], name: str = "t
 
 def how_read(dataset: Any, tokenizer: Any, kinds: Sequence[str]) -> str:
     """What `canonical` does with `dataset`, as a sentence; "" where there is nothing to say."""
-    columns, chats = _columns(dataset), has_template(tokenizer)
-    if layout := _layout(columns, kinds):
+    names, chats = columns(dataset), has_template(tokenizer)
+    if layout := _layout(names, kinds):
         told = ", ".join(f"{column} as {wanted}" for wanted, column in layout.items())
         return f"reads {told}, {'in messages of the chat template' if chats else 'as plain text'}."
-    return PLAIN if chats and any(_is_text(dataset, kind, columns) for kind in kinds) else ""
+    return PLAIN if chats and any(_is_text(dataset, kind, names) for kind in kinds) else ""
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -104,9 +104,9 @@ def as_messages(dataset: Any) -> Any:
 
     Layouts that `find` recognises are read too, and dialogues of ``Human:`` and ``Assistant:`` are cut into turns.
     """
-    columns = _columns(dataset)
-    layout = _layout(columns, ("preference", "unpaired_preference", "prompt_completion", "prompt_only"))
-    layout = layout or {name: name for name in ("prompt", *_TEXTS) if name in columns}
+    names = columns(dataset)
+    layout = _layout(names, ("preference", "unpaired_preference", "prompt_completion", "prompt_only"))
+    layout = layout or {name: name for name in ("prompt", *_TEXTS) if name in names}
     return _mapped(dataset, functools.partial(_converted, layout, True), layout.values()) if layout else dataset
 
 
@@ -155,7 +155,7 @@ def _turns(text: str, role: str) -> list[dict[str, str]]:
     return [{"role": roles[who], "content": what.strip()} for who, what in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _columns(dataset: Any) -> list[str]:
+def columns(dataset: Any) -> list[str]:
     """The columns of `dataset`; none where its rows are no mappings, or cannot be looked at."""
     if known := getattr(dataset, "column_names", None):
         return list(known)
