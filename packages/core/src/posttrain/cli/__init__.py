@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
+from posttrain.core.logging import noise
 
 # Each is a module of `posttrain.cli.tools` with a function `run`; `train` is here.
 COMMANDS = {
     "train": "Train as a file describes: its `method`, or the one that its rows ask for.",
-    "new": "List recipes, or write one out: a run to begin with.",
+    "new": "List recipes, or write one out as a starting config.",
     "launch": "Start a program, or a method, in several processes.",
     "check": "Find what is wrong with the arguments of a run, and write them as one file.",
     "preview": "Show the training tokens of a run.",
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
-        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where nobody reads the output any more.
+        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _quiet_others()
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """Whether nobody reads the output any more; a pipe may also have broken between two processes of a run."""
+    """Whether no program reads the output any more; a pipe may also have broken between two processes of a run."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -105,6 +106,7 @@ def _reader_has_gone() -> bool:
 
 def _quiet_others() -> None:
     """Leave out what libraries tell each other's developers, and progress bars where they would go into a file."""
+    noise.quiet()
     if not sys.stderr.isatty():
         for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")

@@ -29,14 +29,14 @@ def of_preferences(run: Run, count: int, kind: str) -> tuple[list[preview.Row], 
         long_rows=config.long_rows, faulty_rows=config.faulty_rows, num_proc=config.dataset_num_proc,
     )  # fmt: skip
     shown = [_completions(row, number, tokenizer, kind) for number, row in enumerate(islice(iter(dataset), count))]
-    told = layouts.how_read(rows, tokenizer, (kind, *layouts.PAIRED))
-    return shown, [*([f"train: {told}"] if told else []), *report.lines()]
+    reading = layouts.how_read(rows, tokenizer, (kind, *layouts.PAIRED))
+    return shown, [*([f"train: {reading}"] if reading else []), *report.lines()]
 
 
 def of_prompts(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     """The first prompts of `run` as the policy reads them, without tools that only the trainer knows."""
     rows, tokenizer = _load(run)
-    told = layouts.how_read(rows, tokenizer, ("prompt_only",))
+    reading = layouts.how_read(rows, tokenizer, ("prompt_only",))
     rows = layouts.canonical(rows, tokenizer, ("prompt_only",))
     check_prompts(rows, "train_dataset")
     codec, shown = PromptCodec(tokenizer, run.config.chat_template_kwargs), []
@@ -44,7 +44,7 @@ def of_prompts(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
         ids = codec.encode(row["prompt"])
         cells = preview.cells_of(ids, [-100] * len(ids), tokenizer)
         shown.append(preview.Row(f"prompt {number}: {len(ids)} tokens", [preview.Document("prompt", cells)]))
-    lines = [f"train: {told}"] if told else []
+    lines = [f"train: {reading}"] if reading else []
     return shown, [*lines, "train: prompts. The policy completes them, and is trained on what it writes."]
 
 

@@ -34,8 +34,8 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))
     ]
     lines = [line for report in done.reports.values() for line in report.lines()]
-    if told := layouts.how_read(train_rows, tokenizer, ("prompt_completion",)):
-        lines.insert(0, f"train: {told}")
+    if reading := layouts.how_read(train_rows, tokenizer, ("prompt_completion",)):
+        lines.insert(0, f"train: {reading}")
     if done.mixture is not None:
         lines += ["train: a mixture", *done.mixture.lines()]
     if config.packing:

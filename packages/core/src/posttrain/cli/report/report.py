@@ -425,7 +425,7 @@ def _sample(value: Any) -> str:
 
 
 def _data(run: Run) -> str:
-    """What became of the rows, as the log told it before training."""
+    """What became of the rows, as the log said before training."""
     lines = [line for lines in (run.record.get("data_reports") or {}).values() for line in lines]
     return _section("Data", f'<p class="lines">{_text(chr(10).join(lines))}</p>') if lines else ""
 
@@ -439,7 +439,8 @@ def _arguments(runs: Sequence[Run]) -> str:
         rows = [[name, *(_value(values.get(name)) for values in all_values)] for name in changed]
         return _section("Arguments that differ", _table(rows, ["", *(run.name for run in runs)])) if rows else ""
     rows = [[name, _value(all_values[0].get(name))] for name in runs[0].record.get("changed") or ()]
-    return _section("Arguments that are not the defaults", _table(rows)) if rows else ""
+    rows += [[name, _value(value)] for name, value in (runs[0].record.get("adapter") or {}).items()]
+    return _section("Non-default arguments", _table(rows)) if rows else ""
 
 
 def _facts(run: Run) -> str:

@@ -132,6 +132,7 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
         "arguments": json.loads(args.to_json_string()),
         "changed": changed(args),
         "model": None if model is None else of_model(model),
+        "adapter": hub.adapter_arguments(model),
         "data": of_rows(rows),
         "code": code(_folder_of_program()),
         "packages": packages(),

@@ -156,7 +156,7 @@ def judge_of(name: str) -> Callable[[list[Any], list[str]], Sequence[float]]:
     """
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = vars(importlib.import_module(module))[function]
+    except (ImportError, KeyError, ValueError) as error:
         raise ValueError(f"judge={name!r} is no function: write module:function ({error})") from error
     return found

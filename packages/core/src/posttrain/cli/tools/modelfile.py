@@ -15,7 +15,7 @@ def write(gguf: Path, tokenizer: Any, stops: list[str]) -> Path:
         stops: the texts that end an answer.
     """
     lines = [f"# ollama create {gguf.stem} -f {gguf.stem}.Modelfile", f"FROM ./{gguf.name}"]
-    if getattr(tokenizer, "chat_template", None) is not None:
+    if tokenizer.chat_template is not None:
         template, system = template_of(tokenizer)
         if template is None:
             lines.append("# Its chat template is not made of one turn after another: Ollama reads the one in the file.")
@@ -34,10 +34,12 @@ def template_of(tokenizer: Any) -> tuple[str | None, str]:
     None where a conversation is not its turns one after another. The beginning of text is left out: Ollama adds it.
     """
 
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
     def render(*roles: str, asks: bool = False) -> str:
         messages = [{"role": role, "content": _MARKS[role]} for role in roles]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-        return text.removeprefix(tokenizer.bos_token or "")
+        return text.removeprefix(tokenizer.bos_token) if begins else text
 
     try:
         whole = render("system", "user", "assistant", "user")

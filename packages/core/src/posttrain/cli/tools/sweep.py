@@ -221,10 +221,10 @@ def _suggest(trial: Any, name: str, values: Any) -> Any:
 
 def _own_values(sweep: Sweep, first: Any) -> dict[str, Any]:
     """The values of the file itself, where the space holds all of them."""
+    known = vars(first.data) | vars(first.model) | vars(first.config)
     found: dict[str, Any] = {}
     for name, values in sweep.space.items():
-        owner = next((part for part in (first.config, first.model, first.data) if hasattr(part, name)), None)
-        value = None if owner is None else getattr(owner, name)
+        value = known.get(name)
         fits = value in values if isinstance(values, list) else _is_within(value, values)
         if not fits:
             return {}

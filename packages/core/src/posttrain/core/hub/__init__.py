@@ -1,6 +1,7 @@
 """The Hugging Face Hub: background uploads and the model card."""
 
 from posttrain.core.hub.card import (
+    adapter_arguments,
     framework_versions,
     hyperparameters,
     method_of,
@@ -16,6 +17,7 @@ __all__ = [
     "HubArguments",
     "Upload",
     "Uploader",
+    "adapter_arguments",
     "framework_versions",
     "hyperparameters",
     "jobs",

@@ -73,13 +73,14 @@ def hyperparameters(args: Any, world_size: int = 1, model: Any = None) -> dict[s
     """The arguments of a run that make the model: the usual ones, those that differ from their defaults, and those of
     the adapters of `model`.
     """
-    table = {name: getattr(args, name) for name in _MAIN if hasattr(args, name)}
+    values = vars(args)
+    table = {name: values[name] for name in _MAIN if name in values}
     for field in dataclasses.fields(args):
         if field.name in table or _ASIDE.fullmatch(field.name) or is_secret(field.name):
             continue
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
-        value = getattr(args, field.name)
+        value = values.get(field.name)
         if value != default and isinstance(value, (str, int, float, list, tuple, dict)):
             table[field.name] = masked(value, field.name)
     if table.get("max_steps", -1) > 0:
@@ -98,7 +99,7 @@ def adapter_arguments(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for config in (getattr(model, "peft_config", None) or {}).values():
         for field in dataclasses.fields(config):
-            factory, value = field.default_factory, getattr(config, field.name)
+            factory, value = field.default_factory, vars(config)[field.name]
             default = field.default if factory is dataclasses.MISSING else factory()
             ours = not field.name.startswith("base_model_name") and field.name not in (
                 "peft_type",
@@ -162,8 +163,8 @@ def model_card(
         loading: a Python program that loads the model.
     """
     datasets, tasks, part = names(datasets), names(tasks), ", ".join(names(dataset_args))
-    told = results(log_history)
-    evaluations = [row for row in told if any(name not in _COLUMNS for name in row)]
+    records = results(log_history)
+    evaluations = [row for row in records if any(name not in _COLUMNS for name in row)]
     best = [row for row in evaluations if best_step is not None and row.get("Step") == best_step]
     metrics = {k: v for k, v in (best or evaluations)[-1].items() if k not in _COLUMNS} if evaluations else {}
     metadata = {
@@ -195,9 +196,9 @@ def model_card(
         parts.append(f"## Training\n\n### Hyperparameters\n\n{_table(pairs)}")
     if rows:
         parts.append("### Data\n\n" + "".join(f"- {_cell(line)}\n" for line in rows))
-    if told:
-        step = -(-len(told) // _MAX_ROWS)
-        shown = told[::-1][::step][::-1]  # thinned from the end, so that the last one stays
+    if records:
+        step = -(-len(records) // _MAX_ROWS)
+        shown = records[::-1][::step][::-1]  # thinned from the end, so that the last one stays
         picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
         parts.append(f"### Training results\n\n{picture}{_table(shown)}")
     if hardware:
@@ -239,7 +240,7 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
             ``dataset_tags`` and ``dataset``; `versions` defaults to those of this process.
 
     Returns:
-        The file, or None if there is a card that somebody wrote, which stays. Facts of the run that is recorded in the
+        The file, or None if there is a card that a person wrote, which stays. Facts of the run that is recorded in the
         directory, and a picture of its loss, are added.
     """
     path = Path(directory) / "README.md"

@@ -117,7 +117,7 @@ def search(
     objective = compute_objective or _default_objective(trainer)
     hp_space, dist = hp_space or default_hp_space, trainer.dist
     options = {name: kwargs.pop(name) for name in OPTIONS_OF_OPTIMIZE if name in kwargs}
-    borne = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
+    caught = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
     goal = {"directions": list(direction)} if several else {"direction": direction}
 
     start = _Start(trainer.model) if trainer.model_init is None else None
@@ -149,14 +149,14 @@ def search(
     if not dist.is_main:
         while (message := dist.broadcast_object(None))[0] is not None:
             number, params, name, values = message[0]
-            with contextlib.suppress(optuna.TrialPruned, *borne):
+            with contextlib.suppress(optuna.TrialPruned, *caught):
                 run(optuna.trial.FixedTrial(params, number), name, values)
         if message[1] is None:
             raise RuntimeError("The search failed on the main process; see its error.")
         return message[1]
     try:
         study = optuna.create_study(**goal, **kwargs)
-        study.optimize(run_everywhere, n_trials=n_trials, catch=borne, **options)
+        study.optimize(run_everywhere, n_trials=n_trials, catch=caught, **options)
         best = _best(study, several)
     finally:
         dist.broadcast_object((None, best))
@@ -267,7 +267,7 @@ class _Reporter(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         if not any(name.startswith("eval_") for name in metrics):
-            return  # of another dataset, by somebody else's wish
+            return  # of another dataset, that other code asked for
         self._parts.append(metrics)
         if len(self._parts) < self.num_sets:
             return

@@ -74,8 +74,8 @@ def canonical(dataset: Any, tokenizer: Any, kinds: Sequence[str], name: str = "t
         kinds: as for `find`, the first that fits. name: of the dataset, for the messages.
     """
     layout, chats = _layout(columns(dataset), kinds), has_template(tokenizer)
-    if told := how_read(dataset, tokenizer, kinds):
-        logger.log(logging.INFO if layout else logging.WARNING, "%s: %s", name, told)
+    if sentence := how_read(dataset, tokenizer, kinds):
+        logger.log(logging.INFO if layout else logging.WARNING, "%s: %s", name, sentence)
     if layout is None:
         return dataset
     return _mapped(dataset, functools.partial(_converted, layout, chats), layout.values())
@@ -85,8 +85,8 @@ def how_read(dataset: Any, tokenizer: Any, kinds: Sequence[str]) -> str:
     """What `canonical` does with `dataset`, as a sentence; "" where there is nothing to say."""
     names, chats = columns(dataset), has_template(tokenizer)
     if layout := _layout(names, kinds):
-        told = ", ".join(f"{column} as {wanted}" for wanted, column in layout.items())
-        return f"reads {told}, {'in messages of the chat template' if chats else 'as plain text'}."
+        parts = ", ".join(f"{column} as {wanted}" for wanted, column in layout.items())
+        return f"reads {parts}, {'in messages of the chat template' if chats else 'as plain text'}."
     return PLAIN if chats and any(_is_text(dataset, kind, names) for kind in kinds) else ""
 
 
