@@ -112,9 +112,9 @@ def evaluate(
             row |= {"choices": list(one.choices), "chosen": best, "right": one.right}
             row |= {"accuracy": float(best == one.right), "accuracy_norm": float(best_norm == one.right)}
     if judge is not None:
-        scores = judge([asked[place].prompt for place in written], texts)
-        for place, score in zip(written, scores, strict=True):
-            rows[place]["judge"] = float(score)
+        verdicts = judge([asked[place].prompt for place in written], texts)
+        for place, verdict in zip(written, verdicts, strict=True):
+            rows[place]["judge"] = float(verdict)
     names = dict.fromkeys(n for row in rows for n in ("exact_match", "accuracy", "accuracy_norm", "judge") if n in row)
     values = {name: [row[name] for row in rows if name in row] for name in names}
     return {name: sum(of) / len(of) for name, of in values.items()}, rows

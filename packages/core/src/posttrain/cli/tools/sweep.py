@@ -48,7 +48,7 @@ class Sweep:
 
     n_trials: int
     metric: str
-    direction: str
+    direction: Any
     space: dict[str, Any]
 
 
@@ -187,7 +187,8 @@ class Reporter(TrainerCallback):
     def __init__(self, trial: Any, metric: str) -> None:
         self.trial, self.metric = trial, metric
         self.value: float | None = None
-        self.pruned, self.names = False, set()
+        self.pruned = False
+        self.names: set[str] = set()
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         self.names |= {name for name in metrics if name.startswith("eval_")}
@@ -203,11 +204,12 @@ def _called_back(callback: TrainerCallback) -> Iterator[None]:
     """Within, each trainer calls `callback`."""
     from posttrain.core import trainer
 
-    trainer.DEFAULT_CALLBACKS.append(callback)
+    callbacks: list[Any] = trainer.DEFAULT_CALLBACKS
+    callbacks.append(callback)
     try:
         yield
     finally:
-        trainer.DEFAULT_CALLBACKS.remove(callback)
+        callbacks.remove(callback)
 
 
 def _suggest(trial: Any, name: str, values: Any) -> Any:

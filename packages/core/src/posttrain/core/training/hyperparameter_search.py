@@ -36,6 +36,7 @@ FIXED = {
     "output_dir", "resume_from_checkpoint", "report_to", "disable_tqdm", "full_determinism",
     "log_level", "log_level_replica", "log_on_each_node",
 }  # fmt: skip
+_NOT_MADE: Any = None
 OPTIONS_OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")
 
 
@@ -125,7 +126,7 @@ def search(
     def run(trial: Any, name: str, values: dict[str, Any]) -> Any:
         if start is not None:
             start.put_back(trainer.model)
-            trainer.optimizer = None  # a new one is made, with the arguments of the trial
+            trainer.optimizer = _NOT_MADE  # a new one is made, with the arguments of the trial
             set_seed(values.get("seed", trainer.args.seed))
         reporter = _Reporter(trial, name, objective, trainer, reports=not several)
         with _lent(trainer, _trial_arguments(trainer, name, values), reporter):
