@@ -172,7 +172,7 @@ def test_a_run_of_a_program_is_not_started_again_but_shown(run_file, tmp_path, c
 
 
 def test_what_cannot_be_proved_says_why(run_file, capsys):
-    assert main(["verify-resume", "run.yaml"]) == 2
+    assert main(["verify-resume", "--use_cpu"]) == 2
     assert "name the method first" in capsys.readouterr().err
     assert main(["verify-resume", "sft", "run.yaml", "--steps", "1"]) == 2
     assert main(["verify-resume", "sft", "run.yaml", "--model_name_or_path", "/nowhere"]) == 1

@@ -11,6 +11,7 @@ from posttrain.lm.images.images import has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.text import chat_template, layouts
 from posttrain.sft import vision_preview
+from posttrain.sft.mixture import named_sets
 from posttrain.sft.preparing import prepare_rows
 
 
@@ -34,8 +35,9 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))
     ]
     lines = [line for report in done.reports.values() for line in report.lines()]
-    if reading := layouts.how_read(train_rows, tokenizer, ("prompt_completion",)):
-        lines.insert(0, f"train: {reading}")
+    for name, part in reversed(named_sets(train_rows, "train")):
+        if reading := layouts.how_read(part, tokenizer, ("prompt_completion",)):
+            lines.insert(0, f"{name}: {reading}")
     if done.mixture is not None:
         lines += ["train: a mixture", *done.mixture.lines()]
     if config.packing:

@@ -164,6 +164,8 @@ def columns(dataset: Any) -> list[str]:
 
 
 def _first(dataset: Any) -> Any:
+    if isinstance(dataset, Mapping):  # several datasets by name
+        return None
     if isinstance(dataset, Sequence) or hasattr(dataset, "column_names"):
         return next(iter(dataset), None)
     return dataset[0] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) else None
