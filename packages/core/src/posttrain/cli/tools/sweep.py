@@ -138,10 +138,13 @@ def search(
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        study_name="sweep", direction=sweep.direction, load_if_exists=True,
-        storage=JournalStorage(JournalFileBackend(str(folder / TRIALS))), sampler=optuna.samplers.TPESampler(seed=0),
+        study_name="sweep",
+        direction=sweep.direction,
+        load_if_exists=True,
+        storage=JournalStorage(JournalFileBackend(str(folder / TRIALS))),
+        sampler=optuna.samplers.TPESampler(seed=0),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
-    )  # fmt: skip
+    )
     if not study.trials and own:
         study.enqueue_trial(own)
 

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -166,9 +166,14 @@ def columns(dataset: Any) -> list[str]:
 def _first(dataset: Any) -> Any:
     if isinstance(dataset, Mapping):  # several datasets by name
         return None
-    if isinstance(dataset, Sequence) or hasattr(dataset, "column_names"):
+    if isinstance(dataset, Sequence) or _is_dataset(dataset):
         return next(iter(dataset), None)
-    return dataset[0] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset) else None
+    return dataset[0] if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset) else None
+
+
+def _is_dataset(dataset: Any) -> bool:
+    """Whether it is one of `datasets`."""
+    return hasattr(dataset, "map")
 
 
 def _is_text(dataset: Any, kind: str, columns: Sequence[str]) -> bool:
@@ -193,6 +198,6 @@ class _Mapped:
 
 
 def _mapped(dataset: Any, convert: Callable[[Mapping[str, Any]], dict[str, Any]], used: Iterable[str]) -> Any:
-    if hasattr(dataset, "map"):
+    if _is_dataset(dataset):
         return dataset.map(convert, remove_columns=list(used))
     return [convert(row) for row in dataset] if isinstance(dataset, list) else _Mapped(dataset, convert)
