@@ -59,7 +59,11 @@ def _inferred(settings: Mapping[str, parse.Setting]) -> str:
         columns = _columns(settings)
         name = next((method for needed, method in BY_COLUMNS if needed <= set(columns)), "sft")
         why = f"the columns {', '.join(columns)}" if columns else "nothing that asks for another"
-    print(f"method: {name}, inferred from {why}. To choose another, write `method: NAME` in the file.", file=sys.stderr)
+    from posttrain.core.distributed import environment  # here, because it imports torch
+
+    if environment.rank() == 0:
+        other = "To choose another, write `method: NAME` in the file."
+        print(f"method: {name}, inferred from {why}. {other}", file=sys.stderr)
     return name
 
 
