@@ -211,7 +211,7 @@ def test_an_unknown_method_suggests_the_nearest(recorder, capsys):
     (said,) = refused(capsys, "tech")
     assert said.startswith("posttrain tech: unknown method or command 'tech', did you mean 'teach'? (methods: teach; ")
     (said,) = refused(capsys, "generat")
-    assert "did you mean 'generate'?" in said and "commands: new, launch, " in said
+    assert "did you mean 'generate'?" in said and "commands: train, new, launch, " in said
     (said,) = refused(capsys, "plan", "tech")
     assert said == "posttrain plan: unknown method 'tech', did you mean 'teach'? (methods: teach)"
     assert refused(capsys, "--seed", "1") == ["posttrain --seed: the method comes first, before --seed"]

@@ -285,7 +285,6 @@ def test_an_argument_that_the_trainer_was_built_with_cannot_be_searched(name, tm
 @pytest.mark.parametrize(
     ("change", "call", "message"),
     [
-        ({"model_init": None, "options": {"model": Slope()}}, {}, "needs a fresh model"),
         ({"options": {"eval_dataset": None}, "eval_strategy": "no"}, {}, "eval_dataset"),
         ({}, {"backend": "ray"}, "'ray' is not supported"),
         ({}, {"direction": "minimise"}, "did you mean 'minimize'"),

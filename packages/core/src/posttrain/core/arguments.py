@@ -27,6 +27,7 @@ from posttrain.core.fields.durations import NEVER
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
+from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.core.optim import builder, lr_scheduler, schedule
@@ -208,6 +209,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
 
     def __post_init__(self) -> None:
+        noise.quiet()
         self.validate()
 
     def validate(self) -> None:

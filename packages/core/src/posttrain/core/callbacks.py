@@ -416,7 +416,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
 
 class ProgressCallback(TrainerCallback):
-    """A progress bar over optimizer steps: loss, tokens per second, share without padding, time left."""
+    """A progress bar over optimizer steps: loss, tokens per second, share without padding, time left. Where no bar can
+    be drawn, in a file, a line for each log record.
+    """
 
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
@@ -424,7 +426,7 @@ class ProgressCallback(TrainerCallback):
         self.drawn = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and terminal.draws_bars():
             from tqdm.auto import tqdm
 
             options = {"initial": state.global_step, "dynamic_ncols": True, "unit": "step"}
@@ -439,7 +441,7 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.update(state.global_step - self.training_bar.n)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if state.is_world_process_zero and eval_dataloader is not None:
+        if state.is_world_process_zero and eval_dataloader is not None and terminal.draws_bars():
             if self.prediction_bar is None:
                 from tqdm.auto import tqdm
 
@@ -456,9 +458,12 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix_str(_summary(logs), refresh=False)
+            self.training_bar.set_postfix_str(terminal.summary(logs), refresh=False)
         elif self.training_bar is not None and logs:
             terminal.write(terminal.line(logs, self.max_str_len))
+        elif state.is_world_process_zero and logs and not terminal.draws_bars():
+            steps = "" if state.known_steps is None else f"/{state.known_steps}"
+            terminal.write(f"step {state.global_step}{steps}  {terminal.with_speed(logs)}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
@@ -477,17 +482,4 @@ class PrinterCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_local_process_zero and logs:
-            progress = f"  ({_summary(logs).partition(', ')[2]})" if "perf/tokens_per_second" in logs else ""
-            terminal.write(terminal.line(logs) + progress)
-
-
-def _summary(logs: dict[str, Any]) -> str:
-    parts = [f"loss {logs['loss']:.4g}"]
-    if "perf/tokens_per_second" in logs:
-        parts.append(f"{logs['perf/tokens_per_second']:,.0f} tok/s")
-    if "perf/real_token_share" in logs:
-        parts.append(f"{logs['perf/real_token_share']:.0%} real")
-    if "perf/time_left_seconds" in logs:
-        minutes, seconds = divmod(int(logs["perf/time_left_seconds"]), 60)
-        parts.append(f"{minutes}:{seconds:02d} left")
-    return ", ".join(parts)
+            terminal.write(terminal.with_speed(logs))

@@ -96,13 +96,6 @@ def method(name: str, others: Iterable[str] = ()) -> Method:
     return methods()[name]
 
 
-def first_named(words: list[str], command: str) -> Method:
-    """The method that `words` begin with; `ConfigError` where they do not, for ``posttrain <command>``."""
-    if not words or words[0].startswith("-"):
-        raise ConfigError(f"posttrain {command}", [f"name the method first, as in posttrain {command} sft run.yaml"])
-    return method(words[0])
-
-
 def configs_with(field: str) -> list[str]:
     """Names of the config classes of all methods that have a field called `field`."""
     owners = []

@@ -13,6 +13,7 @@ import torch
 
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import prepare_rows
+from posttrain.lm.text import layouts
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.mixture import Mixture, mix_datasets
 from posttrain.sft.packing import pack_dataset, pack_stream
@@ -80,6 +81,8 @@ def prepare_sets(
     parts, reports = {}, {}
     for part, rows in dataset.items() if several else [(name, dataset)]:
         label = f"{name}/{part}" if several else name
+        if formatting_func is None:
+            rows = layouts.canonical(rows, tokenizer, ("prompt_completion",), label)
         parts[str(part)], reports[label] = prepare_dataset(
             rows,
             tokenizer,

@@ -85,7 +85,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     takes = "SFTTrainer takes a causal language model, or the name or folder of one."
     report_class = DataReport
     INSTEAD = {"_prepare_dataset": "pass formatting_func, or dataset_kwargs={'skip_prepare_dataset': True}"}
-    tag_names = ("trl", "sft")
+    tag_names = ("posttrain", "sft")
     evaluation_metrics = tuple(
         "mean_token_accuracy entropy aux_loss num_tokens perplexity loss/* token_share/*".split()
     )

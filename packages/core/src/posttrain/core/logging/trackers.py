@@ -116,6 +116,9 @@ def set_verbosity(level: int) -> None:
         handler = terminal.Handler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         log.addHandler(handler)
+    for known in log.handlers:
+        if isinstance(known, terminal.Handler):  # what another run has said, this one says again
+            known.repeats = terminal.Repeats()
 
 
 class JSONLinesCallback(ClosingCallback):

@@ -307,7 +307,8 @@ class HFCompat:
         """
         base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
         about = {"log_history": self.state.log_history, "base_model": base or None}
-        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
+        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size, self.model)}
+        about |= {"method": hub.method_of(self.args)}
         about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
         own = getattr(wrapping.base_model(self.model), "model_tags", None)
         tags = [*hub.names(card.pop("tags", None)), *(own or ())]

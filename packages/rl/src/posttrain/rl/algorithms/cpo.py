@@ -91,7 +91,7 @@ class CPOTrainer(ReferenceFreeTrainer):
 
     config_class = CPOConfig
     args: CPOConfig
-    tag_names = ("trl", "cpo")
+    tag_names = ("posttrain", "cpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of each pair, (B,). The likelihood is that of a token of the chosen completion, on average."""

@@ -139,7 +139,7 @@ class DistillationTrainer(RolloutTrainer):
 
     config_class: type[DistillationConfig] = DistillationConfig
     args: DistillationConfig
-    tag_names = ("trl", "distillation")
+    tag_names = ("posttrain", "distillation")
     signature_columns = ("prompt", "completion", "messages", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
     average = "tokens"
     learns_from_rewards = False

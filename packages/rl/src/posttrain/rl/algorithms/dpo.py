@@ -359,7 +359,7 @@ class DPOTrainer(PreferenceTrainer):
 
     config_class = DPOConfig
     args: DPOConfig
-    tag_names = ("trl", "dpo")
+    tag_names = ("posttrain", "dpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""

@@ -63,7 +63,7 @@ class GKDTrainer(DistillationTrainer):
 
     config_class: type[GKDConfig] = GKDConfig
     args: GKDConfig
-    tag_names = ("trl", "gkd")
+    tag_names = ("posttrain", "gkd")
 
     @staticmethod
     @torch.no_grad()

@@ -123,7 +123,7 @@ class GRPOTrainer(RolloutTrainer):
 
     config_class = GRPOConfig
     args: GRPOConfig
-    tag_names = ("trl", "grpo")
+    tag_names = ("posttrain", "grpo")
     corrects_itself = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

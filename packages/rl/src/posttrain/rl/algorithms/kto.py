@@ -168,7 +168,7 @@ class KTOTrainer(PreferenceTrainer):
 
     config_class = KTOConfig
     args: KTOConfig
-    tag_names = ("trl", "kto")
+    tag_names = ("posttrain", "kto")
     data_kind = "unpaired_preference"
     signature_columns: tuple[str, ...] | None = tuple(
         "prompt_ids completion_ids label kl_ids ref_logps ref_kl_logps".split()

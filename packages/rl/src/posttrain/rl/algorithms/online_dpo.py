@@ -101,7 +101,7 @@ class OnlineDPOTrainer(RolloutTrainer):
 
     config_class: type[OnlineDPOConfig] = OnlineDPOConfig
     args: OnlineDPOConfig
-    tag_names = ("trl", "online-dpo")
+    tag_names = ("posttrain", "online-dpo")
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
 
     config_class = ORPOConfig
     args: ORPOConfig
-    tag_names = ("trl", "orpo")
+    tag_names = ("posttrain", "orpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """Eq. 6 of each pair, (B,)."""

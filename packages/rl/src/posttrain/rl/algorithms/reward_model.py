@@ -110,7 +110,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     config_class = RewardConfig
     args: RewardConfig
-    tag_names = ("trl", "reward-trainer")
+    tag_names = ("posttrain", "reward-trainer")
     signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(

@@ -71,7 +71,7 @@ class RLOOTrainer(RolloutTrainer):
 
     config_class = RLOOConfig
     args: RLOOConfig
-    tag_names = ("trl", "rloo")
+    tag_names = ("posttrain", "rloo")
     average = "sequences"
     needs_kl_of_samples = True
     OLD_ARGUMENTS: ClassVar[dict[str, str]] = RolloutTrainer.OLD_ARGUMENTS | {

@@ -60,7 +60,7 @@ class TPOTrainer(ReferenceFreeTrainer):
 
     config_class = TPOConfig
     args: TPOConfig
-    tag_names = ("trl", "tpo")
+    tag_names = ("posttrain", "tpo")
     data_kind = "triple_preference"
     signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "reference_ids")
 

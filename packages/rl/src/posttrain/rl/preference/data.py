@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import TokenReport, prepare_rows
 from posttrain.lm.preparation.row_reports import Faults
+from posttrain.lm.text import layouts
 from posttrain.rl.preference.rows import PreferencePreparation, to_pairs
 
 
@@ -102,6 +103,8 @@ def prepare_preferences(
 
     check_dataset(dataset, f"{name}_dataset")
     prepare, report = PreferencePreparation(tokenizer, **options), PreferenceReport(name)
+    if prepare.kind in layouts.KINDS and not isinstance(dataset, Iterator):
+        dataset = layouts.canonical(dataset, prepare.tokenizer, (prepare.kind, *layouts.PAIRED), name)
     if not is_stream(dataset):
         if not isinstance(dataset, Dataset):
             dataset = _from_list([dataset[i] for i in range(len(dataset))], name)

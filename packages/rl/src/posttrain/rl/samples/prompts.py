@@ -16,7 +16,7 @@ from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
 from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.lm.images.images import has_images
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, layouts
 from posttrain.lm.text.tokenization import explain_unreadable
 from posttrain.rl.tools.protocol import ToolProtocol, argument_types, has_parser, parse_response
 
@@ -119,7 +119,10 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str
     row = dataset[0]
     if not isinstance(row, Mapping) or any(column not in row for column in columns):
         found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
-        raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
+        hint = layouts.rename_hint(list(row) if isinstance(row, Mapping) else (), ("prompt",))
+        raise DataError(
+            f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.{hint}"
+        )
     if columns:
         _check_each(dataset, name)
 
