@@ -83,7 +83,7 @@ LONG = {
     "core/data/pipeline.py": "the arguments of data, and the loaders of training and evaluation that they make",
     "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",
     "core/distributed/processes.py": "the one interface of the loop to processes, however a model is divided over them",
-    "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
+    "core/trainer.py": "the loop, and every overridable method, in one class",
     "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
 }
 # The methods that users override, under the names of transformers' Trainer.
@@ -98,7 +98,7 @@ LONG_HOOKS = {
     "train": "the loop itself",
     "training_step": "the one place where a loss is scaled, with every case in sight",
     "train_on_window": "one optimizer step, read from top to bottom with the order of its events",
-    "evaluation_loop": "the loop of evaluate and predict",
+    "accumulate": "every micro-batch of a step, with the order of its events",
 }
 
 
@@ -445,7 +445,7 @@ def test_no_package_uses_private_names_of_the_core():
         of_core = {private for node in nodes if node is not None for private in private_names(node, used=False)}
         wrong += [f"{name}.{used}" for used in sorted(private_names(node, used=True) & of_core - HOOKS_OF_ARGUMENTS)]
         seen |= of_core
-    assert {"_training", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
+    assert {"_set_up", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
     assert wrong == []
 
 

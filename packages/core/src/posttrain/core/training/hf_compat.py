@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from posttrain.core.logging.memory import MemoryTracker
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
-    from posttrain.core.training.run import RunState
+    from posttrain.core.training.run import Run
 
 
 class HFCompat:
@@ -47,7 +47,7 @@ class HFCompat:
     callback_handler: CallbackHandler
     evaluation_loop: Callable[..., EvalLoopOutput]
     log_metric: Callable[..., None]
-    run: RunState
+    run: Run
     _memory: MemoryTracker
     save_model: Callable[..., None]
     is_in_train: bool
