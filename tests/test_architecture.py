@@ -56,8 +56,6 @@ TO_CUT = {
     ("core.distributed.processes", "lm.loading.parts"),
     ("core.losses", "lm.loss.language_modeling"),
     ("core.losses.normalization", "lm.loss.language_modeling"),
-    ("core.trainer", "cli.report.report"),
-    ("core.trainer", "cli.report.run_record"),
 }
 # What takes a trainer, because it is a part of its face.
 KNOWS_TRAINERS = LAYER["core.trainer"]

@@ -17,11 +17,8 @@ def record(**args):
 
 
 def test_a_record_is_the_mean_of_the_steps_that_had_a_label():
-    log, progress, state = (
-        record(),
-        Progress(learning_rate=0.5, grad_norm=torch.tensor(2.0)),
-        TrainerState(global_step=3),
-    )
+    log, state = record(), TrainerState(global_step=3)
+    progress = Progress(learning_rate=0.5, grad_norm=torch.tensor(2.0))
     log.step(torch.tensor(1.0), torch.tensor(4), {"kl": torch.tensor(0.25)})
     log.step(torch.tensor(float("nan")), torch.tensor(0), {})
     log.step(torch.tensor(2.0), None, {})

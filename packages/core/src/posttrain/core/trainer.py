@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.cli.report import report, run_record
-from posttrain.core import hub
+from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import (
     CallbackHandler,
@@ -77,9 +76,7 @@ logger = logging.getLogger(__name__)
 NOT_MADE: Any = None
 _NOTHING = contextlib.nullcontext()
 
-DEFAULT_CALLBACKS = [
-    DefaultFlowCallback, trackers.JSONLinesCallback, run_record.RunRecordCallback, report.RunReportCallback,
-]  # fmt: skip
+DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback, trackers.JSONLinesCallback]
 
 
 class Trainer(HFCompat):
@@ -181,7 +178,11 @@ class Trainer(HFCompat):
         self.is_in_train = False
         self._train_batch_size = args.train_batch_size
         self.control = TrainerControl()
-        builtin = [*DEFAULT_CALLBACKS, *trackers.tracker_callbacks(args.report_to)]
+        builtin = [
+            *DEFAULT_CALLBACKS,
+            *map(registry.load, registry.CALLBACKS),
+            *trackers.tracker_callbacks(args.report_to),
+        ]
         self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
         self.callback_handler.log_metric = lambda *args, **kwargs: owner.log_metric(*args, **kwargs)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
