@@ -40,7 +40,7 @@ LAYERS = """
     lm.images
     lm.attention
     lm.loss
-    core.trainer core.training.hf_compat core.training.hyperparameter_search
+    core.trainer
     lm.generate
     compat
     cli.report
@@ -450,7 +450,7 @@ def test_no_package_uses_private_names_of_the_core():
 def test_a_trainer_is_one_class_and_its_accessors():
     from posttrain.core import Trainer
 
-    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "HFCompat", "object"]
-    node = class_nodes()["posttrain.core.training.hf_compat.HFCompat"]
+    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "TrainerNames", "object"]
+    node = class_nodes()["posttrain.compat.trainer_names.TrainerNames"]
     sets = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     assert sets <= {"hp_name", "hp_search_backend"}

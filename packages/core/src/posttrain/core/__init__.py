@@ -136,6 +136,7 @@ _HOME_OF = {name: f"posttrain.{home}" for home, names in _HOMES.items() for name
 # Names that scripts import besides the trainer.
 _HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
 
+registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"
 registry.CALLBACKS += [
     "posttrain.cli.report.run_record:RunRecordCallback",
     "posttrain.cli.report.report:RunReportCallback",

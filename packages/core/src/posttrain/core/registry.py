@@ -23,6 +23,8 @@ GROUP = "posttrain.methods"
 #: Callbacks that every trainer has besides those of the core, as ``"module:Class"``. The face, `posttrain.core`, adds
 #: them, so that the core imports nothing of what stands on it.
 CALLBACKS: list[str] = []
+#: The base class of `Trainer`, ``"module:Class"``, with names that scripts of others read; added by the face too.
+TRAINER_NAMES = ""
 
 logger = logging.getLogger(__name__)
 

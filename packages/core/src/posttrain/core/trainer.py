@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -61,7 +61,6 @@ from posttrain.core.training import (
     resume,
 )
 from posttrain.core.training.evaluator import Evaluator
-from posttrain.core.training.hf_compat import HFCompat, accept_old_names
 from posttrain.core.training.lifetime import announce, under_way
 from posttrain.core.training.plan import Plan, check_intervals, make_plan, number_of_saves
 from posttrain.core.training.preflight import Parts, Problem
@@ -69,6 +68,11 @@ from posttrain.core.training.record import Record
 from posttrain.core.training.run import Run
 from posttrain.core.training.saving import Saving
 from posttrain.lm.loading import adapters, loading
+
+if TYPE_CHECKING:
+    from posttrain.compat.trainer_names import TrainerNames
+else:  # of what stands on the core, which therefore does not import it
+    TrainerNames = registry.load(registry.TRAINER_NAMES)
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +83,7 @@ _NOTHING = contextlib.nullcontext()
 DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback, trackers.JSONLinesCallback]
 
 
-class Trainer(HFCompat):
+class Trainer(TrainerNames):
     """Trains, evaluates and saves a PyTorch model.
 
     Args:
@@ -136,7 +140,7 @@ class Trainer(HFCompat):
         **old_names: Any,
     ) -> None:
         if old_names:
-            processing_class, callbacks = accept_old_names(self, old_names, processing_class, callbacks)
+            processing_class, callbacks = self._renamed(old_names, processing_class, callbacks)
         preflight.check_types(type(self).__name__, self.config_class, model, model_init, args)
         if args is None:
             args = self.config_class()
@@ -356,7 +360,8 @@ class Trainer(HFCompat):
         self.current_gradient_accumulation_steps = self.run.window_size = len(window)
         losses = []
         for number, inputs in enumerate(window, start=1):
-            given, is_filler = (model, inputs, num_items), pipeline.is_filler(inputs)
+            given: tuple[Any, ...] = (model, inputs, num_items)
+            is_filler = pipeline.is_filler(inputs)
             # A metric of a micro-batch that only keeps this process in step counts for nothing.
             metrics = self.metrics.apart() if is_filler else _NOTHING
             sync = self.dist.sync_gradients(model, when=number == len(window) or self._sync_each_batch)
@@ -500,6 +505,25 @@ class Trainer(HFCompat):
         self.metrics.log(name, value, weight, reduce, per_epoch)
 
     # ------------------------------------------------------------------------------------------------------------- data
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of a micro-batch on each process."""
+        return self._train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Rows of an evaluation batch on each process."""
+        return self.args.eval_batch_size
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of rows."""
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Rows of one optimizer step, over all its micro-batches and all processes."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.dist.world_size
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """The loader of training micro-batches, `_train_batch_size` rows each on every process."""
@@ -992,7 +1016,7 @@ class Trainer(HFCompat):
         known = items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
         if known and not items and self.dist.num_processes == 1 and self.dist.engine is None:
             return False
-        if not getattr(self.optimizer, "steps_in_backward", False) or self.args.on_nonfinite == "warn":
+        if not self._steps_in_backward or self.args.on_nonfinite == "warn":
             return True
         return bool(torch.isfinite(loss))
 
@@ -1000,7 +1024,7 @@ class Trainer(HFCompat):
         """Why gradients of a loss given as (sum, count) could not be divided afterwards; None: they can."""
         if self.dist.world_size > 1 and not self.args.average_tokens_across_devices:
             return "average_tokens_across_devices=False averages over processes, whatever they counted."
-        if self.dist.engine is not None or getattr(self.optimizer, "steps_in_backward", False):
+        if self.dist.engine is not None or self._steps_in_backward:
             return "the weights are changed, or gradients taken over, during the backward pass."
         return None
 

@@ -16,9 +16,6 @@ from posttrain.core.training.owner import Owner
 class Guard(Protocol):
     """Looks at each optimizer step before it is applied."""
 
-    def before_step(self, optimizer: Any, update: Update, loss_scale: Any = None) -> bool:
-        """Whether `optimizer` may apply `update`; raises where the run must stop."""
-
     def settle(self) -> Any:
         """Check all steps that were applied unchecked: before a log record, an evaluation or a checkpoint."""
 

@@ -129,6 +129,8 @@ class Saving:
 
     def averages(self) -> contextlib.AbstractContextManager[None]:
         """Where a model is saved: with the averages of an optimizer that keeps them."""
+        if not hasattr(self.owner.optimizer, "eval"):
+            return contextlib.nullcontext()
         return eval_loop.averages_in(self.owner.optimizer, otherwise=self.owner.is_in_train)
 
     def model(self, directory: str, of_checkpoint: bool, writes_itself: bool) -> None:
@@ -139,14 +141,14 @@ class Saving:
         """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
-        check = bool(args.check_saved_model) and not of_checkpoint
+        check, should_save = bool(args.check_saved_model) and not of_checkpoint, args.should_save
         alone = check or args.save_on_each_node or writes_itself
         if not alone and shares.save(model, directory, dist, args.max_shard_size):
-            if args.should_save:
+            if should_save:
                 self.beside(Path(directory))
             return
-        whole = dist.whole_state_dict(owner.model, weights.is_saved(model), lambda name: args.should_save)
-        if args.should_save:
+        whole = dist.whole_state_dict(owner.model, weights.is_saved(model), lambda name: should_save)
+        if should_save:
             owner._save(directory, **({} if whole is None else {"state_dict": whole}))
             if check:
                 reload.check(model, directory, whole, logits=dist.cp_size == 1)
