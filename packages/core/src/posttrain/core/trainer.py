@@ -1,8 +1,8 @@
 """The training loop, and every method that a subclass overrides to change it.
 
 `Trainer.train` is the loop. The other public methods are hooks: ten lines or fewer that call into modules which know no
-trainer. Override a hook to change what happens; use a callback to change when. Below the hooks stands a run from its
-set-up to its end, in the order in which it happens.
+trainer. Override a hook to change what happens; use a callback to change when. What a run does around its steps is in
+`posttrain.core.training.run`; its set-up is below the hooks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from torch import nn
 
 from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.callbacks import (
-    CallbackHandler,
-    DefaultFlowCallback,
-    PrinterCallback,
-    ProgressCallback,
-)
+from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, codec, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
 from posttrain.core.data import pipeline
@@ -37,29 +32,12 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
 from posttrain.core.logging.input_counter import InputCounter
 from posttrain.core.logging.memory import MemoryTracker
-from posttrain.core.logging.metrics import (
-    Clock,
-    clock_of,
-    is_performance,
-    num_tokens_in,
-)  # fmt: skip
+from posttrain.core.logging.metrics import Clock, clock_of, is_performance, num_tokens_in
 from posttrain.core.losses import normalization, scale_check
-from posttrain.core.models import (
-    embeddings,
-    float8,
-    gradient_checkpointing,
-    liger,
-    special_tokens,
-    wrapping,
-)
+from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, special_tokens, wrapping
 from posttrain.core.optim import builder, schedule
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
-from posttrain.core.training import (
-    nonfinite,
-    override_checks,
-    preflight,
-    resume,
-)
+from posttrain.core.training import nonfinite, override_checks, preflight, resume
 from posttrain.core.training.evaluator import Evaluator
 from posttrain.core.training.lifetime import announce, under_way
 from posttrain.core.training.plan import Plan, check_intervals, make_plan, number_of_saves
@@ -330,9 +308,7 @@ class Trainer(TrainerNames):
             )
         losses, num_items = self._objective.divide(losses, run.parameters, num_items, dist.sum, self._why_no_counts)
         loss = sum(losses[1:], start=losses[0])
-        grad_norm = run.progress.grad_norm = dist.clip_gradients(
-            run.parameters, self.args.max_grad_norm, self.optimizer
-        )
+        grad_norm = dist.clip_gradients(run.parameters, self.args.max_grad_norm, self.optimizer)
         clock.lap("backward" if clock.has_laps else "forward_backward")
         self._fire("on_pre_optimizer_step")
         run.progress.grad_norm, run.progress.learning_rate = grad_norm, self._get_learning_rate()  # that this step uses
