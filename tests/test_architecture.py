@@ -38,7 +38,7 @@ LAYERS = """
     lm.images
     lm.attention lm.preparation
     lm.loss
-    core.trainer core.training.hf_compat core.training.hyperparameter_search
+    core.trainer
     lm.generate lm.trainer
     compat
     cli.report
@@ -46,11 +46,6 @@ LAYERS = """
     core core.testing
 """.strip().splitlines()
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
-#: Imports that point up all the same, each to be cut: the core should know no language models and no commands.
-TO_CUT = {
-    ("core.trainer", "cli.report.report"),
-    ("core.trainer", "cli.report.run_record"),
-}
 # What takes a trainer, because it is a part of its face.
 KNOWS_TRAINERS = LAYER["core.trainer"]
 # The lowest layer needs nothing that has to be installed besides these.
@@ -71,7 +66,7 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 LONG = {
     "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
     "rl/online/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
-    "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
+    "core/trainer.py": "the loop, and every overridable method, in one class",
 }
 # The methods that users override, under the names of transformers' Trainer.
 HOOKS = """
@@ -85,7 +80,7 @@ LONG_HOOKS = {
     "train": "the loop itself",
     "training_step": "the one place where a loss is scaled, with every case in sight",
     "train_on_window": "one optimizer step, read from top to bottom with the order of its events",
-    "evaluation_loop": "the loop of evaluate and predict",
+    "accumulate": "every micro-batch of a step, with the order of its events",
 }
 
 
@@ -228,17 +223,14 @@ def test_a_newcomer_finds_nine_files_or_fewer_beside_the_folders():
 
 
 def test_imports_point_down_or_along_a_layer():
-    wrong, cut = [], set(TO_CUT)
+    wrong = []
     for one in all_imports():
         here, there = module_of(one.where), our_module(one.target)
         if package_of(one.where) != "core" or there is None or layer(there) is None or one.only_typing:
             continue
-        pair = here.removeprefix("posttrain."), there.removeprefix("posttrain.")
-        if layer(there) > layer(here) and pair[0] != "core":
-            wrong += [f"{one}: {LAYERS[layer(here)].strip()} is below {pair[1]}"] if pair not in TO_CUT else []
-            cut.discard(pair)
+        if layer(there) > layer(here) and here != "posttrain.core":
+            wrong.append(f"{one}: {LAYERS[layer(here)].strip()} is below {there.removeprefix('posttrain.')}")
     assert wrong == []
-    assert cut == set(), "these are cut: take them from TO_CUT"
 
 
 def test_the_lowest_layers_need_torch_numpy_and_the_standard_library():
@@ -432,14 +424,14 @@ def test_no_package_uses_private_names_of_the_core():
         of_core = {private for node in nodes if node is not None for private in private_names(node, used=False)}
         wrong += [f"{name}.{used}" for used in sorted(private_names(node, used=True) & of_core - HOOKS_OF_ARGUMENTS)]
         seen |= of_core
-    assert {"_training", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
+    assert {"_set_up", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
     assert wrong == []
 
 
 def test_a_trainer_is_one_class_and_its_accessors():
     from posttrain.core import Trainer
 
-    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "HFCompat", "object"]
-    node = class_nodes()["posttrain.core.training.hf_compat.HFCompat"]
+    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "TrainerNames", "object"]
+    node = class_nodes()["posttrain.compat.trainer_names.TrainerNames"]
     sets = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     assert sets <= {"hp_name", "hp_search_backend"}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from posttrain.compat.hyperparameter_search import BestRun, default_compute_objective, default_hp_space, search
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.errors import ConfigError
 from posttrain.core.logging.trackers import apart
-from posttrain.core.training.hyperparameter_search import BestRun, default_compute_objective, default_hp_space, search
 from tests import programs
 
 optuna = pytest.importorskip("optuna")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import registry
+
 if TYPE_CHECKING:
     from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
 
@@ -143,6 +145,12 @@ _HOMES = {
 _HOME_OF = {name: f"posttrain.{home}" for home, names in _HOMES.items() for name in names}
 # Names that scripts import besides the trainer.
 _HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
+
+registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"
+registry.CALLBACKS += [
+    "posttrain.cli.report.run_record:RunRecordCallback",
+    "posttrain.cli.report.report:RunReportCallback",
+]
 
 __all__ = sorted(_HOME_OF)
 

@@ -209,9 +209,11 @@ class CallbackHandler:
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Call every callback that implements `event`, in order; returns the resulting control."""
         global _log_of_event
+        if not (listening := self._listening(event)):
+            return control
         before, _log_of_event = _log_of_event, self.log_metric  # an event may lead to another trainer's
         try:
-            for callback in self._listening(event):
+            for callback in listening:
                 control = self._call(callback, event, args, state, control, kwargs)
         finally:
             _log_of_event = before

@@ -20,6 +20,11 @@ from typing import Any
 from posttrain.core.errors import ConfigError, did_you_mean
 
 GROUP = "posttrain.methods"
+#: Callbacks that every trainer has besides those of the core, as ``"module:Class"``. The face, `posttrain.core`, adds
+#: them, so that the core imports nothing of what stands on it.
+CALLBACKS: list[str] = []
+#: The base class of `Trainer`, ``"module:Class"``, with names that scripts of others read; added by the face too.
+TRAINER_NAMES = ""
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +70,13 @@ class Method:
 
     @property
     def config_class(self) -> type:
-        module, _, name = self.config.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return load(self.config)
+
+
+def load(path: str) -> Any:
+    """What the import path ``"module:name"`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @cache

@@ -14,7 +14,6 @@ from torch import nn
 from posttrain.core.data import pipeline
 from posttrain.core.trainer import Trainer
 from posttrain.core.training import preflight as checks
-from posttrain.core.training.hf_compat import accept_old_names
 from posttrain.lm.attention.activation_offloading import offloading, with_offloading
 from posttrain.lm.images.images import has_images
 from posttrain.lm.images.vision import CountedBatch
@@ -58,7 +57,7 @@ class LanguageModelTrainer(Trainer):
         **old_names: Any,
     ) -> None:
         if old_names:
-            given = accept_old_names(self, old_names, parts.processing_class, parts.callbacks)
+            given = self._renamed(old_names, parts.processing_class, parts.callbacks)
             parts.processing_class, parts.callbacks = given
         datasets = (parts.train_dataset, parts.eval_dataset)
         self.sees = self.reads_images and parts.data_collator is None and any(map(has_images, datasets))

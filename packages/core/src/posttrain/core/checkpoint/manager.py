@@ -216,12 +216,13 @@ class CheckpointManager:
         Args:
             save_model: writes the weights as ``from_pretrained`` reads them. save_beside: what belongs to them.
         """
+        should_save = self.args.should_save
         self._write_model(directory, contents.model, save_model, save_beside)
         if not self.args.save_only_model:
             for rank, position in self._positions.items():
                 codec.save_tree(position, directory / f"rank-{rank}")
-            self._write_optimizer(directory, contents.optimizer)
-        if self.args.should_save:
+            self._write_optimizer(directory, contents.optimizer, should_save)
+        if should_save:
             if not self.args.save_only_model:
                 codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
             if contents.ema is not None:
@@ -299,14 +300,14 @@ class CheckpointManager:
             weights.check_adapters(model, directory, state)
         self._adapters_checked = True
 
-    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
+    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer, should_save: bool) -> None:
         rank, world_size = self.dist.process_index, self.dist.num_processes
         if (state := self.dist.engine_state()) is not None:
             codec.save_tree(state, directory / sharded.stem("engine", rank, world_size))
         elif self.dist.shards:
             stem = sharded.stem("optimizer", rank, world_size)
             codec.save_tree(sharded.part(optimizer.state_dict()), directory / stem)
-        elif self.args.should_save:
+        elif should_save:
             codec.save_tree(optimizer.state_dict(), directory / "optimizer")
 
     def _read_optimizer(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,20 @@ class Metrics:
         other = Metrics(self.has_epochs)
         other._pairs, other._extremes = dict(self._pairs), dict(self._extremes)
         return other
+
+    def restore(self, snapshot: Metrics) -> None:
+        """Take the sums of a `copy`, which may be restored again."""
+        self._pairs, self._extremes = dict(snapshot._pairs), dict(snapshot._extremes)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Metrics]:
+        """What is added in this context belongs to an evaluation, not to the training step around it."""
+        training = self._pairs, self._extremes, self.has_epochs
+        self._pairs, self._extremes, self.has_epochs = {}, {}, False
+        try:
+            yield self
+        finally:
+            self._pairs, self._extremes, self.has_epochs = training
 
     def drain(
         self,

@@ -405,11 +405,12 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def rates_of_groups(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all rates are equal.
+def named_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> dict[str, float]:
+    """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all are equal.
 
-    Rates that are tensors are left out, for reading one may wait for the device.
+    Args:
+        rates: one for each group; those that are tensors are left out, for reading one may wait for the device.
     """
-    groups = optimizer.param_groups
-    rates = {f"learning_rate/{g.get('name', i)}": g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], float)}
-    return rates if len(set(rates.values())) > 1 else {}
+    groups = zip(optimizer.param_groups, rates, strict=False)
+    named = {f"learning_rate/{g.get('name', i)}": r for i, (g, r) in enumerate(groups) if isinstance(r, float)}
+    return named if len(set(named.values())) > 1 else {}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import renamed_arguments
 from posttrain.core.config import Resolved, opt
 from posttrain.core.fields.old_names import Removed, Renamed
-from posttrain.core.training.hf_compat import renamed_arguments
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.losses.policy_losses import clipped
 from posttrain.rl.online.arguments import RolloutConfig

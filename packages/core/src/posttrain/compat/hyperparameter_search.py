@@ -284,11 +284,12 @@ class _Reporter(TrainerCallback):
 @contextlib.contextmanager
 def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     """`trainer` with everything that hangs on its arguments made anew for one trial; put back at the end."""
-    names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size", "_kept_loaders")
+    names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size")
     own, handler = {name: getattr(trainer, name) for name in names}, trainer.callback_handler
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
     fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
-    trainer.args, trainer.store, trainer._kept_loaders = args, Store(args.output_dir), {}
+    trainer.args, trainer.store = args, Store(args.output_dir)
+    kept, trainer.loaders.kept = trainer.loaders.kept, {}
     trainer.dist = make_strategy(args)
     trainer.accelerator, trainer._train_batch_size = trainer.dist.accelerator, args.train_batch_size
     trainer.callback_handler = CallbackHandler([reporter, *fresh], processing_class=trainer.processing_class)
@@ -299,6 +300,7 @@ def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
         raise
     finally:
         vars(trainer).update(own)
+        trainer.loaders.kept = kept
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
 
 
