@@ -464,8 +464,9 @@ class ProgressCallback(TrainerCallback):
         elif self.training_bar is not None and logs:
             terminal.write(terminal.line(logs, self.max_str_len))
         elif state.is_world_process_zero and logs and not terminal.draws_bars():
-            steps = "" if state.known_steps is None else f"/{state.known_steps}"
-            terminal.write(f"step {state.global_step}{steps}  {terminal.with_speed(logs)}")
+            total = "" if state.known_steps is None else f"/{state.known_steps}"
+            step = f"step {state.global_step}{total}  " if state.max_steps else ""  # outside of training there is none
+            terminal.write(f"{step}{terminal.with_speed(logs)}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
