@@ -32,7 +32,7 @@ from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-PAGES += sorted(ROOT.glob("packages/*/README.md"))
+PAGES += [*sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("skills/*/SKILL.md"))]
 DOCUMENTS = sorted(ROOT.glob("tests/documents/*.md"))
 
 # Models that pages name, and what stands in for them.
@@ -261,3 +261,8 @@ def test_links_between_pages_lead_somewhere():
                 if not (page.parent / target).exists():
                     wrong.append(f"{page.relative_to(ROOT)}: {target}")
     assert wrong == []
+
+
+def test_the_index_for_language_models_names_pages_that_are_there():
+    named = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
+    assert len(named) > 10 and all((ROOT / "docs" / name).is_file() for name in named)
