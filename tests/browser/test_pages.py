@@ -1,6 +1,6 @@
 """The built site and the report of a run, as a visitor sees them at three widths.
 
-Nothing runs off the page, the console holds no error, and the search finds the right page first. Screenshots are kept in
+Nothing runs off the page, the console holds no error, and the search finds the right page first. The screenshots are in
 ``out/screenshots``.
 """
 

@@ -1,4 +1,4 @@
-"""Schedules over tokens, and runs whose number of optimizer steps nobody knows."""
+"""Schedules over tokens, and runs whose number of optimizer steps is unknown."""
 
 import itertools
 import json
@@ -148,7 +148,7 @@ def test_a_stream_without_an_end_is_refused_with_what_to_set(tmp_path):
         with pytest.raises(ValueError, match=r"Set max_steps; or max_duration in tokens, such as '100Mtok'"):
             make(tmp_path, **changes)
     trainer = make(tmp_path, max_duration="1ktok", save_strategy="steps", save_steps=0.1)
-    with pytest.raises(ValueError, match="save_steps=0.1 is a share of all optimizer steps, whose number nobody knows"):
+    with pytest.raises(ValueError, match="save_steps=0.1 is a share of all optimizer steps, whose number is unknown"):
         trainer.train()
 
 

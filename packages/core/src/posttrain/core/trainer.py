@@ -592,7 +592,7 @@ class Trainer(TrainerNames):
         return inputs
 
     def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
-        """(`dataset`, `collator`) without the columns that nobody reads (`remove_unused_columns`)."""
+        """(`dataset`, `collator`) without the columns that are not read (`remove_unused_columns`)."""
         if pipeline.can_drop_columns(dataset):
             return self._remove_unused_columns(dataset, description=description), collator
         return dataset, self._get_collator_with_removed_columns(collator, description=description)
@@ -957,7 +957,7 @@ class Trainer(TrainerNames):
         """Items of an accumulation window, shape (), on the device: over all processes, unless
         `average_tokens_across_devices` is off.
 
-        None where nobody needs them: a mean over the only micro-batch there is, is the mean over the window.
+        None where they are not needed: a mean over the only micro-batch there is, is the mean over the window.
         """
         items = sum(self.count_items(inputs) for inputs in window)
         needed = self._objective.own_count or (self._objective.takes_count and not self._is_own_loss)

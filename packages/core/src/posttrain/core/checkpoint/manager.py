@@ -104,9 +104,9 @@ class CheckpointManager:
         if wanted is None:
             wanted = asked_for(self.args.resume_from_checkpoint)
         self._on_savers(self.store.clean)
-        start, self.run, told = self.dist.on_main(lambda: self._begin(wanted), "the check of the checkpoint")
-        if told and not self.args.overwrite_output_dir:
-            logger.warning("%s %s", self.args.output_dir, told)
+        start, self.run, notice = self.dist.on_main(lambda: self._begin(wanted), "the check of the checkpoint")
+        if notice and not self.args.overwrite_output_dir:
+            logger.warning("%s %s", self.args.output_dir, notice)
         return start
 
     def _begin(self, wanted: Any) -> tuple[Path | None, str, str]:
@@ -119,23 +119,23 @@ class CheckpointManager:
         later = [path for path in later if path not in damaged]  # those were passed over
         if run is None or any(path in later for path in there.get(run, ())):
             run = secrets.token_hex(8)  # the run of the checkpoint has gone on without this one
-        told, named = "", ", ".join(path.name for path in later)
+        notice, named = "", ", ".join(path.name for path in later)
         if start is None and self.store.checkpoints():
-            told = (
+            notice = (
                 "holds checkpoints of an earlier run, and this run starts from the beginning and adds to them. To "
                 "resume, pass resume_from_checkpoint=True; else set another output_dir, or overwrite_output_dir=True."
             )
         elif start is not None and later:
-            told = (
+            notice = (
                 f"holds {named} of another run, and this run goes on from {start}. resume_from_checkpoint=True follows "
                 "the run that saved last; set another output_dir to keep them apart."
             )
         elif start is None and found and RECORD not in found:
-            told = (
+            notice = (
                 f"is not empty and holds no earlier run ({', '.join(found[:5])}{', ...' if len(found) > 5 else ''}). "
                 "Files of the same names are replaced. Set another output_dir, or overwrite_output_dir=True."
             )
-        return start, run, told
+        return start, run, notice
 
     def check_space(self, contents: Contents, saves: int) -> None:
         """Warn before training that the disk is too small for the `saves` checkpoints of this run."""

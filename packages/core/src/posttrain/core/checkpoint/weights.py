@@ -190,10 +190,10 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
         same = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
         with quiet(), contextlib.suppress(RuntimeError, ValueError):  # a shape mismatch: reported below
-            twin, told = kind.from_pretrained(str(directory), **same, output_loading_info=True)
+            twin, loaded = kind.from_pretrained(str(directory), **same, output_loading_info=True)
             tensors = twin.state_dict()
             misfits, missing, unexpected = (
-                sorted(map(str, told[f"{kind}_keys"])) for kind in ("mismatched", "missing", "unexpected")
+                sorted(map(str, loaded[f"{kind}_keys"])) for kind in ("mismatched", "missing", "unexpected")
             )
     _refuse(f"this {kind.__name__}", directory, misfits, missing, unexpected)
     model.load_state_dict(sharded.fitted_to(tensors, own), strict=False)

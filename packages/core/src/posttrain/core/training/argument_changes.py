@@ -108,7 +108,7 @@ def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: 
         CheckpointError: another optimizer was chosen, for which the saved state is of no use.
     """
     old, new = changed.get("optim", (None, None))
-    if old != new and not any({old, new} <= kin for kin in _ONE_STATE):
+    if old != new and not any({old, new} <= names for names in _ONE_STATE):
         raise CheckpointError(
             f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot resume "
             f"from it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and "

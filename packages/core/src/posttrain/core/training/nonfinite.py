@@ -175,7 +175,7 @@ class FiniteGuard:
                 self._judge_oldest()
         finally:
             self._pending.clear()
-            if self._flagged is not None:  # or a step that somebody makes by hand would be skipped too
+            if self._flagged is not None:  # or a step made by hand would be skipped too
                 self._flagged.found_inf = self._flagged = None
 
     def _judge_oldest(self) -> None:

@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody knows how many optimizer steps the run has."""
+        """Whether the number of optimizer steps of the run is unknown."""
         return self.max_steps >= NEVER
 
     def position(self, step: int) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def number_of_saves(plan: Plan, args: Any) -> int:
 
 
 def steps_left(state: Any, max_tokens: float) -> float | None:
-    """Optimizer steps to the end of a run, estimated where `max_tokens` ends it; None: nobody knows.
+    """Optimizer steps to the end of a run, estimated where `max_tokens` ends it; None: unknown.
 
     Args:
         state: its `TrainerState`.
@@ -206,6 +206,6 @@ def check_intervals(plan: Plan, args: Any) -> None:
         by_steps = getattr(args, name.replace("_steps", "_strategy")) == "steps"
         if plan.is_open and by_steps and isinstance(interval, float) and interval < 1:
             raise ValueError(
-                f"{name}={interval} is a share of all optimizer steps, whose number nobody knows, since the training "
+                f"{name}={interval} is a share of all optimizer steps, whose number is unknown, since the training "
                 "data has no known length. Count steps (500), tokens (10Mtok) or time (30min)."
             )
