@@ -18,6 +18,36 @@ PACKAGES = ("core", "sft", "seq2seq", "rl")
 ORDER = ("Trainer", "Arguments", "Config", "Callback", "Collator", "")
 
 
+#: How much the words of a page count in the search, by the beginning of its address; 1 elsewhere. Guides come before
+#: the reference, which names everything.
+SEARCH = {
+    "reference/": 0.01,
+    "maps/": 0.02,
+    "arguments/": 0.005,
+    "tutorial/": 0.3,
+    "architecture": 0.5,
+    "releases": 0.2,
+}
+SEARCH |= {
+    "faults": 0.3,
+    "results": 0.3,
+    "speed": 0.3,
+    "glossary": 0.3,
+    "loop": 0.6,
+    "images": 0.6,
+    "seq2seq": 0.6,
+    "recipes": 0.6,
+    "failures": 1.5,
+}
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """A hook of mkdocs: the page's weight in the search."""
+    boost = next((weight for start, weight in SEARCH.items() if page.url.startswith(start)), 1)
+    page.meta.setdefault("search", {"boost": boost})
+    return markdown
+
+
 def names(package: str) -> tuple[list[str], list[str]]:
     """The public (classes, functions and constants) that a package itself defines, in the order of their pages."""
     face = importlib.import_module(f"posttrain.{package}")
