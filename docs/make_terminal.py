@@ -20,9 +20,11 @@ from pathlib import Path
 WIDTH = 100
 ASSETS = Path(__file__).parent / "assets"
 RUN = """
-model_name_or_path: {model}
+method: sft
+model_name_or_path: model
 dataset_name: rows.jsonl
 output_dir: out
+train_on: assistant
 max_steps: 12
 per_device_train_batch_size: 4
 learning_rate: 1e-3
@@ -71,14 +73,16 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = os.environ.get("MODEL")
-        if model is None:
-            model = str(folder / "model")
-            causal_lm().save_pretrained(model)
-            tokenizer().save_pretrained(model)
-        shutil.copytree(model, folder / "model", dirs_exist_ok=True)
-        (folder / "run.yaml").write_text(RUN.format(model="model").lstrip(), encoding="utf-8")
-        rows = [{"prompt": f"What is {n} + {n}?", "completion": f" {2 * n}"} for n in range(40)]
+        if given := os.environ.get("MODEL"):  # the folder of a model to draw the run of
+            shutil.copytree(given, folder / "model")
+        else:
+            causal_lm().save_pretrained(folder / "model")
+            tokenizer().save_pretrained(folder / "model")
+        (folder / "run.yaml").write_text(RUN.lstrip(), encoding="utf-8")
+        rows = [
+            {"messages": [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"{2 * n}"}]}
+            for n in range(40)
+        ]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         for command in COMMANDS:
             console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
