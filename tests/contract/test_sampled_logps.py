@@ -343,9 +343,7 @@ def test_generation_kwargs_that_are_arguments_too_are_followed_by_every_engine(t
 
 
 def sampled(run):
-    samples = run._begin(next(iter(run.get_train_dataloader())), 0)
-    run._sample(samples)
-    return samples
+    return run._sample(run._begin(next(iter(run.get_train_dataloader())), 0))
 
 
 @pytest.mark.parametrize("engine", [{}, {"use_vllm": True}, ENGINES["continuous"]], ids=["local", "vllm", "continuous"])

@@ -80,8 +80,9 @@ def test_what_is_sampled_ahead_takes_the_same_completions_from_the_dataset(tmp_p
     class Notes(DistillationTrainer):
         def generate(self, samples, sampling):
             self.model.eval()  # as if the trainer evaluated at the time
-            super().generate(samples, sampling)
+            samples = super().generate(samples, sampling)
             self.model.train()
+            return samples
 
         def make_rollout(self, batches):
             if (rollout := super().make_rollout(batches)) is None:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,10 +50,9 @@ def test_tokens_are_sampled_with_the_log_probabilities_that_training_computes(na
         pytest.importorskip("torchvision", reason="transformers' PixtralProcessor needs it")
     trainer = make(tmp_path, name)
     samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
-    for seed, sample in enumerate(samples):
-        sample.seed = seed
+    samples = [replace(sample, seed=seed) for seed, sample in enumerate(samples)]
     trainer.generator.sync_weights(trainer.model)
-    trainer.generate(samples, trainer.sampling())
+    samples = trainer.generate(samples, trainer.sampling())
     rollout = trainer._rollout_of(samples)
     [found] = trainer._logps_of(trainer.model, rollout)[:1]
     mask = rollout.loss_mask

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, overload
 
@@ -316,13 +316,16 @@ NO_LOGPS = (
 )
 
 
-def stamp(samples: list[Sample], version: int | None) -> None:
-    """Note the `version` of the weights where the engine has not; None in synchronous training: no versions."""
-    for sample in samples:
-        if version is None:
-            sample.versions = None
-        elif sample.versions is None or len(sample.versions) != len(sample.ids):
-            sample.versions = [version] * len(sample.ids)
+def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
+    """`samples` with the `version` of the weights where the engine noted none; None in synchronous training: without."""
+    if version is None:
+        return [replace(sample, versions=None) for sample in samples]
+    return [
+        sample
+        if sample.versions is not None and len(sample.versions) == len(sample.ids)
+        else replace(sample, versions=[version] * len(sample.ids))
+        for sample in samples
+    ]
 
 
 def waits_for_generation(generator: Any, turns: Turns) -> contextlib.AbstractContextManager[None]:

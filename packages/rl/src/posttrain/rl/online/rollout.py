@@ -36,7 +36,7 @@ from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.lm.images.vision import Shown
 from posttrain.lm.loading import loading
 from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
-from posttrain.rl.agents.environments import Environments, by_room, context_length, take_rollout
+from posttrain.rl.agents.environments import Environments, complete_in_room, context_length, take_rollout
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import cause_of_gap, folded, make_generator, settings_of
 from posttrain.rl.generation.protocol import has_own_weights, reads_images, session
@@ -271,47 +271,56 @@ class RolloutTrainer(Trainer):
             yield from reward_problems(given, args.reward_weights, parts.others["environment_factory"])
         yield from tokenizer_problems(args, parts)
 
-    def generate(self, samples: list[Sample], sampling: Sampling) -> None:
-        """Complete the `samples`, in place: `rollout_func`, or one turn of the policy and what follows of tools."""
+    def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """The `samples` completed, in their order: by `rollout_func`, or by turns of the policy and of its tools."""
         if self.rollout_func is not None:
-            take_rollout(samples, self.rollout_func([sample.prompt for sample in samples], self), self.codec)
-            return
+            output = self.rollout_func([sample.prompt for sample in samples], self)
+            return take_rollout(samples, output, self.codec)
         context = self._context
-        for tokens, some in by_room(samples, sampling.max_new_tokens, context).items():
-            self._write(some, replace(sampling, max_new_tokens=tokens))
+
+        def first_turn(some: list[Sample], tokens: int) -> list[Sample]:
+            return self._generate_turn(some, replace(sampling, max_new_tokens=tokens))
+
+        samples = complete_in_room(samples, sampling.max_new_tokens, context, first_turn)
         if self.environments:
 
-            def go_on(turns: list[Sample], turn: int, tokens: int) -> None:
-                for sample in turns:
-                    sample.seed = mix(sample.seed, turn)
-                self._write(turns, replace(sampling, max_new_tokens=tokens))
+            def next_turn(some: list[Sample], turn: int, tokens: int) -> list[Sample]:
+                return first_turn([replace(sample, seed=mix(sample.seed, turn)) for sample in some], tokens)
 
-            self.environments.converse(samples, self.codec, go_on, sampling.max_new_tokens, context)
+            samples = self.environments.converse(samples, self.codec, next_turn, sampling.max_new_tokens, context)
             calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
             self.environments.counts.update(calls=0, failures=0)
             self.metrics.add_sum("tools/call_frequency", calls, len(samples))
             if calls:
                 self.metrics.add_sum("tools/failure_frequency", failures, calls)
+        return samples
 
-    def _write(self, samples: list[Sample], sampling: Sampling) -> None:
-        """One turn of the policy. Adjacent samples with the same prompt are generated together."""
+    def _generate_turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """`samples` after one turn of the policy. Adjacent ones with the same prompt are generated together."""
+        found = list(samples)
         for size, places in runs([(sample.prompt_ids, id(sample.shown)) for sample in samples]):
             prompts, version = [samples[first].prompt_ids for first in places], self._version
             rows = [first + offset for first in places for offset in range(size)]
             shown = [samples[first].shown for first in places]
             seeds = [samples[row].seed for row in rows]
-            write = functools.partial(self._ask_engine, prompts, shown, size, sampling, seeds)
+            ask = functools.partial(self._ask_engine, prompts, shown, size, sampling, seeds)
             # Processes that split a row each have the whole model, and must not differ by a rounding.
-            done = self.dist.on_first(write) if self.dist.cp_size > 1 else write()
+            done = self.dist.on_first(ask) if self.dist.cp_size > 1 else ask()
+            is_exact = done.is_exact and sampling.temperature == self.logps_temperature
             for number, row in enumerate(rows):
-                sample = samples[row]
-                sample.ids, sample.finished = done.ids[number], done.finished[number]
-                sample.is_exact = done.is_exact and sampling.temperature == self.logps_temperature
-                sample.logps = None if done.logps is None else done.logps[number]
-                sample.routes = None if done.routes is None else done.routes[number]
-                sample.versions = done.versions[number] if done.versions else [version] * len(sample.ids)
+                sample, ids = samples[row], done.ids[number]
                 schemas = self.environments.schemas_of(sample)
-                sample.completion = self.codec.decode(sample.prompt, sample.ids, sample.prompt_ids, schemas)
+                found[row] = replace(
+                    sample,
+                    ids=ids,
+                    finished=done.finished[number],
+                    is_exact=is_exact,
+                    logps=None if done.logps is None else done.logps[number],
+                    routes=None if done.routes is None else done.routes[number],
+                    versions=done.versions[number] if done.versions else [version] * len(ids),
+                    completion=self.codec.decode(sample.prompt, ids, sample.prompt_ids, schemas),
+                )
+        return found
 
     def _ask_engine(
         self, prompts: list[list[int]], shown: list[Shown | None], size: int, sampling: Sampling, seeds: list[int]
@@ -536,7 +545,7 @@ class RolloutTrainer(Trainer):
         """Complete and score prompts; logs rewards, ``pass@k`` and the policy loss."""
         samples = [] if pipeline.is_filler(inputs) else self._eval_samples(inputs)
         with self._weights_to_generate():
-            self._sample(samples, self.args.eval_temperature)
+            samples = self._sample(samples, self.args.eval_temperature)
             # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
             models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
             with self.dist.gathered(*models):
@@ -628,8 +637,8 @@ class RolloutTrainer(Trainer):
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row."""
-        samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
-        self.environments.begin(samples)
+        samples = self.environments.begin([Sample(dict(row), row.get("prompt"), []) for row in rows])
+        found = []
         read: Any = None
         before: dict[str, Any] = {}
         ids: list[int] = []
@@ -640,10 +649,10 @@ class RolloutTrainer(Trainer):
             read, before = asked, sample.row
             if is_new:
                 ids, shown = self._encode(sample, *asked)
-            sample.prompt_ids, sample.shown = list(ids), shown
+            found.append(replace(sample, prompt_ids=ids, shown=shown))
             if is_new and self.rollout_func is None:
-                self.environments.check_prompt(sample, asked[1], self.codec)
-        return samples
+                self.environments.check_prompt(found[-1], asked[1], self.codec)
+        return found
 
     def _encode(self, sample: Sample, prompt: Any, tools: list[Any] | None) -> tuple[list[int], Shown | None]:
         try:
@@ -743,14 +752,12 @@ class RolloutTrainer(Trainer):
             samples, lost = self._begin(rows, number), None
             self._sync_weights()  # an engine that stays away ends the run
             try:
-                self._sample(samples)
+                samples = self._sample(samples)
             except ConnectionError as error:
                 lost = error
             if not self._is_lost(lost):
                 return samples
-        samples = self._begin(rows, number)
-        self._sample(samples)
-        return samples
+        return self._sample(self._begin(rows, number))
 
     def _is_lost(self, error: BaseException | None) -> bool:
         """Whether the engine of any process is gone; then its weights must be sent again, by all processes."""
@@ -782,10 +789,11 @@ class RolloutTrainer(Trainer):
 
     def _begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Samples of rollout `number`, without completions."""
-        samples = self.new_samples(rows)
-        for sample, place in zip(samples, self.layout.numbers(self.dist.rank).tolist(), strict=True):
-            sample.seed, sample.rollout, sample.place = mix(self.args.seed, number, place), number, place
-        return samples
+        places, seed = self.layout.numbers(self.dist.rank).tolist(), self.args.seed
+        return [
+            replace(sample, seed=mix(seed, number, place), rollout=number, place=place)
+            for sample, place in zip(self.new_samples(rows), places, strict=True)
+        ]
 
     def _log_used(self, samples: list[Sample], rewards: torch.Tensor, step: int | None) -> None:
         if self._ledger is not None:
@@ -803,15 +811,13 @@ class RolloutTrainer(Trainer):
         return Ledger(self.args.output_dir, self.dist.rank, engine) if wanted and not self.dist.peer_rank else None
 
     def _sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
-        samples = self._begin(rows, number)
-        self._complete(samples)
-        return samples
+        return self._complete(self._begin(rows, number))
 
-    def _sample(self, samples: list[Sample], temperature: float | None = None) -> None:
-        """Complete `samples`. Every process must call it, also one that has none."""
+    def _sample(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
+        """The `samples` completed. Every process must call it, also one that has none."""
         with self._weights_to_generate():
             self._sync_weights()
-            self._complete(samples, temperature)
+            return self._complete(samples, temperature)
 
     def _sync_weights(self) -> None:
         """Send the weights to the engine, if they have changed."""
@@ -823,12 +829,13 @@ class RolloutTrainer(Trainer):
             self.generator.sync_weights(self.model)
             self._synced_at = self._version = self.state.global_step
 
-    def _complete(self, samples: list[Sample], temperature: float | None = None) -> None:
+    def _complete(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
         with self._generating, session(self.generator), self.clock("generate"), self.compute_loss_context_manager():
             version = self._version
-            if samples:
-                self.generate(samples, self.sampling(temperature))
-            asynchronous.stamp(samples, version if self._background is not None else None)
+            found = self.generate(samples, self.sampling(temperature)) if samples else []
+            if found is None:
+                raise TypeError(f"{type(self).__name__}.generate returned None; return the completed samples.")
+            return asynchronous.with_versions(found, version if self._background is not None else None)
 
     def _micro_batches_left(self) -> int:
         """Those of the present rollout."""
@@ -960,9 +967,10 @@ class RolloutTrainer(Trainer):
     def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
         size = self.num_generations_eval
         samples = self.new_samples([row for row in rows for _ in range(size)])
-        for i, sample in enumerate(samples):  # of the prompt, so that no batch size and no order changes them
-            sample.seed, sample.is_evaluated = mix(self.args.seed, i % size, *sample.prompt_ids), True
-        return samples
+        return [  # seeds are of the prompt, so that no batch size and no order changes them
+            replace(sample, seed=mix(self.args.seed, i % size, *sample.prompt_ids), is_evaluated=True)
+            for i, sample in enumerate(samples)
+        ]
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
