@@ -78,7 +78,7 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 # Files of more than 500 lines, and why they are one file.
 LONG = {
     "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
-    "rl/online/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
+    "rl/online/trainer.py": "the one base of online trainers, from their arguments to the methods to override",
     "rl/preference/trainer.py": "the one base of preference trainers, from their arguments to the score of a pair",
     "core/data/pipeline.py": "the arguments of data, and the loaders of training and evaluation that they make",
     "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",

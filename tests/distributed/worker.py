@@ -577,7 +577,8 @@ def uneven_vllm(out, **changes):
         def generate(self, samples, sampling):
             samples = super().generate(samples, sampling)
             for turn in range(3 * self.dist.rank):
-                some = self._generate_turn(samples[: turn + 1], replace(sampling, max_new_tokens=turn + 2))
+                shorter = replace(sampling, max_new_tokens=turn + 2)
+                some = self.sampler.generate_turn(samples[: turn + 1], shorter, self.logps_temperature)
                 samples = [*some, *samples[turn + 1 :]]
             return samples
 

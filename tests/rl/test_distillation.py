@@ -41,7 +41,7 @@ def rollout_of(run):
 def completed(run, rows, number):
     """The samples of a rollout, before they are scored."""
     run._sync_weights()
-    return run._sample_ahead(rows, number)
+    return run.source.sample_ahead(rows, number)
 
 
 def logged(run, name):

@@ -74,7 +74,7 @@ def test_groups_behind_one_prompt_have_the_log_probabilities_and_gradients_of_se
     if name in ("pixtral", "mistral3"):
         pytest.importorskip("torchvision", reason="transformers' PixtralProcessor needs it")
     trainer = make(tmp_path, name, per_device_train_batch_size=8)
-    assert trainer._share_prompts
+    assert trainer.shares_prompts
     samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
     generator = torch.Generator().manual_seed(0)
     lengths = [2 + len(sample.prompt_ids) % 3 for sample in samples]

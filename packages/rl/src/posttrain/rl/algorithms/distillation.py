@@ -40,7 +40,6 @@ from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.losses.policy_losses import clipped
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.distillation_data import has_completions, prompt_and_completion, with_prompts
-from posttrain.rl.online.rollout import RolloutTrainer
 from posttrain.rl.online.teachers import (
     LocalTeacher,
     ServerTeacher,
@@ -48,6 +47,7 @@ from posttrain.rl.online.teachers import (
     image_problem,
     vocabulary_problem,
 )
+from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import FOR_THE_MODEL, CompletionLogps
 from posttrain.rl.policy.reference import FrozenReference
 from posttrain.rl.samples.prompts import PromptCodec
@@ -382,9 +382,6 @@ class DistillationTrainer(RolloutTrainer):
             engine = TransformersGenerator(tokenizer)
         assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
         engine.sync_weights(self.teacher_model)
-        student, self.generator = self.generator, engine
-        try:
+        with self.sampler.engine(engine):
             samples = super().generate(samples, sampling)
-        finally:
-            self.generator = student
         return [replace(sample, logps=None, is_exact=False) for sample in samples]
