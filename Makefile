@@ -11,7 +11,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.pretrained
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+# A file's tests in one worker: what they share is set up once.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 # vLLM pins another transformers than the tests: it has an environment of its own.
 VLLM_VENV  := .venv-vllm
@@ -31,8 +32,8 @@ DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED
 VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
-.PHONY: help setup quickstart test test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint types house check \
-        docs dist-check clean
+.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint \
+        types house check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -45,6 +46,9 @@ quickstart: $(STAMP) $(MODEL_STAMP) ## Fine-tune a real model on reviews in minu
 test: $(STAMP) ## Run the tests that take minutes together.
 	$(PYTEST) -m "not slow" --rotate
 
+test-unit: $(STAMP) ## Run the tests of single modules that take less than a second each.
+	$(PYTEST) -m "not slow and not long" --rotate=HEAD tests/core tests/rl tests/seq2seq tests/sft
+
 test-all: $(STAMP) ## Run every test, with the slow ones.
 	$(PYTEST)
 
@@ -54,8 +58,8 @@ test-versions: ## Run the tests with the oldest versions that the packages claim
 	@$(VERSIONS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(VERSIONS)/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS) --group dev \
 	  $(patsubst %,-e %,$(wildcard packages/*))
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) -m "not slow" --rotate \
-	  --ignore tests/parity
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VERSIONS)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+	  -m "not slow" --rotate --ignore tests/parity
 
 test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Linux on x86-64; 4 GB of memory.
 	POSTTRAIN_VLLM=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm

@@ -161,7 +161,7 @@ def traced() -> dict[str, Any]:
                 return super()._save_checkpoint(*args, **kwargs)
             trace.start()
             super()._save_checkpoint(*args, **kwargs)
-            self._settle_save()
+            self.saving.settle()
             found["save"] = trace.stop()
 
     def length(completions: list[Any], **_: Any) -> list[float]:

@@ -1,7 +1,7 @@
-"""Type errors may only become fewer: compares mypy's errors, file by file, with those on record.
+"""Type errors may only become fewer: compares mypy's errors with those on record.
 
-``python .ci/type_errors.py`` fails where a file has more than ``.ci/type_errors.json`` allows; ``--write`` records what
-there is.
+``python .ci/type_errors.py`` fails where a file has more than ``.ci/type_errors.json`` allows, or a folder below
+``posttrain`` more in strict mode than ``.ci/strict_errors.json``; ``--write`` records what there is.
 """
 
 from __future__ import annotations
@@ -14,34 +14,47 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = Path(__file__).with_name("type_errors.json")
 PACKAGES = ("core", "seq2seq", "sft", "rl")
-ERROR = re.compile(r"^packages/[a-z0-9]+/src/posttrain/(?P<file>[^:]+):\d+: error: ")
+ERROR = re.compile(r"^packages/[a-z0-9]+/src/posttrain/(?P<file>(?P<folder>[^:/]+)[^:]*):\d+: error: ")
+
+
+def errors(*options: str) -> list[re.Match[str]]:
+    """Those that mypy finds with these options."""
+    command = [sys.executable, "-m", "mypy", *options, *(f"packages/{package}/src" for package in PACKAGES)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        sys.exit(f"{done.stdout}\n{done.stderr}")
+    return [match for line in done.stdout.splitlines() if (match := ERROR.match(line))]
+
+
+def compare(name: str, by: str, found: list[re.Match[str]], write: bool) -> bool:
+    """Whether there are no more errors of a file or folder (`by`) than the record ``.ci/<name>.json`` allows."""
+    record, kind = Path(__file__).with_name(f"{name}.json"), name.replace("_", " ")
+    numbers = Counter(match[by] for match in found)
+    if write:
+        record.write_text(json.dumps(dict(sorted(numbers.items())), indent=1) + "\n", encoding="utf-8")
+        print(f"{numbers.total()} {kind} are on record now.")
+        return True
+    allowed = Counter(json.loads(record.read_text(encoding="utf-8")))
+    more = {place: number for place, number in numbers.items() if number > allowed[place]}
+    for match in found:
+        if match[by] in more:
+            print(match.string)
+    for place, number in sorted(more.items()):
+        print(f"{place}: {number} {kind}, {allowed[place]} are allowed.")
+    print(f"{numbers.total()} {kind}; {allowed.total()} are allowed.")
+    if not more and numbers != allowed:
+        print("There are fewer than on record: run `python .ci/type_errors.py --write` and commit the result.")
+    return not more
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "mypy", *(f"packages/{package}/src" for package in PACKAGES)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-        return done.returncode
-    lines = done.stdout.splitlines()
-    found = Counter(match["file"] for line in lines if (match := ERROR.match(line)))
-    if sys.argv[1:] == ["--write"]:
-        RECORD.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
-        print(f"{found.total()} type errors in {len(found)} files are on record now.")
-        return 0
-    allowed = Counter(json.loads(RECORD.read_text(encoding="utf-8")))
-    more = {file: number for file, number in found.items() if number > allowed[file]}
-    for line in lines:
-        if (match := ERROR.match(line)) and match["file"] in more:
-            print(line)
-    for file, number in sorted(more.items()):
-        print(f"{file}: {number} type errors, {allowed[file]} are allowed.")
-    print(f"{found.total()} type errors; {allowed.total()} are allowed.")
-    if not more and found != allowed:
-        print("There are fewer than on record: run `python .ci/type_errors.py --write` and commit the result.")
-    return 1 if more else 0
+    write = sys.argv[1:] == ["--write"]
+    are_fine = compare("type_errors", "file", errors(), write)
+    # In the cache of the first, whose modules of others are the same: seconds.
+    return (
+        0 if compare("strict_errors", "folder", errors("--config-file", ".ci/strict.toml"), write) and are_fine else 1
+    )
 
 
 if __name__ == "__main__":

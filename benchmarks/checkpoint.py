@@ -151,7 +151,7 @@ def main() -> None:
             shutil.rmtree(root / "ours")
             ours.args.save_async = True
             timed("posttrain: stands still", ours._save_checkpoint, ours.model, None)
-            timed("posttrain: background", ours._settle_save)
+            timed("posttrain: background", ours.saving.settle)
             ours.args.save_async = False
             if number == 0:  # the first round asks the system for memory that the later ones use again
                 first = {name: spent[0] for name, spent in times.items()}

@@ -1,4 +1,4 @@
-"""The calculator task of the quickstart with each engine: do completions of vLLM teach what the trainer's own teach?
+"""The calculator task of the quickstart with each engine: whether completions of vLLM teach as the trainer's own do.
 
 One model is fine-tuned for each seed; GRPO then starts from it with each engine, on the same prompts. Written: the
 rewards of the updates, the held-out accuracy, and the largest gap between the engine's log-probabilities and the

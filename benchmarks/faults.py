@@ -698,7 +698,7 @@ def dies(bench: Bench, what: str, seconds: float, says: str = "") -> str:
     process = bench.start(bench.folder(), launcher=TORCHRUN, faults=[fault], arguments={"ddp_timeout": 30})
     started = time.monotonic()
     try:
-        out, err = process.communicate(timeout=240)
+        _out, err = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.communicate()

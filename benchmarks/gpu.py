@@ -581,10 +581,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, more = parser.parse_known_args(arguments)
     if options.one:
         what, *rest = options.one
-        if what == "machine":
-            found = machine()
-        else:
-            found = run(rest[0], Task(**json.loads(rest[1])), *json.loads(rest[2]))
+        found = machine() if what == "machine" else run(rest[0], Task(**json.loads(rest[1])), *json.loads(rest[2]))
         print("RESULT " + json.dumps(found), flush=True)
         return 0
     if more and more[0] != "--":

@@ -46,7 +46,6 @@ class Formulas(griffe.Extension):
 
 def on_page_content(content: str, **kwargs: Any) -> str:
     """A hook of mkdocs."""
-
     return _MARKED.sub(lambda match: mathml(html.unescape(match[2]), match[1] == "div"), content)
 
 

@@ -10,6 +10,7 @@ with the model is not installed, a small new model learns arithmetic instead (`c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -30,9 +31,9 @@ from datasets import Dataset, disable_progress_bars
 
 from posttrain.cli.report.plots import loss_curve
 from posttrain.cli.tools.generate import complete
+from posttrain.core.losses import shift_labels
 from posttrain.lm.attention.segments import without_padding
 from posttrain.lm.loading import loading
-from posttrain.lm.loss.language_modeling import shift_labels
 from posttrain.lm.loss.lm_head import logps_in_head
 from posttrain.sft import SFTConfig, SFTTrainer
 
@@ -266,10 +267,8 @@ def fine_tune(name: str, data: tuple[str, list[dict], list[dict]], updates: int 
 
 def shown(path: Path) -> str:
     """Relative to this folder where that is shorter."""
-    try:
+    with contextlib.suppress(ValueError):
         path = path.relative_to(Path.cwd())
-    except ValueError:
-        pass
     return shlex.quote(str(path))
 
 

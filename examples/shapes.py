@@ -117,7 +117,7 @@ def make(seed: int) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
             image_token_index=WORDS.index("<image>"),
             vision_feature_layer=-1,
             tie_word_embeddings=True,
-        )  # fmt: skip
+        )
     )
     pixels = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     rest = {"patch_size": CELL, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 # Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first
 # process.
@@ -28,22 +29,47 @@ import torch  # noqa: E402
 from tests import rotation  # noqa: E402
 
 torch.set_num_threads(1)
+# No test outlives a power cut: what it writes need not reach the disk, which can take longer than the test.
+os.fsync = lambda descriptor: None
 
 
 def pytest_addoption(parser):
-    what = "of tests marked `rotated`, run the representatives and the other cases that COMMIT (default: HEAD) chooses"
+    what = "of tests marked `rotated`, run the cases that COMMIT (default: HEAD) chooses, and tests/parity only if "
+    what += "something has changed that it compares"
     parser.addoption("--rotate", nargs="?", const="HEAD", metavar="COMMIT", help=what)
 
 
 def pytest_configure(config):
-    # Once, for all workers: a commit that is made meanwhile changes nothing.
-    if config.getoption("rotate") == "HEAD":
-        config.option.rotate = rotation.commit()
+    option = config.option
+    if hasattr(config, "workerinput"):
+        option.rotate, option.parity = config.workerinput["rotated"]
+        return
+    if Path((option.rotate or "").partition("::")[0] or "no path").exists():
+        raise pytest.UsageError(f"--rotate takes {option.rotate} as a commit. Put --rotate last, or say --rotate=HEAD.")
+    option.rotate = rotation.commit() if option.rotate == "HEAD" else option.rotate
+    asked = any("parity" in Path(name).parts for name in config.args)
+    option.parity = "they were asked for" if option.rotate is None or asked else rotation.compares(rotation.changed())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    # The same for all workers, though a commit may be made meanwhile.
+    node.workerinput["rotated"] = node.config.option.rotate, node.config.option.parity
 
 
 def pytest_report_header(config):
     commit = config.getoption("rotate")
-    return None if commit is None else f"cases of tests marked `rotated`: --rotate={commit} runs these again"
+    if commit is None:
+        return None
+    parity = f"run, for {why}" if (why := config.option.parity) else "left out, for nothing that they compare changed"
+    return [
+        f"cases of tests marked `rotated`: --rotate={commit} runs these again",
+        f"comparisons with other trainers, tests/parity: {parity}",
+    ]
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path == rotation.PARITY and not config.option.parity else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,7 +1,13 @@
-"""Which cases of the large products a quick run takes: one for each mechanism, and a share of the others by commit."""
+"""Which tests a quick run takes.
+
+Of the cases of large products: one for each mechanism, and a share of the others by commit. Of the comparisons with
+other trainers: all where something that they compare has changed, else none.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,8 +27,12 @@ REPRESENTATIVES = {
     "seq2seq": "encoder-decoders",
     "dpo-images": "images",
 }
-#: Of the other cases of a test, one in so many.
-SHARE = 4
+#: Of the cases of a test one in so many.
+SHARE = 8
+ROOT = Path(__file__).parents[1]
+PARITY = ROOT / "tests" / "parity"
+#: The files whose change can make a loss or a message differ from those of the other trainers in `PARITY`.
+COMPARED = re.compile(r"constraints\.txt|(.*/)?pyproject\.toml|tests/parity/.*|packages/.*/(losses|loss|algorithms)/.*")
 
 
 def commit() -> str:
@@ -32,29 +42,60 @@ def commit() -> str:
     return run_record.code(str(Path(__file__).parent)).get("commit", "")
 
 
+def changed() -> list[str] | None:
+    """The files that differ from where this branch left main, or on main itself from the commit before.
+
+    None where git does not know that commit.
+    """
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    start = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main")
+    if start == git("rev-parse", "HEAD"):
+        start = git("rev-parse", "--verify", "HEAD^")
+    if not start:
+        return None
+    return [*git("diff", "--name-only", start).split(), *git("ls-files", "--others", "--exclude-standard").split()]
+
+
+def compares(files: list[str] | None) -> str:
+    """Why a run in which `files` have changed takes the tests of `PARITY`; "" where it leaves them out."""
+    if files is None:
+        return "git does not know what has changed"
+    return next((f"{name} has changed" for name in files if COMPARED.fullmatch(name)), "")
+
+
 def taken(cases: list[tuple[str, list[Any]]], seed: str) -> set[str]:
-    """The ids of the cases of one test that are run.
+    """The ids of the cases of one test that are run: one in `SHARE` of those of each representative, and of the others.
 
     Args:
         cases: ``(id, values of the parameters)`` of each.
         seed: another one takes other cases; tests that share ids take the same, because they share what is set up.
     """
-    always = {name for name, values in cases if any(str(value) in REPRESENTATIVES for value in values)}
-    others = [name for name, _ in cases if name not in always]
-    others.sort(key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
-    return always | set(others[: -(-len(others) // SHARE)])
+    kinds = defaultdict(list)
+    for name, values in sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case[0]}".encode())):
+        kinds[next((str(value) for value in values if str(value) in REPRESENTATIVES), "")].append(name)
+    return {name for names in kinds.values() for name in names[: -(-len(names) // SHARE)]}
 
 
 def leave_out(items: list[Any], seed: str) -> list[Any]:
-    """Take the cases that are not run out of `items`, in place, and return them."""
-    tests = defaultdict(list)
+    """Take the cases that are not run out of `items`, in place, and return them.
+
+    A test's cases are those of its parameters. Tests of a file with the same ``rotated("group")`` are cases of one.
+    """
+    tests = defaultdict(dict)
     for item in items:
-        if item.get_closest_marker("rotated"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        if mark := item.get_closest_marker("rotated"):
+            file, _, test = item.nodeid.partition("::")
+            name, spec = test.partition("[")[0], getattr(item, "callspec", None)
+            case = (spec.id, list(spec.params.values())) if spec and not mark.args else (test, [])
+            tests[file, *(mark.args or [name])][item] = case
     left = []
     for cases in tests.values():
-        ids = taken([(case.callspec.id, list(case.callspec.params.values())) for case in cases], seed)
-        left += [case for case in cases if case.callspec.id not in ids]
+        ids = taken(list(cases.values()), seed)
+        left += [item for item, (name, _) in cases.items() if name not in ids]
     out = set(left)
     items[:] = [item for item in items if item not in out]
     return left

@@ -19,12 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The rooms of the core distribution, from the lowest: each imports itself and those above it in this list. A line names
-# folders and files; the more exact name of a module decides. Those of one line belong together.
+# The layers of the core distribution, from the lowest: each imports itself and those above it in this list. A line
+# names folders, and the files beside them; the longest name that a module begins with decides.
 LAYERS = """
-    core.errors core.fields
-    core.config
-    core.registry core.state
+    core.errors core.fields core.config core.registry core.state
     core.data
     core.models
     core.losses
@@ -38,30 +36,19 @@ LAYERS = """
     lm.text
     lm.loading
     lm.images
-    lm.attention
+    lm.attention lm.preparation
     lm.loss
-    core.trainer core.training.hf_compat core.training.hyperparameter_search
-    lm.generate
+    core.trainer
+    lm.generate lm.trainer
     compat
     cli.report
     cli cli.tools
     core core.testing
 """.strip().splitlines()
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}
-#: Imports that point up all the same, each to be cut: the core should know no language models and no commands.
-TO_CUT = {
-    ("core.arguments", "lm.loading.arguments"),
-    ("core.distributed.processes", "lm.attention.context_parallel"),
-    ("core.distributed.processes", "lm.attention.padding_masks"),
-    ("core.distributed.processes", "lm.loading.parts"),
-    ("core.losses", "lm.loss.language_modeling"),
-    ("core.losses.normalization", "lm.loss.language_modeling"),
-    ("core.trainer", "cli.report.report"),
-    ("core.trainer", "cli.report.run_record"),
-}
 # What takes a trainer, because it is a part of its face.
 KNOWS_TRAINERS = LAYER["core.trainer"]
-# The lowest rooms need nothing that has to be installed besides these.
+# The lowest layer needs nothing that has to be installed besides these.
 LOWEST_PACKAGES = {"torch", "numpy"}
 LOWEST = LAYER["core.state"]
 
@@ -69,9 +56,9 @@ LOWEST = LAYER["core.state"]
 CORE = {"core", "lm", "compat", "cli"}
 ALLOWED = {"core": CORE, "seq2seq": {"seq2seq", *CORE}, "sft": {"sft", *CORE}, "rl": {"rl", *CORE}}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
-# Only these may know how processes are started, wrapped and sharded.
+# Only these may know how processes are started, wrapped and sharded, and the memory plan, which imagines them.
 BACKENDS = {"accelerate", "deepspeed", "torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.tensor"}
-BACKENDS_FOLDER = "core/distributed/"
+BACKENDS_FOLDERS = ("core/distributed/", "cli/tools/memory_mesh.py")
 FORBIDDEN_NAMES = {"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"}
 FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
@@ -79,12 +66,7 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 LONG = {
     "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
     "rl/online/trainer.py": "the one base of online trainers, from their arguments to the methods to override",
-    "rl/preference/trainer.py": "the one base of preference trainers, from their arguments to the score of a pair",
-    "core/data/pipeline.py": "the arguments of data, and the loaders of training and evaluation that they make",
-    "core/data/stateful_dataloader.py": "one loader: reading, position and resuming, for every kind of dataset",
-    "core/distributed/processes.py": "the one interface of the loop to processes, however a model is divided over them",
-    "core/trainer.py": "the loop, every overridable method, and a run from set-up to end, in one class",
-    "core/arguments.py": "every argument that transformers has, with its group's checks, in one table",
+    "core/trainer.py": "the loop, and every overridable method, in one class",
 }
 # The methods that users override, under the names of transformers' Trainer.
 HOOKS = """
@@ -98,7 +80,7 @@ LONG_HOOKS = {
     "train": "the loop itself",
     "training_step": "the one place where a loss is scaled, with every case in sight",
     "train_on_window": "one optimizer step, read from top to bottom with the order of its events",
-    "evaluation_loop": "the loop of evaluate and predict",
+    "accumulate": "every micro-batch of a step, with the order of its events",
 }
 
 
@@ -232,7 +214,7 @@ def test_every_module_of_the_core_distribution_has_its_layer():
     wrong = [where for where in in_core() if layer(module_of(where)) is None]
     wrong += [where for where in in_core() if where.startswith("core/") and layer(module_of(where)) == LAYER["core"]]
     assert sorted(set(wrong) - {"core/__init__.py", "core/testing.py", "lm/__init__.py"}) == []
-    assert [name for name in named if f"posttrain.{name}" not in modules()] == [], "a room that is gone"
+    assert [name for name in named if f"posttrain.{name}" not in modules()] == [], "a folder that is gone"
     assert len(LAYERS) <= 25
 
 
@@ -241,20 +223,17 @@ def test_a_newcomer_finds_nine_files_or_fewer_beside_the_folders():
 
 
 def test_imports_point_down_or_along_a_layer():
-    wrong, cut = [], set(TO_CUT)
+    wrong = []
     for one in all_imports():
         here, there = module_of(one.where), our_module(one.target)
         if package_of(one.where) != "core" or there is None or layer(there) is None or one.only_typing:
             continue
-        pair = here.removeprefix("posttrain."), there.removeprefix("posttrain.")
-        if layer(there) > layer(here) and pair[0] != "core":
-            wrong += [f"{one}: {LAYERS[layer(here)].strip()} is below {pair[1]}"] if pair not in TO_CUT else []
-            cut.discard(pair)
+        if layer(there) > layer(here) and here != "posttrain.core":
+            wrong.append(f"{one}: {LAYERS[layer(here)].strip()} is below {there.removeprefix('posttrain.')}")
     assert wrong == []
-    assert cut == set(), "these are cut: take them from TO_CUT"
 
 
-def test_the_lowest_rooms_need_torch_numpy_and_the_standard_library():
+def test_the_lowest_layers_need_torch_numpy_and_the_standard_library():
     allowed = LOWEST_PACKAGES | set(sys.stdlib_module_names) | {"posttrain"}
     lowest = [one for one in all_imports() if (layer(module_of(one.where)) or 0) <= LOWEST and one.where in in_core()]
     assert lowest and [str(one) for one in lowest if one.target.split(".")[0] not in allowed] == []
@@ -355,7 +334,7 @@ def test_backends_are_known_in_one_folder():
     for one in all_imports():
         for backend in BACKENDS:
             known = one.target == backend or one.target.startswith(backend + ".")
-            if known and not one.where.startswith(BACKENDS_FOLDER):
+            if known and not one.where.startswith(BACKENDS_FOLDERS):
                 wrong.append(str(one))
     assert wrong == []
 
@@ -445,14 +424,14 @@ def test_no_package_uses_private_names_of_the_core():
         of_core = {private for node in nodes if node is not None for private in private_names(node, used=False)}
         wrong += [f"{name}.{used}" for used in sorted(private_names(node, used=True) & of_core - HOOKS_OF_ARGUMENTS)]
         seen |= of_core
-    assert {"_training", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
+    assert {"_set_up", "_fire", "_longest_first", "_train_batch_size"} <= seen, "the search finds nothing"
     assert wrong == []
 
 
 def test_a_trainer_is_one_class_and_its_accessors():
     from posttrain.core import Trainer
 
-    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "HFCompat", "object"]
-    node = class_nodes()["posttrain.core.training.hf_compat.HFCompat"]
+    assert [kind.__name__ for kind in Trainer.__mro__] == ["Trainer", "TrainerNames", "object"]
+    node = class_nodes()["posttrain.compat.trainer_names.TrainerNames"]
     sets = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     assert sets <= {"hp_name", "hp_search_backend"}

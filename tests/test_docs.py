@@ -214,6 +214,7 @@ def check_script(words: list[str], where: str) -> None:
 
 def check_posttrain(words: list[str], where: str) -> None:
     from posttrain.cli import COMMANDS, parse
+    from posttrain.cli.method import without_method
     from posttrain.cli.mixture import CommandSource
     from posttrain.core import registry
     from posttrain.lm.loading.arguments import ModelConfig
@@ -225,6 +226,7 @@ def check_posttrain(words: list[str], where: str) -> None:
         return
     settings, problems = parse.read_words([word for word in words[1:] if word != "--smoke"])
     method = registry.method(words[0])
+    settings = without_method(method, settings, problems)
     # Raises with every wrong name, value and missing file.
     parse.configs((method.config_class, ModelConfig, CommandSource), settings, problems, method.needs)
 

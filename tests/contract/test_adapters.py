@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weig
 from posttrain import rl
 from posttrain.core.errors import ConfigError
 from posttrain.rl import DPOTrainer, GRPOTrainer
-from posttrain.sft import SFTTrainer
+from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract import trainers
 
@@ -177,3 +177,30 @@ def test_a_rate_of_b_that_nothing_follows_is_refused(tmp_path):
     own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "params": list(model.parameters())})}
     with pytest.raises(ConfigError, match="given its own parameters"):
         make(SFTTrainer, model, tmp_path, None, loraplus_lr_ratio=16, **own).train()
+
+
+def test_an_adapter_that_begins_at_invocation_tokens_begins_in_each_text(tmp_path):
+    """aLoRA: peft looks for the tokens once in each row, so rows of several texts would adapt the last one alone."""
+    invocation = [5, 9, 14]
+    ids = [[20 + number, 21, *invocation, 30 + number, *[40, 41, 42] * (number % 3)] for number in range(8)]
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=invocation,
+        init_lora_weights=False,
+    )  # fmt: skip
+
+    def make(**changes):
+        args = trainers.arguments(
+            SFTConfig, tmp_path, per_device_train_batch_size=8, max_steps=1, max_length=32, **changes
+        )
+        model, rows = tiny.causal_lm(initializer_range=0.3), [{"input_ids": row} for row in ids]
+        return SFTTrainer(model, args, train_dataset=rows, processing_class=tiny.tokenizer(), peft_config=config)
+
+    trainer = make()
+    with torch.no_grad():
+        losses = [trainer.model(torch.tensor([row]), labels=torch.tensor([row])).loss * (len(row) - 1) for row in ids]
+    trainer.train()
+    expected = sum(losses) / sum(len(row) - 1 for row in ids)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    for changes in ({"packing": True}, {"padding_free": True}):
+        with pytest.raises(ValueError, match="alora_invocation_tokens.*packing=False and padding_free=False"):
+            make(**changes)

@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from posttrain.core.data import pipeline
+from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.errors import ConfigError, DataError, NonFiniteError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import embeddings
@@ -469,9 +470,9 @@ def test_the_limits_of_a_model_are_read_off_it(model, expected):
 def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(model, row, parts):
     model = model()
     good = SEEN | {"labels": [5, 6, 7] if isinstance(model, Qwen3ForCausalLM) else 1}
-    loader = pipeline.build_train_loader(
-        Rows([good, good | row]), batch_size=2, collate_fn=pipeline.default_collator(tiny.tokenizer()), sampler=None,
-        seed=0, args=TrainingArguments("unused"), limits=embeddings.id_limits(model),
+    loader = pipeline.build_loader(
+        Rows([good, good | row]), is_training=True, batch_size=2, seed=0, args=TrainingArguments("unused"),
+        collate_fn=pipeline.default_collator(tiny.tokenizer()), limits=embeddings.id_limits(model),
     )  # fmt: skip
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
 
@@ -493,15 +494,13 @@ def test_labels_that_padding_would_put_at_other_tokens_are_refused(tmp_path, cap
 
 def test_labels_of_minus_100_and_multi_label_rows_are_within_the_limits():
     limits = {"input_ids": 10, "labels": 3, "positions": 4}
-    pipeline.check_limits({"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 2]])}, limits)
-    pipeline.check_limits(
-        {"labels": torch.tensor([[0.0, 7.0]]), "input_ids": torch.zeros(0, 4, dtype=torch.long)}, limits
-    )
-    pipeline.check_limits(
+    check_limits({"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 2]])}, limits)
+    check_limits({"labels": torch.tensor([[0.0, 7.0]]), "input_ids": torch.zeros(0, 4, dtype=torch.long)}, limits)
+    check_limits(
         {"input_ids": torch.zeros(1, 9, dtype=torch.long), "position_ids": torch.zeros(1, 9)}, limits
     )  # packed
-    pipeline.check_limits([torch.tensor([99])], limits)
-    refused(DataError, "empty rows", run=lambda: pipeline.check_limits({"input_ids": torch.tensor([[], []])}, limits))
+    check_limits([torch.tensor([99])], limits)
+    refused(DataError, "empty rows", run=lambda: check_limits({"input_ids": torch.tensor([[], []])}, limits))
 
 
 def test_the_report_of_the_rows_is_plain_data(tmp_path):
@@ -535,6 +534,14 @@ def test_a_batch_that_the_model_failed_on_is_explained(rows, model, parts, evalu
         assert "eval_loss" not in trainer.evaluate()
     else:
         refused((DataError, ValueError), *parts, run=trainer.evaluate if evaluating else trainer.train)
+
+
+def test_labels_of_another_length_than_the_tokens_are_explained_for_a_collator_of_ones_own(tmp_path):
+    def collate(rows):
+        return {"input_ids": torch.tensor([[5, 6]] * len(rows)), "labels": torch.tensor([[5, 6, 7]] * len(rows))}
+
+    trainer = base(tmp_path, tiny.token_rows(8), collate)
+    refused(DataError, "input_ids has the shape (8, 2) and labels (8, 3)", run=trainer.train)
 
 
 def test_texts_that_nobody_tokenized_are_named(tmp_path):

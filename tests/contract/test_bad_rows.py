@@ -1,8 +1,9 @@
 """A row that cannot be trained on is counted and named with its number by every trainer that prepares rows, and refused
 with `on_bad_rows="raise"`."""
 
+import pyarrow
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import (
@@ -23,15 +24,20 @@ from tests import tiny
 WORDS = tiny.CORPUS[0].split()
 PAIR = {"prompt": "What is", "chosen": " four", "rejected": " two and two"}
 TEXT = {"prompt": "What is", "completion": " two and two"}
+HALF = " half \ud83d"  # of a surrogate pair, as a text that was cut between two code units ends
 #: trainer, its config, a good row, bad rows
 KINDS = {
-    "sft": (SFTTrainer, SFTConfig, TEXT, [{"completion": None}, {"completion": ""}]),
-    "dpo": (DPOTrainer, DPOConfig, PAIR, [{"chosen": None}, {"chosen": PAIR["rejected"]}, {"rejected": ""}]),
-    "orpo": (ORPOTrainer, ORPOConfig, PAIR, [{"chosen": None}]),
-    "cpo": (CPOTrainer, CPOConfig, PAIR, [{"chosen": None}]),
-    "reward": (RewardTrainer, RewardConfig, PAIR, [{"rejected": None}]),
-    "kto": (KTOTrainer, KTOConfig, TEXT | {"label": True}, [{"completion": None}, {"label": None}]),
-}
+    "sft": (SFTTrainer, SFTConfig, TEXT, [{"completion": None}, {"completion": ""}, {"completion": HALF}]),
+    "dpo": (DPOTrainer, DPOConfig, PAIR, [
+        {"chosen": None}, {"chosen": PAIR["rejected"]}, {"rejected": ""}, {"prompt": None},
+    ]),
+    "orpo": (ORPOTrainer, ORPOConfig, PAIR, [{"chosen": None}, {"prompt": None}]),
+    "cpo": (CPOTrainer, CPOConfig, PAIR, [{"chosen": None}, {"prompt": None}]),
+    "reward": (RewardTrainer, RewardConfig, PAIR, [{"rejected": None}, {"prompt": None}]),
+    "kto": (KTOTrainer, KTOConfig, TEXT | {"label": True}, [
+        {"completion": None}, {"label": None}, {"prompt": None},
+    ]),
+}  # fmt: skip
 
 
 def rows_of(kind):
@@ -67,12 +73,33 @@ def test_a_row_that_cannot_be_used_is_named_or_refused(kind, tmp_path, caplog):
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_rows_of_a_stream_are_named_again_with_their_number_at_the_end(kind, tmp_path, caplog):
     def stream():
-        return Dataset.from_list(rows_of(kind)).to_iterable_dataset()
+        return IterableDataset.from_generator(rows_of, gen_kwargs={"kind": kind})
 
     make(kind, tmp_path, stream()).train()
     assert "(rows 6" in caplog.text
     with pytest.raises(DataError, match="cannot be trained on"):
         make(kind, tmp_path, stream(), on_bad_rows="raise").train()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "orpo", "kto", "reward"])
+@pytest.mark.parametrize(("value", "says"), [(HALF, "surrogates not allowed"), (5, "int")])
+def test_a_row_that_forms_no_table_with_the_others_is_refused_with_its_number(kind, value, says, tmp_path):
+    column = "completion" if kind == "kto" else "chosen"
+    rows = [dict(KINDS[kind][2]) for _ in range(9)]
+    rows[5][column] = value
+    with pytest.raises(DataError, match=f"row 5 does not form a table with those before it .*{says}"):
+        make(kind, tmp_path, rows)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_bytes_that_are_no_utf_8_are_refused_with_their_row(kind, tmp_path):
+    rows = Dataset.from_list([KINDS[kind][2]] * 6)
+    column = "completion" if kind == "sft" else "chosen"
+    texts = pyarrow.array([b" good"] * 4 + [b" caf\xe9", b" good"]).view(pyarrow.string())
+    at = rows.column_names.index(column)
+    rows = Dataset(rows.data.table.set_column(at, column, texts))
+    with pytest.raises(DataError, match="train: row 4 holds bytes that are no text in UTF-8 .*0xe9"):
+        make(kind, tmp_path, rows)
 
 
 def test_rows_that_another_argument_leaves_out_are_not_refused(tmp_path):

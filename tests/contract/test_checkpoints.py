@@ -15,6 +15,7 @@ from posttrain.core import TrainerCallback
 from posttrain.core.checkpoint import Store, blocks, disk
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.errors import CheckpointError
+from posttrain.lm.loading.loading import load_causal_lm
 from tests import tiny
 from tests.contract.trainers import TRAINERS, causal_lm, weights
 
@@ -146,6 +147,8 @@ def test_damaged_weights_that_no_manifest_guards_are_an_error_that_names_them(da
     damage(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         weight_files.load_weights(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_causal_lm(str(tmp_path))  # as after a download that broke off
 
 
 @pytest.mark.parametrize(

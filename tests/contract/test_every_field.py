@@ -51,8 +51,6 @@ CONFIGS = [
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")
 #: Fields that no code names, and why they are accepted.
 MEANT = {
-    "ddp_broadcast_buffers": "handed to DDP under its name, in a loop over three of them",
-    "ddp_bucket_cap_mb": "handed to DDP under its name, in a loop over three of them",
     "ds3_gather_for_generation": "refused as False for a sharded model, and elsewhere there is nothing to gather",
     "ignore_bias_buffers": "for the script to read, as its help says",
     "do_train": "for scripts that ask, as its help says",
@@ -187,7 +185,7 @@ def test_a_field_that_others_leave_without_effect_is_named(config_class, field, 
         if name == "use_transformers_continuous_batching":
             changes["use_vllm"] = False
         said = told(lambda changes=changes: config_class(**usual | changes | {field.name: value}))
-        assert f"{field.name}=" in said and f"no effect without {needs.split()[0]}" in said or need in said, said
+        assert (f"{field.name}=" in said and f"no effect without {needs.split()[0]}" in said) or need in said, said
         assert f"{field.name}=" not in told(lambda changes=changes: config_class(**usual | changes)), field.name
 
 

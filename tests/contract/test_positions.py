@@ -137,7 +137,7 @@ class StopAt(TrainerCallback):
 
 
 def train(folder, batch, accumulation, stop=None, resume=None, **changes):
-    """(rows that a run reads, its trainer)"""
+    """(rows that a run reads, its trainer)."""
     read = []
 
     def collate(rows):

@@ -124,6 +124,7 @@ TUNERS = {
     "boft": tuned("BOFT", boft_block_size=4, **ON),
     "fourierft": tuned("FourierFT", n_frequency=20, **ON),
     "randlora": tuned("RandLora", r=4, **(ON | {"target_modules": ["q_proj", "o_proj"]})),
+    "alora": tuned("Lora", alora_invocation_tokens=[265, 90, 82], **ON),  # the tokens of " two"
     "ln": tuned("LNTuning"),
     "prompt": tuned("PromptTuning", num_virtual_tokens=3),
     "p-tuning": tuned("PromptEncoder", num_virtual_tokens=3, encoder_hidden_size=32),
@@ -248,6 +249,7 @@ FAST = {
     "oft": dict(model=TUNERS["oft"]),
     "lokr": dict(trainer="rloo", model=TUNERS["lokr"]),
     "prompt": dict(model=TUNERS["prompt"], beta=0.0),
+    "alora": dict(trainer="rloo", model=TUNERS["alora"], rows=[{"prompt": "the cat two"}] * 6),
     "p-tuning": dict(model=TUNERS["p-tuning"], beta=0.0),
     "two adapters": dict(trainer="rloo", model=two_adapters),
 }  # fmt: skip
@@ -379,6 +381,8 @@ def test_virtual_tokens_are_refused_where_an_engine_has_the_weights_alone(tmp_pa
         make(tmp_path, model=TUNERS["prompt"], beta=0.0, **ENGINES["continuous"]).train()
     with pytest.raises(ValueError, match="vLLM generates with the model's weights alone"):
         Weights(TUNERS["p-tuning"]())
+    with pytest.raises(ValueError, match="vLLM generates .* alora_invocation_tokens cannot begin"):
+        Weights(TUNERS["alora"]())
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])

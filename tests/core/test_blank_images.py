@@ -39,7 +39,7 @@ def test_text_alone_has_the_same_outputs_and_every_weight_a_gradient(family):
             if before[name] is not None:
                 assert torch.equal(p.grad, before[name]), name
             else:
-                assert p.grad is not None and not p.grad.any() or name in NEVER, name
+                assert (p.grad is not None and not p.grad.any()) or name in NEVER, name
     assert any(grad is None for grad in before.values())
 
 

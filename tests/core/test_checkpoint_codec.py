@@ -240,6 +240,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(suffix, writer, tmp_
         load_tree(tmp_path / "state")
 
 
+@pytest.mark.long
 def test_nothing_is_unpickled():
     script = (
         "import pickle, torch, pathlib, tempfile, safetensors.torch\n"

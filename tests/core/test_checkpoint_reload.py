@@ -55,9 +55,10 @@ def test_the_first_checkpoint_and_the_final_model_are_read_back(tmp_path, read, 
 
 
 @pytest.mark.parametrize(
-    "changes, count", [({"check_saved_model": False}, 0), ({"check_saved_model": True}, 1), ({"save_async": True}, 1)],
+    ("changes", "count"),
+    [({"check_saved_model": False}, 0), ({"check_saved_model": True}, 1), ({"save_async": True}, 1)],
     ids=str,
-)  # fmt: skip
+)
 def test_which_models_are_read_back(tmp_path, read, changes, count):
     one = trainer(tmp_path, **changes)
     one.train()

@@ -223,6 +223,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_no_kill_leaves_a_checkpoint_that_is_not_whole(tmp_path):
     rng, checkpoints, step, hidden = random.Random(0), Store(tmp_path), 0, 0
@@ -246,6 +247,7 @@ def test_no_kill_leaves_a_checkpoint_that_is_not_whole(tmp_path):
     assert hidden > 10 and step > 10  # else no kill met a save, or no save was ever finished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["old is hidden", "new is in place"])
 def test_a_death_while_replacing_loses_neither_checkpoint(moment, checkpoints):
     script = f"""
@@ -513,6 +515,7 @@ def test_rotation_never_deletes_what_was_just_written(checkpoints):
     assert checkpoints.rotate(2) == [checkpoints.path(100)]
 
 
+@pytest.mark.long
 def test_deleting_takes_no_time_of_training_and_is_done_before_the_next_save(checkpoints, monkeypatch):
     save(checkpoints, 1), save(checkpoints, 2)
     real, may_delete = store.remove, threading.Event()

@@ -211,7 +211,7 @@ def test_an_unknown_method_suggests_the_nearest(recorder, capsys):
     (said,) = refused(capsys, "tech")
     assert said.startswith("posttrain tech: unknown method or command 'tech', did you mean 'teach'? (methods: teach; ")
     (said,) = refused(capsys, "generat")
-    assert "did you mean 'generate'?" in said and "commands: new, launch, " in said
+    assert "did you mean 'generate'?" in said and "commands: train, new, launch, " in said
     (said,) = refused(capsys, "plan", "tech")
     assert said == "posttrain plan: unknown method 'tech', did you mean 'teach'? (methods: teach)"
     assert refused(capsys, "--seed", "1") == ["posttrain --seed: the method comes first, before --seed"]
@@ -346,6 +346,7 @@ def test_a_failed_upload_shows_in_the_exit_status(recorder, monkeypatch):
     assert main(words) == 0
 
 
+@pytest.mark.long
 def test_a_reader_that_has_gone_ends_a_command_quietly():
     command = [sys.executable, "-c", "import sys; from posttrain.cli import main; sys.exit(main(['grpo', '-h']))"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

@@ -48,7 +48,7 @@ class Box(Size, metaclass=ConfigMeta):
         "magnitude": Renamed("size", lambda text: int(text)),
         "lid": Removed("boxes are open", (None, False)),
         "label": Removed("nobody reads it", None),
-        "wheels": Removed("not yet", (None, 0), quiet=True),
+        "wheels": Removed("not yet", (None, 0), says_nothing=(None, 0)),
     }
 
     colour: str = opt("red", "What it looks like.", choices=("red", "blue"), aliases=("color",))

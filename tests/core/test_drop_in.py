@@ -111,6 +111,7 @@ def log_of(trainer):
 # ---------------------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("options", [
     {"num_train_epochs": 1.5}, {"num_train_epochs": 1.3}, {"num_train_epochs": 0.1}, {"max_steps": 10},
     {"num_train_epochs": 2, "gradient_accumulation_steps": 3},
@@ -126,6 +127,7 @@ def test_a_run_is_as_long_as_ever(script, options):
     assert agree(run)[0] > 0
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("options", [
     {"logging_strategy": "epoch", "logging_first_step": True}, {"logging_strategy": "no"}, {"logging_steps": 5},
     {"eval_strategy": "steps", "eval_steps": 2, "eval_delay": 5}, {"eval_strategy": "epoch", "eval_delay": 1.5},
@@ -205,6 +207,7 @@ def test_flags_that_a_callback_raises_are_heeded(script):
     assert agree(run) == [[2, 2, 4], ["checkpoint-2"]]
 
 
+@pytest.mark.long
 def test_training_twice_goes_on_with_the_same_model_and_optimizer(script):
     def run(library):
         trainer = script(library, max_steps=5, learning_rate=0.1)
@@ -304,6 +307,7 @@ def test_the_label_smoother_may_be_called_by_scripts(script):
 # ---------------------------------------------------------------------------------------------------- counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("counted", ["all", "non_padding"])
 def test_tokens_and_operations_are_counted_up_to_each_record(script, counted):
     def run(library):
@@ -541,6 +545,15 @@ def test_a_metric_that_is_nan_is_never_the_best(script):
     assert agree(run) == [0.2, 2]
 
 
+def test_a_metric_that_is_never_a_number_leaves_the_model_of_the_last_step_and_is_said(script, caplog):
+    found = scores([float("nan")] * 3)
+    trainer = script(OURS, max_steps=2, save_strategy="steps", save_steps=1, compute_metrics=found, **BEST)
+    trainer.args.load_best_model_at_end = True
+    trainer.train()
+    assert trainer.state.best_metric is None
+    assert "no evaluation gave a number for metric_for_best_model='score'" in caplog.text
+
+
 def test_the_best_weights_are_left_in_the_model_and_evaluate_the_same(script):
     def run(library):
         trainer = script(library, learning_rate=3.0, max_steps=9, save_strategy="steps", save_steps=3,
@@ -554,6 +567,7 @@ def test_the_best_weights_are_left_in_the_model_and_evaluate_the_same(script):
     assert len(agree(run)[2]) <= 2
 
 
+@pytest.mark.long
 def test_a_best_step_that_was_saved_before_it_was_evaluated_is_named_and_kept(script):
     """Steps are saved, epochs evaluated: step 8 is there when the evaluation after the epoch finds it the best."""
 
@@ -601,6 +615,7 @@ def test_the_state_of_a_resumed_run_is_that_of_a_straight_one(script, tmp_path):
     assert [line["step"] for line in lines] == [4, 8, 12, 15] and "perf/step_seconds" in lines[0]
 
 
+@pytest.mark.long
 def test_a_callback_with_a_state_of_arguments_alone_is_restored(script):
     def run(library):
         class Named(library.TrainerCallback, library.ExportableState):
@@ -654,6 +669,7 @@ def test_a_log_written_anew_still_reaches_the_callbacks(script):
     assert agree(run)[0] == [["mine"]] * 3
 
 
+@pytest.mark.long
 def test_a_training_step_written_anew_trains_the_same(script):
     def run(library):
         class Own(library.Trainer):
@@ -678,6 +694,7 @@ def test_a_training_step_written_anew_trains_the_same(script):
     assert agree(run)[0] == agree(usual)
 
 
+@pytest.mark.long
 def test_a_training_loader_written_anew_reads_the_same_rows_and_can_be_resumed(script, tmp_path):
     def run(library):
         class Own(library.Trainer):

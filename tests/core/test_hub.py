@@ -18,6 +18,7 @@ import types
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -36,6 +37,7 @@ from posttrain.core.hub import (
     results,
     write_model_card,
 )
+from posttrain.core.hub.card import loss_picture
 from tests import tiny
 
 TOKEN = "hf_secret"
@@ -348,6 +350,7 @@ def test_a_hub_that_is_down_is_reported_once_with_the_command_that_makes_up_for_
     assert "attempt 4" in upload.error and up.failed == [upload] and upload.url is None
 
 
+@pytest.mark.long
 def test_the_command_uploads_what_was_left_behind(hub, tmp_path):
     up, folder = uploader(tmp_path, hub_revision="trial"), make_checkpoint(tmp_path, 1)
     hub.failures = [400]
@@ -610,6 +613,31 @@ def test_the_template_of_peft_is_replaced(tmp_path):
     )
     path = write_model_card(tmp_path, library_name="peft")
     assert front_matter(path.read_text())["library_name"] == "peft" and "More Information" not in path.read_text()
+
+
+def test_the_card_of_a_run_has_its_rows_its_adapter_its_machine_and_its_curve(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny.causal_lm(), peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    )
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 8
+    args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, max_steps=3, logging_steps=1)
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.data_reports = {"train": SimpleNamespace(rows_in=8, lines=lambda: ["train: 8 rows"], log_more=print)}
+    trainer.train()
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "- train: 8 rows\n" in card and "| `lora: r` | 4 |" in card and "- cpu: " in card
+    assert 'pipeline("text-generation"' in card and "(training_loss.svg)" in card and "More Information" not in card
+    assert "<polyline" in (tmp_path / "training_loss.svg").read_text()
+    assert front_matter(card)["library_name"] == "peft" and "trl" not in front_matter(card)["tags"]
+    assert not (tmp_path / "checkpoint-3" / "README.md").exists()
+
+
+def test_a_curve_needs_two_losses_and_leaves_out_those_that_are_not_finite():
+    assert loss_picture([{"loss": 1.0, "step": 1}]) is None
+    picture = loss_picture([{"loss": 2.0, "step": 1}, {"loss": math.nan, "step": 2}, {"loss": 1.0, "step": 3}])
+    assert 'points="60.0,20.0 620.0,200.0"' in picture
 
 
 def test_hyperparameters_are_the_usual_ones_and_what_was_changed():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.data.stateful_dataloader import as_filler
+from posttrain.core.data.batches import as_filler
 from posttrain.core.losses.normalization import split_terms
 from tests import tiny
 from tests.contract.trainers import causal_lm, pad
@@ -147,6 +147,8 @@ def test_an_evaluation_divides_all_sums_by_all_counts(trainer_class, size, tmp_p
     assert before == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.rotated
+@pytest.mark.long
 @pytest.mark.parametrize("trainer_class", [Pairs, PairsWithCount])
 def test_sums_with_counts_of_two_processes_are_those_of_one(trainer_class, tmp_path):
     alone = evaluated(tmp_path / "alone", trainer_class, 7, per_device_train_batch_size=6)

@@ -731,7 +731,7 @@ def test_metrics_may_see_the_batches_of_an_evaluation_apart(whole, tmp_path):
 def test_evaluating_at_the_start_needs_what_evaluation_needs(tmp_path):
     trainer = fit(tmp_path, max_steps=1, eval_on_start=True, eval_strategy="epoch")
     trainer.train()
-    assert [r["step"] for r in trainer.state.log_history if "eval_loss" in r][0] == 0
+    assert next(r["step"] for r in trainer.state.log_history if "eval_loss" in r) == 0
     with pytest.raises(ConfigError, match="eval_on_start.*eval_strategy"):
         fit(tmp_path, eval_on_start=True)
     with pytest.raises(ValueError, match="eval_dataset"):
@@ -1276,6 +1276,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_of_the_hub(hub, tmp_path):  # no
     assert_equal(weights(resumed), weights(straight))
 
 
+@pytest.mark.long
 @pytest.mark.mission("S104", "S105", "S106")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("path", [str, Path])
@@ -1368,6 +1369,7 @@ def pair(tmp_path_factory):
     return done, torch.load(out / "weights.pt"), torch.load(out / "weighted.pt")
 
 
+@pytest.mark.long
 @pytest.mark.mission("S083")
 def test_compute_loss_of_ones_own_reads_the_wrapped_model(pair, tmp_path):
     alone = class_weighted(tmp_path, 2, gradient_accumulation_steps=2)

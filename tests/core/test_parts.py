@@ -38,6 +38,7 @@ def test_weights_are_of_the_language_part_or_of_the_vision_part(family):
         assert trained == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_on_the_parts_that_are_asked_for(family, caplog):
     caplog.set_level(logging.INFO)

@@ -33,7 +33,7 @@ class Forgetful(Trainer):
 
 def test_a_trainer_that_keeps_all_its_state_resumes_and_one_that_does_not_is_told_where(tmp_path):
     testing.assert_resumes(maker(Trainer), tmp_path / "whole")
-    with pytest.raises(AssertionError, match=r"The resumed run is another run\. weights: .* by up to .*state_dict"):
+    with pytest.raises(AssertionError, match=r"The resumed run differs\. weights: .* by up to .*state_dict"):
         testing.assert_resumes(maker(Forgetful), tmp_path / "forgetful")
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.callbacks import EVENTS
 from posttrain.core.errors import CheckpointError, DataError, NonFiniteError
+from posttrain.core.logging import terminal
 from tests import tiny
 from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
 
@@ -136,13 +137,16 @@ def test_the_seconds_of_a_step_are_those_of_the_steps_since_the_run_was_resumed(
     assert seconds >= 0.05, "one step was made, and not four"
 
 
-def test_a_progress_bar_shows_loss_speed_real_tokens_and_time_left(tmp_path, capsys):
+def test_a_progress_bar_shows_loss_speed_real_tokens_and_time_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "draws_bars", lambda: True)
     make(tmp_path, disable_tqdm=False, max_steps=4, logging_steps=2).train()
     shown = capsys.readouterr().err
     assert "4/4" in shown and "tok/s" in shown and "% real" in shown and "left" in shown
 
 
-def test_the_progress_bar_of_an_evaluation_counts_a_stream_without_a_length(tmp_path, capsys):
+def test_the_progress_bar_of_an_evaluation_counts_a_stream_without_a_length(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "draws_bars", lambda: True)
+
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(tiny.token_rows(10))
@@ -465,6 +469,7 @@ def test_forward_and_backward_are_timed_apart_where_the_step_is_ours(tmp_path, o
     assert set(trainer.clock.phases) <= {"save"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("argument", ["limit_train_batches", "overfit_batches"])
 def test_an_epoch_of_a_few_batches_and_the_same_ones_to_learn_by_heart(tmp_path, argument, workers):

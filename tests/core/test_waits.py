@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import FileStore
 
-from posttrain.core.distributed import processes, waits
+from posttrain.core.distributed import waits
+from posttrain.core.distributed.collectives import Collectives
 from posttrain.core.distributed.waits import LostProcessError, Waits, beat, portable
 from posttrain.core.distributed.watchdog import is_consequence
 
@@ -26,7 +27,7 @@ def team(path, *members, seconds=1.0):
         dist = SimpleNamespace(rank=rank, process_index=rank, local_rank=rank, is_main=rank == 0)
         dist._waits = Waits(store, rank, len(members), seconds)
         for name in ("main_first", "on_main", "gather_patiently", "meet", "all_come"):
-            setattr(dist, name, getattr(processes.Distributed, name).__get__(dist))
+            setattr(dist, name, getattr(Collectives, name).__get__(dist))
         member(dist)
 
     running = [context.Process(target=run, args=pair) for pair in enumerate(members)]
@@ -109,6 +110,7 @@ def test_the_death_of_the_process_that_works_ends_the_wait_soon(how, tmp_path):
     assert team(tmp_path / "store", main, other, seconds=1000) == [-9, 0]
 
 
+@pytest.mark.long
 def test_a_process_that_is_silent_counts_as_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(waits, "SILENCE", 0.0)
     monkeypatch.setattr(waits, "_machine", lambda: str(os.getpid()))  # none sees the other

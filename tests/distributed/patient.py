@@ -50,7 +50,7 @@ def main(out, kind, where, timeout, seconds):
         if kind.startswith("sft"):
             from posttrain.sft import trainer as module
 
-            name = "prepare_rows"
+            name = "prepare_sets"
         else:
             from posttrain.rl.preference import trainer as module
 

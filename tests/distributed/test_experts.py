@@ -82,6 +82,7 @@ def test_two_processes_that_split_matrices_and_divide_the_experts_do_what_one_do
     assert_equal_runs(found, result(alone, label))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("how", ["ep", "tp"])
 def test_four_processes_hold_each_expert_twice_in_shards(how, shared, alone):
     changes = (EXPERTS if how == "ep" else BOTH) | {"fsdp": "full_shard", "gradient_checkpointing": True}

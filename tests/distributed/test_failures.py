@@ -11,7 +11,7 @@ FAULTY = str(jobs.ROOT / "tests" / "distributed" / "faulty.py")
 
 
 def suffer(act, out, mode="ddp"):
-    """(the finished program, seconds from the fault to its end)"""
+    """(the finished program, seconds from the fault to its end)."""
     done = jobs.torchrun(2, FAULTY, str(out), act, mode)
     ended = time.time()
     assert done.returncode != 0

@@ -81,11 +81,13 @@ def start(command, **changes):
     return json.loads(said), done
 
 
+@pytest.mark.rotated("launchers")
 def test_the_launcher_of_earlier_years_and_its_flag(script):
     said, _ = start([*OLD, "--master_port", str(free_port()), *script])
     assert said["size"] == 2 and said["local"] == 0  # it was handed --local-rank=0
 
 
+@pytest.mark.rotated("launchers")
 def test_posttrain_launch_reads_the_file_of_accelerate(script, tmp_path):
     file = tmp_path / "config_file.yaml"
     file.write_text(SEED.format(port=free_port()))
@@ -93,6 +95,7 @@ def test_posttrain_launch_reads_the_file_of_accelerate(script, tmp_path):
     assert (said["size"], said["precision"], said["fsdp"], said["device"]) == (2, "bf16", False, "cpu")
 
 
+@pytest.mark.rotated("launchers")
 def test_flags_of_accelerate_shard_the_model(script):
     flags = ["--num_processes=2", "--use_fsdp", "--mixed_precision=no", "--cpu", "--fsdp_sharding_strategy=1"]
     flags += [
@@ -110,6 +113,7 @@ def test_a_preset_shards_the_model(script):
     assert (said["size"], said["fsdp"], said["precision"]) == (2, True, "bf16")
 
 
+@pytest.mark.rotated("launchers")
 def test_accelerate_launch_starts_several_where_it_does(script):
     """With --multi_gpu it goes through torch's launcher, on the CPU too; what it puts into the environment is
     understood.
@@ -127,6 +131,7 @@ def test_accelerate_launch_starts_several_where_it_does(script):
     assert (said["size"], said["precision"]) == (2, "bf16") and "started one" not in done.stderr
 
 
+@pytest.mark.rotated("launchers")
 def test_accelerate_launch_on_the_cpu_starts_one_process_and_is_told_so(script):
     said, done = start([*ACCELERATE, "--cpu", "--num_processes", "2", *script])
     if said["size"] == 1:  # as accelerate 1.15 does

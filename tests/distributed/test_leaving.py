@@ -19,7 +19,7 @@ def test_processes_stop_together_wherever_a_signal_or_a_callback_asks_one_of_the
             found = answers[name]
             (one, first), (other, second) = found["codes"]
             assert (one, other) == (143, 143) and first == second, name
-            assert step < first <= 8 or event == "on_prediction_step" and first == 4, name
+            assert step < first <= 8 or (event == "on_prediction_step" and first == 4), name
             assert found["equal"] and (found["step"], found["log"]) == (straight["step"], straight["log"]), name
             store = Store(tmp_path / name)
             assert all(store.verify(path, kind="sha256") == [] for path in store.checkpoints()), name

@@ -217,9 +217,7 @@ class EmulatedCuda(TorchDispatchMode):
             kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if asked is None and not on_device:
             return self._on_host(func(*args, **kwargs))
-        if asked is None:
-            to_device = True
-        elif torch.device(asked).type == "cuda":
+        if asked is None or torch.device(asked).type == "cuda":
             to_device = True
         elif torch.device(asked).type != "cpu":
             to_device = False

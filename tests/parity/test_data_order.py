@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from posttrain.core.data import pipeline
-from posttrain.core.data.pipeline import DataArguments, Loader, build_train_loader, make_train_sampler
+from posttrain.core.data.pipeline import DataArguments, Loader, build_loader, make_train_sampler
 from posttrain.core.data.samplers import LengthGroupedSampler
 
 
@@ -44,7 +44,7 @@ def test_every_epoch_has_the_order_of_transformers(tmp_path, settings):
     sampler = make_train_sampler(rows, strategy=settings.get("train_sampling_strategy", "random"), seed=seed)
     ours = DataArguments(dataloader_drop_last=settings.get("dataloader_drop_last", False))
     options = {"batch_size": 4, "collate_fn": pipeline.default_collator(), "args": ours, "seed": seed}
-    loader = build_train_loader(rows, sampler=sampler, **options)
+    loader = build_loader(rows, is_training=True, sampler=sampler, **options)
     seen = []
     for epoch in range(3):
         loader.set_epoch(epoch)

@@ -89,7 +89,7 @@ def theirs(name, path):
     trainer._sync_tool_dicts, trainer._async_tool_dicts = [tool_dicts] * 2, [{}] * 2
     trainer.environments = None
     result = trainer._generate(list(rows["prompt"]))
-    prompt_ids, completion_ids, tool_mask, completions = result[:4]
+    _prompt_ids, completion_ids, tool_mask, completions = result[:4]
     return shown, completion_ids, tool_mask, completions
 
 

@@ -403,7 +403,7 @@ def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_
     assert paths[-3:] == ["/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true", "/resume"]
     for ids, logps, versions in zip(done.ids, done.logps, done.versions, strict=True):
         with torch.no_grad():
-            both = [model(torch.tensor([[5, 9, 14] + ids])).logits[0, 2:-1].log_softmax(-1) for model in models]
+            both = [model(torch.tensor([[5, 9, 14, *ids]])).logits[0, 2:-1].log_softmax(-1) for model in models]
         expected = [both[version - 40][place, ids[place]].item() for place, version in enumerate(versions)]
         assert logps == pytest.approx(expected, abs=1e-5)
 
@@ -577,6 +577,7 @@ class Cut(TrainerCallback):
             raise PowerCut
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("step", [1, 3, 5])
 @pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 2, "per_device_train_batch_size": 2}], ids=str)

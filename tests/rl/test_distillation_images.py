@@ -88,6 +88,7 @@ def test_a_run_goes_on_to_the_same_bits(changes, tmp_path):
     assert "eval_loss" in whole.evaluate()
 
 
+@pytest.mark.long
 def test_a_student_comes_near_its_teacher(tmp_path):
     trainer = make(tmp_path, "llava", max_steps=60, optim="adamw_torch", lmbda=0.0, save_strategy="no", beta=0.0)
     before = trainer.evaluate()["eval_loss"]

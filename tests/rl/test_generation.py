@@ -91,7 +91,7 @@ def test_a_completion_depends_on_its_seed_alone():
 
 
 def test_a_completion_ends_with_what_ended_it():
-    made, model = generator()
+    made, _model = generator()
     free = made.generate([PROMPTS[0]], 1, Sampling(10, temperature=0)).ids[0]
     stopped = made.generate([PROMPTS[0]], 1, Sampling(10, temperature=0, eos_token_ids=(free[3],)))
     assert stopped.ids[0] == free[: free.index(free[3]) + 1] and stopped.finished == [True]

@@ -77,6 +77,7 @@ def test_what_it_would_leave_out_is_refused(model):
         ContinuousGenerator(tiny.tokenizer(), {"num_block": 3})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["use_transformers_continuous_batching", "use_transformers_paged"])
 def test_a_trainer_generates_with_it(name, tmp_path):
     args = GRPOConfig(

@@ -305,20 +305,20 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral"])
 def test_models_of_llamas_kind_take_the_short_step(arch):
-    made, model = make(arch)
+    _made, model = make(arch)
     with decoding_attention(model):
         assert isinstance(local._step_of(model), DecoderStep)
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gemma3", "gpt2", "gpt-oss", "phi3"])
 def test_other_models_do_not(arch):
-    made, model = make(arch)
+    _made, model = make(arch)
     with decoding_attention(model):
         assert local._step_of(model) is None
 
 
 def test_a_model_that_someone_listens_to_runs_its_own_modules():
-    made, model = make()
+    _made, model = make()
     model.model.layers[0].register_forward_hook(lambda *args: None)
     with decoding_attention(model):
         assert local._step_of(model) is None
@@ -328,7 +328,7 @@ def test_a_model_that_someone_listens_to_runs_its_own_modules():
 def test_an_adapter_is_part_of_the_step(precision):
     from peft import LoraConfig, get_peft_model
 
-    made, model = make(tie_word_embeddings=True)
+    _made, model = make(tie_word_embeddings=True)
     targets = ["q_proj", "v_proj", "down_proj"]
     model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
     if precision == "bfloat16":

@@ -11,6 +11,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("generation")
 
 
+@pytest.mark.rotated
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [{}, {"fsdp": "full_shard"}], ids=["ddp", "fsdp"])
 def test_two_processes_write_what_one_writes(folder, mode):
     jobs.do(1, [["one", "generate", {"out": str(folder)}]], folder)
@@ -23,6 +25,7 @@ def test_two_processes_write_what_one_writes(folder, mode):
         torch.testing.assert_close(mine, alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_processes_that_split_vllm_write_together_and_keep_their_own(folder):
     jobs.do(2, [["split", "split_vllm", {"out": str(folder)}]], folder)
     found = jobs.result(folder, "split")
@@ -40,6 +43,7 @@ def done(folder, request):
     return folder
 
 
+@pytest.mark.long
 def test_processes_that_split_vllm_ask_together_however_often_each_asks(done):
     found = jobs.result(done, "uneven")
     assert found["steps"] == 2 and found["gap"] < 1e-4 and all(0 < reward < 1 for reward in found["rewards"])

@@ -94,6 +94,7 @@ def test_weights_leave_over_nccl_after_the_optimizer_has_written_them(monkeypatc
     assert order == ["written", "sent"] and sender._client.version == "two"
 
 
+@pytest.mark.long
 def test_weights_in_pieces_are_sent_by_the_first_process_while_all_gather_them(tmp_path):
     kinds = ("grpo", "grpo-lora")
     options = {"out": str(tmp_path), "fsdp": "full_shard"}

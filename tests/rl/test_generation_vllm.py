@@ -549,6 +549,7 @@ def assert_called(samples):
         assert tokenizer.decode([i for i, learn in zip(one.ids, one.learn, strict=True) if not learn]) == told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["local", "transformers", "continuous", "vllm", "trl"])
 def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_path):
     model, engine = copy.deepcopy(caller), None

@@ -112,6 +112,7 @@ def test_experts_are_sent_one_by_one_as_a_checkpoint_holds_them(tmp_path):
     assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in sent.items()] == weights.facts
 
 
+@pytest.mark.long
 def test_weights_in_pieces_are_put_together_one_at_a_time(tmp_path):
     jobs.do(2, [["pieces", "stream_weights", {"out": str(tmp_path), "fsdp": "full_shard"}]], tmp_path)
     found = jobs.result(tmp_path, "pieces")

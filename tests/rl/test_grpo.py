@@ -146,10 +146,25 @@ def test_images_need_a_processor(tmp_path):
         trainer(tmp_path, rows=[{"prompt": "a", "image": 1}] * 4, gradient_accumulation_steps=2)
 
 
-@pytest.mark.parametrize(("prompt", "says"), [("", "prompt is empty"), ("a \ud83d b", "half of a surrogate pair")])
-def test_a_prompt_without_tokens_is_named_with_its_row(tmp_path, prompt, says):
-    with pytest.raises(DataError, match=f"{says}.* The row is .*'answer': '42'"):
-        trainer(tmp_path, rows=[{"prompt": prompt, "answer": "42"}] * 4).train()
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("", "prompt is empty"),
+        ("a \ud83d b", "half of a surrogate pair"),
+        ([{"role": "user", "content": "a \ud83d b"}], "half of a surrogate pair"),
+    ],
+)
+@pytest.mark.parametrize("context", [512, None])
+def test_a_prompt_without_tokens_is_named_with_its_row_before_training(context, prompt, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.rl.online.trainer.context_length", lambda *_: context)
+    rows = [{"prompt": "a", "answer": "42"} for _ in range(8)]
+    for number in (3, 5):
+        rows[number]["prompt"] = prompt
+    if not isinstance(prompt, str):
+        rows = [row | {"prompt": prompt if number in (3, 5) else [{"role": "user", "content": "a"}]}
+                for number, row in enumerate(rows)]  # fmt: skip
+    with pytest.raises(DataError, match=f"{says}.*rows 3, 5"):
+        trainer(tmp_path, rows=rows)
 
 
 def test_conversations_are_continued_by_the_assistant(tmp_path):

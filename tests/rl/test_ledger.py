@@ -145,6 +145,7 @@ def kill_again_and_again(out, times, steps, bound, seed):
     return sum("resumed" in line for line in texts)
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_uses_each_sample_once(tmp_path):
     assert kill_again_and_again(tmp_path, times=1, steps=8, bound=2, seed=0) == 1
 

@@ -90,9 +90,9 @@ def test_features_of_another_number_than_tokens_are_refused():
     copies = batch.pop("image_copies")
     del batch["completion_mask"]
     batch["pixel_values"] = batch["pixel_values"][:-1]
-    with pytest.raises(ValueError, match="The images have 8 features, and the prompts 12 tokens"):
-        with features_once(model, copies, batch) as inputs:
-            model(**inputs)
+    said = "The images have 8 features, and the prompts 12 tokens"
+    with pytest.raises(ValueError, match=said), features_once(model, copies, batch) as inputs:
+        model(**inputs)
     assert "get_image_features" not in vars(model.model)  # the model is as before, after an error too
 
 
@@ -185,13 +185,13 @@ def test_what_cannot_be_done_with_images_says_so(tmp_path):
     wrong[1] = wrong[1] | {"chosen": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]}
     batch = collate(wrong)
     assert len(batch["input_ids"]) == 4
-    assert [bool(fault) for fault in batch.row_facts["fault"]] == [True, True, False, False]
+    assert [bool(fault) for fault in batch.row_facts["facts"]["fault"]] == [True, True, False, False]
     empty = collate(wrong[:1])
-    assert is_filler(empty) and "absent.png does not exist" in empty.row_facts["fault"][0]
+    assert is_filler(empty) and "absent.png does not exist" in empty.row_facts["facts"]["fault"][0]
     tokens = {"truncation_mode": "keep_end", "max_length": 12, "bad_images": "drop"}
     args = DPOConfig("out", use_cpu=True, report_to="none", **tokens)
     batch = image_collator(processor, model, args, "preference", PreferenceCollator(0), True)(pairs()[:1])
-    assert batch.row_facts["fault"] == ["max_length=12 would cut off tokens of its images"]
+    assert batch.row_facts["facts"]["fault"].tolist() == ["max_length=12 would cut off tokens of its images"]
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 12])

@@ -204,6 +204,7 @@ def test_the_copy_is_put_where_the_policy_is(kind, tmp_path, monkeypatch):
     assert any(model is trainer.reference.model for model in placed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_reference_beside_a_policy_in_pieces_is_in_pieces_too(name, tmp_path):
     moves = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}

@@ -148,7 +148,7 @@ def test_a_decoder_that_differs_in_a_detail_is_found_out_by_the_trial(caplog):
     lean, inputs = LeanGenerator(model), sources(model)
     with caplog.at_level("INFO", logger="posttrain"):
         for _ in range(2):
-            expected, found = both(model, lean, inputs, **OPTIONS["greedy"])
+            _expected, found = both(model, lean, inputs, **OPTIONS["greedy"])
             assert found is None
     assert caplog.text.count("short try") == 1, "said once"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,9 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.tools import verify_resume
+from posttrain.core import trainer
+from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.training.preemption import Interrupted
 from tests import programs, tiny
 
 
@@ -47,7 +51,7 @@ def test_a_run_leaves_a_model_that_can_be_loaded_and_that_learned(run_file, tmp_
     history = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     losses = [record["eval_loss"] for record in history if "eval_loss" in record]
     assert len(losses) == 2 and losses[1] < losses[0]
-    assert [record["learning_rate"] for record in history if "learning_rate" in record][0] == 1e-2
+    assert next(record["learning_rate"] for record in history if "learning_rate" in record) == 1e-2
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(run_file, tmp_path):
@@ -110,6 +114,7 @@ def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys)
     assert "--bench_steps few must be a number" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_is_proved_to_go_on_to_the_same_bits(run_file, capfd, monkeypatch):
     start = SimpleNamespace(run=lambda command, **_: programs.run(command[1:], cwd=Path.cwd()))
     monkeypatch.setattr(verify_resume, "subprocess", start)
@@ -167,8 +172,9 @@ def test_a_run_of_a_program_is_not_started_again_but_shown(run_file, tmp_path, c
     assert main(["rerun", str(tmp_path)]) == 1 and main(["rerun"]) == 0 and main(["rerun", "a", "b"]) == 2
 
 
+@pytest.mark.long
 def test_what_cannot_be_proved_says_why(run_file, capsys):
-    assert main(["verify-resume", "run.yaml"]) == 2
+    assert main(["verify-resume", "--use_cpu"]) == 2
     assert "name the method first" in capsys.readouterr().err
     assert main(["verify-resume", "sft", "run.yaml", "--steps", "1"]) == 2
     assert main(["verify-resume", "sft", "run.yaml", "--model_name_or_path", "/nowhere"]) == 1
@@ -296,3 +302,79 @@ def test_a_mixture_that_cannot_be_read_says_why(run_file, capsys, mixture, messa
     assert "keep one" in capsys.readouterr().err
     assert main(["sft", "--model_name_or_path", "x"]) == 2
     assert "dataset_name is needed (or dataset_mixture" in capsys.readouterr().err
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """`at_step(number, function)`: call `function`, and no other, when that step of a run has ended."""
+    builtin = trainer.DEFAULT_CALLBACKS
+
+    def install(number, function):
+        class AtStep(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == number:
+                    function()
+
+        monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*builtin, AtStep])
+
+    return install
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_run_ends_with_its_folder_its_report_and_the_commands_that_fit(run_file, capsys):
+    assert main(["sft", "run.yaml"]) == 0
+    end = capsys.readouterr().out.splitlines()[-6:]
+    assert end[0] == "The run finished after 4 of 4 steps. The model is in out." and end[1] == "Report: out/report.html"
+    commands = [line.split("#")[0].strip() for line in end[2:]]
+    assert commands == [
+        "posttrain chat out",
+        "posttrain evaluate out --data rows.jsonl",
+        "posttrain export out out.gguf",
+        "posttrain sft run.yaml --resume_from_checkpoint true",
+    ]
+
+
+def test_an_adapter_can_be_merged_and_tokens_are_not_shown(run_file, capsys):
+    assert main(["sft", "run.yaml", "--use_peft", "--save_strategy", "no", "--hub_token", "hf_abcdefghijklmnop"]) == 0
+    out = capsys.readouterr().out
+    assert "The adapter (base: " in out and "posttrain merge out out-merged" in out
+    assert "resume_from_checkpoint" not in out and "hf_abcdefgh" not in out
+
+
+def test_what_was_saved_is_said_of_a_run_that_is_interrupted(run_file, at_step, capsys):
+    at_step(3, interrupt)
+    assert main(["sft", "run.yaml"]) == 130
+    err = capsys.readouterr().err
+    assert "out/checkpoint-2 is saved. To go on from it:\n  posttrain sft run.yaml --resume_from_checkpoint true" in err
+
+
+def test_that_nothing_was_saved_is_said_too(run_file, at_step, capsys):
+    at_step(3, interrupt)
+    assert main(["sft", "run.yaml", "--save_strategy", "no"]) == 130
+    assert "Nothing was saved: save_strategy is 'no'. Set save_strategy" in capsys.readouterr().err
+
+
+def test_after_ctrl_c_the_checkpoint_is_named_and_after_an_error_a_note_names_it(run_file, at_step, capsys):
+    def fail():
+        raise RuntimeError("no more")
+
+    at_step(1, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted):
+        main(["sft", "run.yaml"])
+    assert "out/checkpoint-1 is saved" in capsys.readouterr().err
+    at_step(3, fail)
+    with pytest.raises(RuntimeError) as raised:
+        main(["sft", "run.yaml", "--output_dir", "other"])
+    assert any("other/checkpoint-2 is saved" in note for note in raised.value.__notes__)
+
+
+def test_in_a_file_each_log_record_is_a_line_and_there_are_no_bars(run_file, capsys):
+    assert main(["sft", "run.yaml", "--disable_tqdm", "false"]) == 0
+    captured = capsys.readouterr()
+    assert "\r" not in captured.out and "step/s" not in captured.err
+    lines = [line for line in captured.out.splitlines() if line.startswith("step ")]
+    records = [json.loads(line) for line in (run_file.parent / "out" / "log.jsonl").read_text().splitlines()]
+    assert len(lines) == len(records) and lines[0].startswith("step 1/4  loss ")

@@ -214,8 +214,9 @@ def test_rows_left_with_nothing_to_train_on_are_dropped_and_counted(tok):
 
 
 def test_half_of_a_surrogate_pair_is_named(tok):
-    with pytest.raises(DataError, match="'Two .ud83d' holds half of a surrogate pair"):
-        prepare_dataset([{"text": "Two \ud83d"}], tok)
+    prepared, report = prepare_dataset([{"text": "Two \ud83d"}, {"text": "Two"}], tok)
+    [(reason, dropped)] = report.dropped.items()
+    assert len(prepared) == 1 and "half of a surrogate pair" in reason and dropped == (1, [0])
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_an_error_in_formatting_func_names_the_function_and_the_row(tok):
 def test_dropped_rows_are_a_warning_before_training(tok, caplog):
     rows = [{"text": "Two"}, {"text": None}]
     with caplog.at_level(logging.INFO, "posttrain"):
-        prepare_dataset(rows, tok)[1].tell(logging.getLogger("posttrain"))
+        prepare_dataset(rows, tok)[1].log(logging.getLogger("posttrain"))
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and "dropped 1: text is null (rows 1)" in record.getMessage()
         caplog.clear()

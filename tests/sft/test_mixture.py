@@ -5,8 +5,8 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from posttrain.core.data.batches import as_filler
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
-from posttrain.core.data.stateful_dataloader import as_filler
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.mixture import mix_rows

@@ -145,6 +145,8 @@ def test_flash_attention_in_float32_is_refused_at_construction(tmp_path, monkeyp
         trainer_of(tmp_path, model_of("qwen3", "flash_attention_2"), 2)
 
 
+@pytest.mark.rotated
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "gemma2"])
 def test_packed_documents_are_read_as_if_alone_under_flex_attention(tmp_path, arch, rows, monkeypatch):

@@ -94,6 +94,7 @@ CHANGES = [{}, {"gradient_checkpointing": False}, {"bf16": True}, {"packing": Tr
 LEARNED = [(bits, changes) for bits in (FOUR, EIGHT) for changes in CHANGES] + [(FOUR, {"peft_config": DORA})]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("bits", "changes"), LEARNED, ids=lambda value: "DoRA" if "peft_config" in value else str(value)
 )

@@ -79,7 +79,7 @@ def test_completions_and_roles_train_on_what_is_in_both():
     assert trained(row, train_on="assistant") == "A two<|im_end|>\n"
     assert trained(row, train_on="user") == "Q two<|im_end|>\nBye<|im_end|>\n"
     assert trained(row, train_on="user", completion_only_loss=False).startswith("Q one<|im_end|>\nQ two")
-    goes_on = {"prompt": MESSAGES[1:2] + [{"role": "assistant", "content": "A"}],
+    goes_on = {"prompt": [*MESSAGES[1:2], {"role": "assistant", "content": "A"}],
                "completion": [{"role": "assistant", "content": " one", "train": True}]}  # fmt: skip
     assert trained(goes_on) == trained(goes_on, train_on="user") == " one<|im_end|>\n"
 

@@ -581,7 +581,7 @@ def test_the_model_and_its_card_say_how_it_was_trained(tmp_path):
     args = SFTConfig(str(tmp_path), report_to="none", max_steps=1)
     rows = Dataset.from_list([{"text": "Two and two are four."}])
     trainer = SFTTrainer(tiny.causal_lm(), args, train_dataset=rows, processing_class=tiny.tokenizer())
-    assert {"sft", "trl"} <= set(trainer.model.model_tags)
+    assert {"sft", "posttrain"} <= set(trainer.model.model_tags)
     trainer.train()
     trainer.create_model_card(tags=["mine"])
     card = (tmp_path / "README.md").read_text()

@@ -211,6 +211,7 @@ def test_images_in_the_parts_of_messages_are_those_of_the_column():
         place_images({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, ("messages",))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_row_is_trained_on_and_a_run_goes_on_to_the_same_bits(kind, tmp_path):
     data = Dataset.from_list(rows(kind)) if kind == "text" else rows(kind)  # the first: as datasets stores pictures
@@ -236,6 +237,7 @@ def test_the_loss_is_that_of_the_models_own_logits(tmp_path):
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch, True)[0], expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 def test_a_model_learns_to_see(tmp_path):
     trainer = make(tmp_path, rows("conversation", 24), max_steps=60, per_device_train_batch_size=12, save_strategy="no",
                    learning_rate=3e-3)  # fmt: skip

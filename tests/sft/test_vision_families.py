@@ -45,7 +45,7 @@ def collator(family, **options):
 
 
 def loss_of(model, batch):
-    """(summed loss, gradients)"""
+    """(summed loss, gradients)."""
     logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits.float()
     loss = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1),
                            reduction="sum")  # fmt: skip
@@ -108,6 +108,8 @@ def run(family, folder, callbacks=None, **changes):
     return images(SFTTrainer, "prompt completion", family)(folder, callbacks, **(usual | changes))
 
 
+@pytest.mark.rotated
+@pytest.mark.long
 def test_a_run_goes_on_to_the_same_bits_and_does_not_depend_on_how_its_batches_are_cut(family, tmp_path):
     straight, resumed = (run(family[0], tmp_path) for _ in range(2))
     straight.train()
@@ -132,7 +134,7 @@ def test_rows_of_text_train_a_model_that_sees_by_its_name(family, tmp_path):
     options = dict(max_steps=1, per_device_train_batch_size=2, logging_steps=1, use_cpu=True, report_to="none")
     args = SFTConfig(str(tmp_path / "out"), save_strategy="no", disable_tqdm=True, eos_token="<|endoftext|>", **options)
     trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=texts, processing_class=tiny_vision.tokenizer())
-    [batch] = trainer.get_train_dataloader()
+    [_batch] = trainer.get_train_dataloader()
     trainer.train()
     assert type(trainer.model) is type(model)  # also where transformers has a class without the vision part
     trainer.save_model(str(tmp_path / "saved"))

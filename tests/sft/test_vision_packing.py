@@ -128,6 +128,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_their_rows_alone(family,
                 assert (gradient - gradients[parameter]).norm() < 1e-6 * size, parameter
 
 
+@pytest.mark.long
 def test_a_packed_run_trains_resumes_and_reports_its_rows(tmp_path):
     for name in ("llava", "qwen2_5_vl", "idefics3"):
         usual = {"packing": True, "max_length": 160, "per_device_train_batch_size": 2, "num_train_epochs": 1}

@@ -1,8 +1,8 @@
 import torch
 
 from posttrain.core.data.host_copies import host_copy, know, places_of
+from posttrain.core.losses import shift_labels
 from posttrain.lm.attention.segments import Segments, with_segments, without_padding
-from posttrain.lm.loss.language_modeling import shift_labels
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
 
 

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.config import validate
 from posttrain.core.data import pipeline, samplers
-from posttrain.core.data.pipeline import DataArguments, Loader, adopt, build_eval_loader, build_train_loader
+from posttrain.core.data.pipeline import DataArguments, Loader, adopt, build_loader
 from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler
 from posttrain.core.errors import DataError
 from tests import tiny
@@ -166,10 +166,10 @@ def test_lengths_come_from_the_column_or_the_input_and_their_absence_is_explaine
     for dataset in (rows, columns):
         assert samplers.row_lengths(dataset) == [3, 1, 2]
         assert samplers.row_lengths(dataset, length_column_name="n") == [7, 9, 8]
-    make = {"strategy": "group_by_length", "seed": 0, "batch_size": 2}
+    make = {"strategy": "group_by_length", "seed": 0, "batch_size": 2, "lengths": [3, 1, 2]}
     assert isinstance(pipeline.make_train_sampler(rows, **make), LengthGroupedSampler)
     with pytest.raises(DataError, match="neither 'length' nor 'input_ids'.*length_column_name"):
-        pipeline.make_train_sampler([{"text": "a"}], **make)
+        samplers.row_lengths([{"text": "a"}])
 
 
 def test_sequential_and_stream_need_no_order():
@@ -190,8 +190,8 @@ def test_processes_see_each_row_once_in_equally_many_batches(kind, num_rows, wor
     columns = datasets.Dataset.from_dict({"x": list(range(num_rows))})
     dataset = {"rows": columns, "stream": NoisyStream(num_rows), "datasets stream": columns.to_iterable_dataset()}[kind]
     ranks = [
-        list(build_eval_loader(dataset, batch_size=2, collate_fn=stack, args=DataArguments(), seed=0, rank=r,
-        world_size=world_size))
+        list(build_loader(dataset, is_training=False, batch_size=2, collate_fn=stack, args=DataArguments(), seed=0,
+        rank=r, world_size=world_size))
         for r in range(world_size)
     ]  # fmt: skip
     assert {len(batches) for batches in ranks} == {-(-num_rows // (2 * world_size))}
@@ -248,20 +248,6 @@ def test_fillers_stay_marked_on_the_way_to_the_device_and_through_workers():
         list(loader(lambda rows: torch.zeros(1), 0))
 
 
-def test_a_stream_split_by_shards_ends_together():
-    source = datasets.Dataset.from_dict({"x": list(range(9))}).to_iterable_dataset(num_shards=2)  # 5 rows and 4
-    batches = []
-    for rank in range(2):
-        answers = iter([True] * 5 + [False])
-        loader = Loader(
-            source, batch_size=1, collate_fn=stack, rank=rank, world_size=2, any_rank=lambda _, a=answers: next(a)
-        )
-        batches.append(list(loader))
-    assert [len(part) for part in batches] == [5, 5]
-    assert rows_of(batches[0]) == [0, 1, 2, 3, 4] and rows_of(batches[1]) == [5, 6, 7, 8]
-    assert [pipeline.is_filler(batch) for batch in batches[1]] == [False] * 4 + [True]
-
-
 def test_a_distributed_sampler_is_not_split_again():
     ranks = [
         Loader(range(8), batch_size=2, collate_fn=plain, rank=r, world_size=2,
@@ -310,6 +296,7 @@ def rng():
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_position_goes_on_bit_for_bit(kind, workers):
@@ -445,8 +432,8 @@ def test_persistent_workers_follow_epochs_and_skips(kind):
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_datasets_hear_of_the_epoch_in_training_alone(evaluating):
     dataset = NoisyStream(12)
-    build = build_eval_loader if evaluating else build_train_loader
-    loader = build(dataset, batch_size=2, collate_fn=plain, sampler=None, args=DataArguments(), seed=0)
+    options = {"batch_size": 2, "collate_fn": plain, "args": DataArguments(), "seed": 0}
+    loader = build_loader(dataset, is_training=not evaluating, **options)
     passes = [list(loader), list(loader)]
     assert dataset.epochs == ([] if evaluating else [0, 1])
     assert (passes[0] == passes[1]) is evaluating
@@ -580,8 +567,8 @@ def test_a_loader_prepared_by_accelerate_is_adopted_as_it_is():
 
 def test_the_loader_shows_the_users_dataset_and_settings():
     dataset = NoisyRows(7)
-    loader = build_train_loader(
-        dataset, batch_size=2, collate_fn=plain, sampler=None, seed=0, device_type="cuda",
+    loader = build_loader(
+        dataset, is_training=True, batch_size=2, collate_fn=plain, seed=0, device_type="cuda",
         args=DataArguments(dataloader_num_workers=1, dataloader_prefetch_factor=3,
         dataloader_multiprocessing_context="fork"),
     )  # fmt: skip
@@ -614,8 +601,6 @@ def test_datasets_that_cannot_work_are_refused_with_a_reason():
     ):
         with pytest.raises(error, match=message):
             pipeline.check_dataset(dataset, "train_dataset")
-    with pytest.raises(DataError, match="no length.*max_steps"):
-        pipeline.check_dataset(NoisyStream(3), "train_dataset", needs_length=True)
     pipeline.check_dataset(NoisyStream(3), "train_dataset")
 
 
@@ -680,9 +665,9 @@ def test_arguments_that_need_workers_say_so():
     bad = DataArguments(
         dataloader_persistent_workers=True, dataloader_prefetch_factor=2, dataloader_multiprocessing_context="fork"
     )
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="dataloader_num_workers") as error:
         validate(bad)
-    for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "dataloader_num_workers"):
+    for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context"):
         assert name in str(error.value)
     validate(DataArguments(dataloader_num_workers=1, dataloader_persistent_workers=True, dataloader_prefetch_factor=2))
 
@@ -702,11 +687,6 @@ def test_to_device_keeps_the_shape_of_a_batch():
     assert moved["t"].is_meta and moved["list"][0].is_meta and moved["list"][1] == "text"
     assert isinstance(moved["pair"], Pair) and moved["pair"].a.is_meta and moved["pair"].b == 3
     assert isinstance(moved["encoding"], BatchEncoding) and moved["encoding"]["t"].is_meta and moved["none"] is None
-
-
-def test_batch_size_is_the_rows_of_the_first_tensor():
-    assert pipeline.batch_size_of({"meta": {"name": "x"}, "x": [torch.zeros(3, 2)]}) == 3
-    assert pipeline.batch_size_of({"name": "x"}) is None
 
 
 def test_set_seed_repeats_every_generator():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ def test_thoughts_of_earlier_turns_stay_so_that_a_longer_conversation_begins_wit
     tokenizer.chat_template = get_training_chat_template(tokenizer)
     after = [tokenizer.apply_chat_template(talk[:n], tokenize=False) for n in (1, 2, 3, 4)]
     assert after[1] == before[0] and after[3].count("<think>\nhm\n</think>") == 2
-    assert all(longer.startswith(shorter) for shorter, longer in zip(after, after[1:], strict=False))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(after))
     text, spans = chat_template.Template(tokenizer).assistant_spans(talk)
     assert [text[a:b] for a, b in spans] == [
         f"<think>\nhm\n</think>\n\nA {n}<|im_end|>\n" for n in ("one", "two")

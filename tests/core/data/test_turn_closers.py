@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_a_longer_conversation_begins_with_the_marked_shorter_one(tokenizer):
     source = get_training_chat_template(tokenizer)
     plain, made = (chat_template.Template(tokenizer, chat_template_kwargs={"chat_template": t}) for t in (GLM, source))
     shown = [made.render(TURNS[1 : n + 2]) for n in range(4)]
-    assert all(longer.startswith(shorter) for shorter, longer in zip(shown, shown[1:], strict=False))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(shown))
     assert shown[3] == plain.render(TURNS[1:5]) + "<|user|>" and shown[2] == plain.render(TURNS[1:4])
     asked = [t.render(TURNS[1:4], add_generation_prompt=True) for t in (plain, made)]
     assert asked[0] == asked[1]

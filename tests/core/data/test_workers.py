@@ -61,6 +61,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long
 def test_the_program_ends_with_workers_that_live_on_from_epoch_to_epoch(tmp_path):
     check(tmp_path, [
         loading(1), loading(2, rows="stream"), loading(2, how="several trainers"), loading(2, how="error", status=1),

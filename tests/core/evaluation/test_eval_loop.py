@@ -179,6 +179,7 @@ def test_predictions_near_the_free_memory_are_warned_of_once(monkeypatch, caplog
     assert [r.levelname for r in caplog.records if "preprocess_logits_for_metrics" in r.getMessage()] == ["WARNING"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the memory of the process from /proc")
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_peak_is_all_predictions_once(ragged):

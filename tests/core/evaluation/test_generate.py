@@ -206,7 +206,7 @@ def test_the_first_rows_are_shown_as_text():
     encode = lambda text: tokenizer(text)["input_ids"]  # noqa: E731
     rows = [{"input_ids": encode("user question"), "labels": encode("answer")} for _ in range(3)]
     outputs = np.array([encode("tool") + [0] * 5] * 6)
-    labels = np.array([encode("answer") + [-100]] * 3)
+    labels = np.array([[*encode("answer"), -100]] * 3)
     shown = generate.samples(rows, outputs, labels, tokenizer, 2)
     assert shown == [{"input": "user question", "target": "answer", "output": "tool"}] * 2
     table = generate.table(shown).splitlines()

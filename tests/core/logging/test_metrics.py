@@ -140,7 +140,7 @@ def test_speed_metrics_are_per_second_and_known_as_timings():
     assert not any(is_timing(name) for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch"))
 
 
-@pytest.mark.parametrize("reduce, expected", [("mean", 2.5), ("sum", 10.0), ("min", 1.0), ("max", 4.0)])
+@pytest.mark.parametrize(("reduce", "expected"), [("mean", 2.5), ("sum", 10.0), ("min", 1.0), ("max", 4.0)])
 def test_a_value_is_reduced_as_asked_over_calls_processes_and_resumes(reduce, expected):
     first, second, resumed = Metrics(), Metrics(), Metrics()
     for metrics, values in ((first, [1.0, 2.0]), (second, [3.0, 4.0])):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.core import ActivationMonitorCallback, ParameterMonitorCallback, TrainerCallback, UtilizationCallback
-from posttrain.core.logging.parameter_monitor import norm, parts
+from posttrain.core.logging.monitors import norm, parts
 from tests import tiny
 from tests.contract.trainers import causal_lm
 

@@ -88,6 +88,15 @@ def test_warnings_are_shown_once_and_without_secrets(tmp_path):
     assert text.count("The token *** &lt;b&gt;failed&lt;/b&gt;.") == 1
 
 
+def test_a_warning_that_comes_again_with_other_numbers_is_counted(tmp_path):
+    def warn(control):
+        for share in (0.5, 0.25, 1e-5):
+            logging.getLogger("posttrain.core").warning("%.4g of the rows were cut.", share)
+
+    trained(tmp_path, [AtStep(2, warn)])
+    assert "WARNING: 0.5 of the rows were cut. (3 times)" in text_of(tmp_path / "report.html")
+
+
 def test_runs_side_by_side_show_what_differs(tmp_path, capsys):
     trained(tmp_path / "slow", learning_rate=1e-4)
     trained(tmp_path / "fast", learning_rate=1e-2)

@@ -7,13 +7,14 @@ import struct
 import sys
 import termios
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.callbacks import PrinterCallback
-from posttrain.core.logging import terminal
+from posttrain.core.logging import noise, terminal
 from posttrain.core.logging.trackers import set_verbosity
 from tests import tiny
 from tests.contract.trainers import arguments, pad
@@ -111,3 +112,28 @@ def test_lines_without_a_bar_end_with_the_pace(capsys):
     logs = {"loss": 2.0, "perf/tokens_per_second": 1234.0, "perf/time_left_seconds": 61.0, "perf/step_seconds": 0.1}
     PrinterCallback().on_log(None, state, None, logs=logs)
     assert capsys.readouterr().out == "loss 2  (1,234 tok/s, 1:01 left)\n"
+
+
+def test_a_warning_that_repeats_is_written_once_and_counted(capsys, monkeypatch):
+    log = logging.getLogger("posttrain.repeats")
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "handlers", [terminal.Handler()])
+    for step in range(12):
+        log.warning("Step %d was left out.", step)
+    log.warning("Another one.")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["Step 0 was left out.", "Step 9 was left out. (the 10th time)", "Another one."]
+
+
+def test_noise_of_other_libraries_is_left_out_and_their_other_messages_are_not(caplog):
+    noise.quiet()
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    log.warning("Failed to load CPU gemm_4bit_forward from somewhere: %s", "no kernels")
+    log.warning("The weights are broken.")
+    assert caplog.messages == ["The weights are broken."]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        noise.quiet()
+        warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
+        warnings.warn("Another one", FutureWarning, stacklevel=1)
+    assert [str(one.message) for one in seen] == ["Another one"]

@@ -158,6 +158,7 @@ def test_a_tracker_keeps_its_class_and_cannot_change_the_arguments(tmp_path):
     assert trainer.pop_callback(Tracker) is tracker
 
 
+@pytest.mark.long
 def test_trackers_find_every_argument_that_they_read(tmp_path):
     """Each ``args.<name>`` in the callbacks of transformers."""
     from transformers.integrations import integration_utils
@@ -223,6 +224,7 @@ def stop_and_go(tmp_path, report_to, **options):
 # ---- for real ----
 
 
+@pytest.mark.rotated("what they get")
 @installed("tensorboard")
 def test_tensorboard_gets_the_scalars_of_the_log(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -240,6 +242,7 @@ def test_tensorboard_gets_the_scalars_of_the_log(tmp_path):
         assert [v for _, v in written] == pytest.approx([v for _, v in logged], rel=1e-6)
 
 
+@pytest.mark.rotated("runs that go on")
 @installed("tensorboard")
 def test_tensorboard_goes_on_in_its_folder_with_each_step_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -256,6 +259,8 @@ def test_tensorboard_goes_on_in_its_folder_with_each_step_once(tmp_path):
     assert len({file.parent for file in tmp_path.rglob("events.out.tfevents.*")}) == 2  # a new run, a new folder
 
 
+@pytest.mark.rotated("runs that go on")
+@pytest.mark.long
 @installed("mlflow")
 def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     import mlflow
@@ -271,6 +276,8 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     assert "MLFLOW_RUN_ID" not in os.environ
 
 
+@pytest.mark.rotated("runs that go on")
+@pytest.mark.long
 @installed("trackio")
 def test_trackio_goes_on_with_its_run(tmp_path):
     code = f"""
@@ -288,6 +295,8 @@ assert first.state.tracker_runs == again.state.tracker_runs and first.state.trac
         assert len(database.execute("SELECT DISTINCT run_name FROM metrics").fetchall()) == 1
 
 
+@pytest.mark.rotated("what they get")
+@pytest.mark.long
 @installed("mlflow")
 def test_mlflow_gets_the_run_name_the_arguments_and_the_losses(tmp_path, monkeypatch):
     import mlflow
@@ -305,6 +314,8 @@ def test_mlflow_gets_the_run_name_the_arguments_and_the_losses(tmp_path, monkeyp
     assert history == [(r["step"], r["loss"]) for r in trainer.state.log_history if "loss" in r]
 
 
+@pytest.mark.rotated("runs that go on")
+@pytest.mark.long
 @installed("wandb")
 def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -326,6 +337,8 @@ def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run
         wandb.finish()
 
 
+@pytest.mark.rotated("what they get")
+@pytest.mark.long
 @installed("trackio")
 def test_trackio_gets_the_run_name_and_the_losses(tmp_path):
     # Trackio keeps its folder and its run for the process, and a thread that writes: a process of its own.

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from posttrain.core.losses import cross_entropy, linear_cross_entropy, selective_log_softmax, shift_labels, token_logps
+from posttrain.core.losses.logits import dynamic_weights
 from posttrain.lm.loss import language_modeling
-from posttrain.lm.loss.language_modeling import cross_entropy, linear_cross_entropy, selective_log_softmax, token_logps
 
 VOCAB, WIDTH = 50, 16
 OPTIONS = [
@@ -376,14 +377,7 @@ def test_selective_log_softmax_is_the_gathered_log_softmax():
 
 def test_labels_are_shifted_to_where_they_are_predicted():
     labels = torch.tensor([[1, 2, 3], [4, -100, 6]])
-    assert language_modeling.shift_labels(labels).tolist() == [[2, 3, -100], [-100, 6, -100]]
-
-
-def test_targets_are_counted_where_a_loss_is_taken():
-    labels = torch.tensor([[1, 2, 3], [4, -100, 6]])
-    assert language_modeling.count_targets(labels, shifted=False) == 3
-    assert language_modeling.count_targets(language_modeling.shift_labels(labels), shifted=True) == 3
-    assert language_modeling.count_targets(labels, shifted=True) == 5
+    assert shift_labels(labels).tolist() == [[2, 3, -100], [-100, 6, -100]]
 
 
 def test_cross_entropy_shifts_and_averages_as_transformers_does():
@@ -419,7 +413,7 @@ def test_cross_entropy_of_nothing_is_zero_with_zero_gradients():
 def test_the_tiled_loss_is_the_plain_one_on_shifted_labels():
     hidden, weight, _, labels = problem()
     plain = cross_entropy(hidden @ weight.t(), labels, num_items=11, label_smoothing=0.1)
-    tiled = linear_cross_entropy(hidden, weight, language_modeling.shift_labels(labels), label_smoothing=0.1) / 11
+    tiled = linear_cross_entropy(hidden, weight, shift_labels(labels), label_smoothing=0.1) / 11
     assert_close(tiled, plain)
 
 
@@ -454,11 +448,11 @@ def test_dft_is_cross_entropy_times_the_probability(dtype, relative, reduction, 
 def test_dft_on_whole_logits_is_the_same_and_a_certain_target_costs_nothing():
     hidden, weight, bias, labels = problem()
     logits = plain_logits(hidden, weight, bias)
-    expected = linear_cross_entropy(hidden, weight, language_modeling.shift_labels(labels), bias=bias, dft=True)
+    expected = linear_cross_entropy(hidden, weight, shift_labels(labels), bias=bias, dft=True)
     assert cross_entropy(logits, labels, 1, dft=True).item() == pytest.approx(expected.item(), rel=1e-6)
     uniform = cross_entropy(torch.zeros(1, 3, VOCAB), torch.tensor([[1, 2, 3]]), 1, dft=True)
     assert uniform.item() == pytest.approx(2 * math.log(VOCAB) / VOCAB, rel=1e-6)  # p log(1/p), twice
-    assert language_modeling.dynamic_weights(torch.tensor([0.0, math.inf])).tolist() == [1.0, 0.0]
+    assert dynamic_weights(torch.tensor([0.0, math.inf])).tolist() == [1.0, 0.0]
 
 
 def test_dft_and_label_smoothing_are_refused_together():

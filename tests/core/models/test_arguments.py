@@ -7,7 +7,8 @@ import torch
 
 from posttrain.core.config import validate
 from posttrain.core.errors import ConfigError
-from posttrain.lm.loading.arguments import ModelConfig, ModelSideArguments
+from posttrain.core.models.arguments import ModelSideArguments
+from posttrain.lm.loading.arguments import ModelConfig
 
 peft = pytest.importorskip("peft")
 

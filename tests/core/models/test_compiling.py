@@ -33,6 +33,7 @@ def small(folder, **changes):
     return Trainer(model, arguments(TrainingArguments, folder, **options), pad, tiny.token_rows(16, min_length=8))
 
 
+@pytest.mark.slow
 def test_the_default_backend_gives_the_losses_and_the_checkpoint_of_the_uncompiled_run(counters, tmp_path):
     plain, fast = small(tmp_path / "plain"), small(tmp_path / "fast", torch_compile=True)
     plain.train()
@@ -84,6 +85,7 @@ def test_a_model_without_layers_is_compiled_whole_and_one_that_is_compiled_stays
     assert len(compiled_parts(adapted)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sft-lora", "dpo"])
 def test_trainers_that_take_the_loss_in_the_head_train_compiled(name, counters, tmp_path):
     on = {"torch_compile": True, "torch_compile_backend": "eager"}

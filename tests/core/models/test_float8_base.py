@@ -18,7 +18,7 @@ LAYERS = ("self_attn", "mlp")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """(a folder as finegrained float8 is published, the weights that it stands for)"""
+    """(a folder as finegrained float8 is published, the weights that it stands for)."""
     folder = tmp_path_factory.mktemp("float8")
     tiny.causal_lm().save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)

@@ -59,7 +59,9 @@ def test_mlps_computed_in_tiles_change_no_gradient(make, tile, kwargs):
     for _ in range(2):  # a trainer may prepare a model twice
         gradient_checkpointing.enable_gradient_checkpointing(model, kwargs | {"mlp_tile": tile})
     mlp = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
-    list(mlp.children())[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].flatten(0, -2).shape[0]))
+    next(iter(mlp.children())).register_forward_pre_hook(
+        lambda module, args: rows.append(args[0].flatten(0, -2).shape[0])
+    )
     found = model(input_ids=ids, labels=labels).loss
     found.backward()
     torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
@@ -76,7 +78,9 @@ def test_a_model_that_is_trained_again_has_the_tiles_of_its_last_run():
     model = copy.deepcopy(model)
     gradient_checkpointing.enable_gradient_checkpointing(model, {"mlp_tile": 8})
     mlp = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
-    list(mlp.children())[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].flatten(0, -2).shape[0]))
+    next(iter(mlp.children())).register_forward_pre_hook(
+        lambda module, args: rows.append(args[0].flatten(0, -2).shape[0])
+    )
     with torch.no_grad():
         model(input_ids=torch.arange(4, 24).view(2, 10))
     assert rows == [8, 8, 4]

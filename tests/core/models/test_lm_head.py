@@ -9,16 +9,10 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from posttrain.core.losses import cross_entropy, linear_cross_entropy, selective_log_softmax, shift_labels
 from posttrain.lm.loading import adapters
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import Measure, divergence_terms
-from posttrain.lm.loss.language_modeling import (
-    count_targets,
-    cross_entropy,
-    linear_cross_entropy,
-    selective_log_softmax,
-    shift_labels,
-)
 from tests import tiny
 from tests.core.models.gradients import LORA, assert_same_gradients, batch, gradients
 
@@ -52,7 +46,7 @@ def special_arch(name, **config):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_head_of_usual_models_is_found(arch):
     model = tiny.causal_lm(arch).train()
-    head = lm_head.causal_head(model)
+    head, _ = lm_head.find_head(model)
     assert head.linear is model.get_output_embeddings() and head.weight is head.linear.weight and head.bias is None
     assert (head.softcap, head.scale) == (None, 1.0)
     assert all(module.training for module in model.modules()) and not head.linear._forward_hooks
@@ -80,7 +74,7 @@ def assert_loss_and_gradients_in_head(model, ids, labels, expected):
 )
 def test_softcap_and_scale_are_found_and_give_the_models_loss(arch, config, softcap, scale):
     model = special_arch(arch, **config)
-    head = lm_head.causal_head(model)
+    head, _ = lm_head.find_head(model)
     assert (head.softcap, head.scale) == (softcap, scale)
     ids, labels = batch(96)
     output = model(input_ids=ids, output_hidden_states=True)
@@ -101,7 +95,7 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
         return output
 
     model.forward = forward
-    assert lm_head.causal_head(model) is None
+    assert lm_head.find_head(model)[0] is None
     assert "in an unknown way" in lm_head.supports_loss_in_head(model)
     with pytest.raises(ValueError, match="in an unknown way"), lm_head.loss_in_head(model, batch()[1]):
         pass
@@ -152,7 +146,7 @@ def test_the_head_takes_the_loss_with_the_numbers_of_the_plain_path(kind):
     assert_same_gradients(gradients(model), wanted)
     targets = shift_labels(labels)
     kept = targets != -100
-    assert kept.sum() == count_targets(labels, shifted=False) == 13
+    assert kept.sum() == 13
     assert correct == (logits.argmax(-1) == targets)[kept].sum()
     assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy()[kept].sum().detach())
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, logits)  # the head is itself again
@@ -216,7 +210,7 @@ def test_virtual_tokens_of_prompt_tuning_carry_no_label():
 
 def test_bfloat16_heads_are_found_and_take_the_loss():
     model, (ids, labels) = tiny.causal_lm().to(torch.bfloat16), batch()
-    assert lm_head.causal_head(model) is not None
+    assert lm_head.find_head(model)[0] is not None
     with torch.no_grad():
         expected = cross_entropy(model(input_ids=ids).logits, labels, num_items=1)
         with lm_head.loss_in_head(model, labels):
@@ -250,7 +244,6 @@ def test_the_head_takes_the_loss_through_ddp_and_fsdp(wrapper, one_process_group
             fully_shard(module)
         wrapped = model
     assert lm_head.supports_loss_in_head(wrapped) is None
-    assert (lm_head.causal_head(wrapped) is None) == (wrapper == "fsdp2")  # its weight is in pieces between forwards
     with lm_head.loss_in_head(wrapped, labels):
         loss = wrapped(input_ids=ids).logits[0]
     with lm_head.logps_in_head(wrapped, labels):

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec
-from posttrain.core.config import validate
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
 from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
-from posttrain.core.optim.builder import OPTIMIZERS, OptimizerArguments
+from posttrain.core.optim.builder import OPTIMIZERS
 from posttrain.core.optim.by_name import target_matrices
 from posttrain.core.optim.galore import SIDES, galore, projection
 from posttrain.core.optim.layerwise import Layerwise
-from posttrain.core.optim.lr_scheduler import ScheduleArguments
 from tests import tiny
 
 NEEDS = {"schedule_free": "schedulefree", "stable_adamw": "optimi", "bnb": "bitsandbytes"}
@@ -29,13 +28,8 @@ NEEDS |= {"xla": "torch_xla", "npu": "torch_npu"}
 
 
 @dataclass
-class Arguments(OptimizerArguments, ScheduleArguments):
+class Arguments(TrainingArguments):
     max_steps: int = 10
-    gradient_accumulation_steps: int = 1
-    fp16: bool = False
-
-    def __post_init__(self):
-        validate(self)
 
 
 def arguments(optim="sgd", **kwargs):
@@ -150,7 +144,8 @@ def test_every_optimizer_of_transformers_is_known():
 )
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_updates_equal_those_of_transformers(name, optim_args, tmp_path):
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
+    from transformers import TrainingArguments as TheirArguments
 
     skip_without_library(name)
     if name == "grokadamw":
@@ -158,7 +153,7 @@ def test_updates_equal_those_of_transformers(name, optim_args, tmp_path):
     common = {"learning_rate": 1e-2, "optim": name, "optim_args": optim_args, "warmup_steps": 2}
     common |= {} if name == "grokadamw" else {"adam_beta2": 0.99}  # transformers leaves it out there
     theirs, mine = Net(), Net()
-    arguments_of_theirs = TrainingArguments(tmp_path, weight_decay=0.1, report_to="none", use_cpu=True, **common)
+    arguments_of_theirs = TheirArguments(tmp_path, weight_decay=0.1, report_to="none", use_cpu=True, **common)
     their_class, their_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments_of_theirs, theirs)
     names = builder.decay_parameter_names(theirs)
     train(theirs, their_class(builder.parameter_groups(theirs, names, 0.1), **their_kwargs), 5)
@@ -659,7 +654,7 @@ def test_groups_stepped_in_one_kernel_step_as_torch_steps_them(weight_decay):
             optimizer.zero_grad()
         return list(model.parameters()), optimizer.state_dict()
 
-    args = SimpleNamespace(weight_decay=weight_decay, optim="adamw_torch_fused", max_grad_norm=1.0)
+    args = arguments("adamw_torch_fused", weight_decay=weight_decay)
     options = {"lr": 0.01, "fused": True}
     ours = trained(lambda model: builder.build(model, args, class_and_kwargs=(torch.optim.AdamW, options)))
     theirs = trained(

@@ -334,6 +334,7 @@ metric_list: [{{metric: acc}}]
     assert "no task 'no_such_task_at_all'" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_rows_that_the_hub_does_not_give_are_named_without_a_traceback(base, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
 
@@ -348,7 +349,7 @@ def test_rows_that_the_hub_does_not_give_are_named_without_a_traceback(base, mon
 
 def test_an_evaluation_needs_tasks(base, capsys):
     assert main(["evaluate", base]) == 2
-    assert "name the tasks" in capsys.readouterr().err
+    assert "name your rows, as in --data rows.jsonl, or tasks" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------------- export
@@ -400,11 +401,16 @@ def test_gguf_needs_the_converter_of_llama_cpp(base, tmp_path, monkeypatch, caps
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_package_that_the_converter_lacks_is_named_and_not_its_requirements(base, tmp_path, capsys):
+def test_a_package_that_the_converter_lacks_is_named_and_not_its_requirements(base, tmp_path, monkeypatch, capsys):
     """Those of llama.cpp would put a transformers in place that is too old for this package."""
     (tmp_path / "convert_hf_to_gguf.py").write_text("import a_package_that_is_not_there", encoding="utf-8")
-    pytest.importorskip("gguf")
-    assert main(["export", base, str(tmp_path / "model.gguf"), "--llama_cpp", str(tmp_path)]) == 1
+    words = ["export", base, str(tmp_path / "model.gguf"), "--llama_cpp", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(export.importlib.util, "find_spec", lambda name: None)
+        assert main(words) == 1
+        assert "Run: pip install gguf sentencepiece" in capsys.readouterr().err
+        patch.setattr(export.importlib.util, "find_spec", lambda name: name)
+        assert main(words) == 1
     told = capsys.readouterr().err
     assert "Run: pip install a_package_that_is_not_there (its requirements.txt pins another transformers)" in told
     assert not (tmp_path / "model.gguf").exists()

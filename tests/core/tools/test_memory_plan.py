@@ -165,6 +165,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_what_the_real_run_holds(case, folder, tmp_path):
@@ -223,6 +224,7 @@ def test_rows_that_are_computed_in_tiles_are_planned(length, folder, tmp_path):
     assert plan.activations == pytest.approx(real.kept, rel=0.1)
 
 
+@pytest.mark.long
 def test_tiles_of_an_mlp_take_its_tensors_out_of_the_peak(tmp_path):
     """A recomputed layer holds some six tensors of the MLP's width, here of 384 tokens x 4,096 in float32."""
     tiny.causal_lm(**WIDTH | {"intermediate_size": 4096}).save_pretrained(tmp_path)
@@ -262,6 +264,7 @@ def test_the_command_shows_parts_that_add_up_and_writes_and_trains_nothing(place
     assert sorted(path.name for path in place.iterdir()) == ["rows.jsonl", "run.yaml"]
 
 
+@pytest.mark.long
 def test_what_does_not_fit_gets_changes_that_do_when_they_are_made(place, capsys):
     with (place / "run.yaml").open("a") as file:
         file.write("gradient_checkpointing: no\n")
@@ -278,6 +281,7 @@ def test_what_does_not_fit_gets_changes_that_do_when_they_are_made(place, capsys
         assert "It fits" in again and table(again)["peak (estimate)"] == float(size)
 
 
+@pytest.mark.long
 def test_changes_are_piled_up_where_none_is_enough_and_it_says_when_nothing_is(place, capsys):
     words = ["plan", "sft", "run.yaml", "--max_length", "96", "--gradient_checkpointing", "no", "--memory"]
     assert main([*words, "1MiB"]) == 0
@@ -293,6 +297,7 @@ def ways(text: str) -> dict[str, tuple[int, float]]:
     return {name: (int(rows), float(peak)) for name, rows, peak in lines}
 
 
+@pytest.mark.long
 def test_a_way_to_divide_a_model_over_cards_is_proposed_that_fits_when_it_is_taken(place, capsys):
     words = ["plan", "sft", "run.yaml", "--max_length", "96", "--memory", "3.5MiB"]
     assert main([*words, "--cards", "4"]) == 0
@@ -350,6 +355,7 @@ def test_a_plan_needs_a_method(place, capsys):
     assert "name the method first" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_methods_say_what_their_batches_are(folder):
     """Pairs are two rows each; a reference is held unless its answers are kept or an adapter is switched off."""
     from posttrain.rl.algorithms.dpo import DPOConfig
@@ -365,6 +371,7 @@ def test_methods_say_what_their_batches_are(folder):
     assert plan(precompute_ref_log_probs=True)[1].reference == plan(use_peft=True)[1].reference == 0
 
 
+@pytest.mark.long
 def test_a_divided_step_is_planned_without_whole_matrices(tmp_path):
     """Each of 8 processes holds 4/8 of the weights' bytes (weights, gradients, two moments), and gathers a layer."""
     tiny.causal_lm(hidden_size=256, intermediate_size=1024, num_hidden_layers=8).save_pretrained(tmp_path)
@@ -454,6 +461,7 @@ def seeing(tmp_path_factory) -> Callable[[str], tuple[str, torch.nn.Module]]:
     return of
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("name", ["llava", "smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_both_parts_of_a_model_that_sees_are_counted_unless_one_is_frozen(name, seeing):
@@ -466,7 +474,8 @@ def test_both_parts_of_a_model_that_sees_are_counted_unless_one_is_frozen(name, 
         parts.freeze_others(chosen, part)
         trained = sum(parameter.nbytes for parameter in chosen.parameters() if parameter.requires_grad)
         assert 0 < trained < own
-        assert memory_plan.measure(*(run := a_run(path, train_parts=part), workload(run))).gradients == trained
+        run = a_run(path, train_parts=part)
+        assert memory_plan.measure(run, workload(run)).gradients == trained
     lora = a_run(path, use_peft=True, lora_r=4)
     adapter = adapters.add_adapter(copy.deepcopy(model), lora.model.peft_config())
     trained = sum(parameter.nbytes for parameter in adapter.parameters() if parameter.requires_grad)
@@ -508,6 +517,7 @@ def test_a_model_of_text_alone_has_no_size_of_an_image(place, capsys):
     assert "the model reads text alone" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_plan_does_not_hang_on_the_process_groups_of_another(folder, tmp_path):
     run = a_run(folder, tmp_path, parallelism_config={"tp_size": 2, "dp_shard_size": 2})
     plans = []

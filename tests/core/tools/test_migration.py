@@ -109,6 +109,7 @@ CLASSIFIER_NOW = """
 """
 
 
+@pytest.mark.long
 def test_a_script_for_the_trainer_keeps_its_comments_and_its_layout():
     assert rewritten(CLASSIFIER) == dedent(CLASSIFIER_NOW)
     assert notes(CLASSIFIER) == []
@@ -188,6 +189,7 @@ def test_documents_get_the_imports_that_were_written_by_hand():
     assert compared >= 10
 
 
+@pytest.mark.long
 def test_a_document_that_trains_with_trl():
     page = next(page for page in DOCUMENTS if page.name == "guide.md")
     code = next(b.code for b in blocks(page.read_text(encoding="utf-8")) if "posttrain import sft as trl" in b.code)
@@ -570,6 +572,8 @@ PREFER = """
 """
 
 
+@pytest.mark.rotated
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "said"),
     [

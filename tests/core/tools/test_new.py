@@ -54,6 +54,7 @@ def test_a_recipe_says_what_it_is(name):
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES])
 def test_a_recipe_trains(name, model, tmp_path, monkeypatch):
     if name == "sft-qlora":

@@ -43,6 +43,7 @@ def faults(**environment):
     return [int(word) for word in done.stdout.split()], done.stderr
 
 
+@pytest.mark.long
 @glibc
 def test_memory_is_kept_within_the_context_and_given_back_after():
     (before, kept, off, more), said = faults()
@@ -52,6 +53,8 @@ def test_memory_is_kept_within_the_context_and_given_back_after():
     assert said.count("DEBUG:posttrain.core.training.allocator:Freed memory is kept") == 1
 
 
+@pytest.mark.rotated
+@pytest.mark.long
 @glibc
 @pytest.mark.parametrize(
     "tuned", [{"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}], ids=["old", "new"]

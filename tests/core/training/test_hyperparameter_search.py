@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from posttrain.compat.hyperparameter_search import BestRun, default_compute_objective, default_hp_space, search
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.errors import ConfigError
 from posttrain.core.logging.trackers import apart
-from posttrain.core.training.hyperparameter_search import BestRun, default_compute_objective, default_hp_space, search
 from tests import programs
 
 optuna = pytest.importorskip("optuna")
@@ -285,7 +285,6 @@ def test_an_argument_that_the_trainer_was_built_with_cannot_be_searched(name, tm
 @pytest.mark.parametrize(
     ("change", "call", "message"),
     [
-        ({"model_init": None, "options": {"model": Slope()}}, {}, "needs a fresh model"),
         ({"options": {"eval_dataset": None}, "eval_strategy": "no"}, {}, "eval_dataset"),
         ({}, {"backend": "ray"}, "'ray' is not supported"),
         ({}, {"direction": "minimise"}, "did you mean 'minimize'"),
@@ -330,6 +329,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_two_processes_run_the_same_trials(tmp_path):
     done = programs.together(2, ["-c", PAIR, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain.core import Trainer
+from posttrain.core.data.batches import Filler, is_filler
 from posttrain.core.data.collators import default_data_collator
-from posttrain.core.data.stateful_dataloader import Filler, is_filler
 from posttrain.core.errors import ConfigError
 from posttrain.core.logging.memory import halves, is_out_of_memory
 from posttrain.rl import DPOTrainer
@@ -82,6 +82,7 @@ def test_a_resumed_run_keeps_the_size_that_was_found(tmp_path):
     assert all(torch.equal(value, weights(straight)[name]) for name, value in weights(resumed).items())
 
 
+@pytest.mark.long
 def test_what_cannot_be_cut_is_said_and_how_to_make_it_fit(tmp_path):
     trainer = causal_lm(Small)(tmp_path, auto_find_batch_size=True)
     trainer.limit = 0

@@ -111,7 +111,10 @@ def test_on_the_cpu_it_is_said_before_the_step():
 def test_a_window_without_a_label_is_left_out_and_only_many_in_a_row_stop_the_run(caplog):
     guard = FiniteGuard(limit=3)
     empty = update(NAN, num_items=0)
-    assert [guard.before_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [False, False, True] + [
+    assert [guard.before_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [
+        False,
+        False,
+        True,
         False,
         False,
     ]
@@ -489,10 +492,10 @@ def test_what_float16_weights_need_is_said_when_the_trainer_is_made(tmp_path, ca
 
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch):
-    from posttrain.core.distributed import processes
+    from posttrain.core.distributed import world
 
-    monkeypatch.setattr(processes, "precision", lambda args: "fp16")
-    monkeypatch.setattr(processes, "accelerator_present", lambda: True)
+    monkeypatch.setattr(world, "precision", lambda args: "fp16")
+    monkeypatch.setattr(world, "accelerator_present", lambda: True)
 
 
 def fp16_trainer(folder, kind=Trainer, model=None):

@@ -228,6 +228,7 @@ def child(out, mode, workers, **options):
     return programs.Program(["-c", CHILD, str(out), mode, str(workers)], **options)
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

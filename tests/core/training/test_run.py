@@ -328,6 +328,7 @@ def no_collector():
     gc.enable()
 
 
+@pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(

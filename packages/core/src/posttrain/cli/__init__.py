@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import logging
 import os
 import shutil
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
+from posttrain.core.logging import noise
 
-# Each is a module of `posttrain.cli.tools` with a function `run`.
+# Each is a module of `posttrain.cli.tools` with a function `run`; `train` is here.
 COMMANDS = {
-    "new": "List recipes, or write one out: a run to begin with.",
+    "train": "Train as a file describes: its `method`, or the one that its rows ask for.",
+    "new": "List recipes, or write one out as a starting config.",
     "launch": "Start a program, or a method, in several processes.",
     "check": "Find what is wrong with the arguments of a run, and write them as one file.",
     "preview": "Show the training tokens of a run.",
     "bench": "Measure the speed and the memory of a run in a few optimizer steps.",
+    "sweep": "Search for better arguments of a run with Optuna.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",
     "chat": "Talk to a model or an adapter in the terminal.",
     "generate": "Complete the prompts of a JSONL file.",
-    "evaluate": "Evaluate a model or an adapter on tasks of lm-eval.",
+    "evaluate": "Evaluate a model or an adapter on rows of yours, or on tasks of lm-eval.",
+    "serve": "Serve a model on this machine, through vLLM where it is installed.",
     "export": "Write one model for other programs: safetensors, or GGUF for llama.cpp.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",
@@ -39,6 +45,7 @@ COMMANDS = {
     "env": "Versions and hardware, for a bug report.",
 }
 
+TRAIN = "train"
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
@@ -58,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
-        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where nobody reads the output any more.
+        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _quiet_others()
@@ -77,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)]
         )  # fmt: skip
     except (DataError, CheckpointError) as error:
-        message, status = f"posttrain {words[0]}: {error}", 1
+        message, status = "\n".join([f"posttrain {words[0]}: {error}", *getattr(error, "__notes__", ())]), 1
     except KeyboardInterrupt as stop:
         if isinstance(stop, SystemExit):  # of a run that has saved a checkpoint; it has its own exit code
             raise
@@ -88,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """Whether nobody reads the output any more; a pipe may also have broken between two processes of a run."""
+    """Whether no program reads the output any more; a pipe may also have broken between two processes of a run."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -98,8 +105,11 @@ def _reader_has_gone() -> bool:
 
 
 def _quiet_others() -> None:
-    """Leave out what libraries tell each other's developers, of which a user of the command line can change nothing."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # names a kernel that it did not find, for any adapter
+    """Leave out what libraries tell each other's developers, and progress bars where they would go into a file."""
+    noise.quiet()
+    if not sys.stderr.isatty():
+        for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|torch)\.")
 
 
@@ -112,14 +122,15 @@ def _dispatch(words: list[str]) -> int:
         from importlib.metadata import version
 
         print(f"posttrain {version('posttrain-core')}")
-    elif words[0] in COMMANDS:
+    elif words[0] in COMMANDS and words[0] != TRAIN:
         module = importlib.import_module(f"posttrain.cli.tools.{words[0].replace('-', '_')}")
         makes_runs: dict[str, tuple[Any, ...]] = {
             "check": (_read_and_check,),
             "preview": (_read,),
             "plan": (_read,),
             "bench": (_read,),
-            "rerun": (_train,),
+            "sweep": (_settings, _checked),
+            "rerun": (functools.partial(_train, words=words),),
             "schema": (_classes,),
         }
         return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
@@ -134,19 +145,31 @@ def _dispatch(words: list[str]) -> int:
 
 def _run_method(name: str, words: list[str]) -> int:
     from posttrain.cli import help, parse
+    from posttrain.cli.method import of_words
     from posttrain.core import registry
 
     if name.startswith("-"):
         raise ConfigError("posttrain", [f"the method comes first, before {name}"])
-    method = registry.method(name, others=COMMANDS)
-    if {"-h", "--help"} & set(words):
+    smoke, rest = "--smoke" in words, [word for word in words if word != "--smoke"]
+    asks = bool({"-h", "--help"} & set(words))
+    if name == TRAIN and asks:
+        print(help.TRAIN)
+        return 0
+    method = of_words([TRAIN, *rest], TRAIN)[0] if name == TRAIN else registry.method(name, others=COMMANDS)
+    if asks:
         print(help.of_method(method, _classes(method)))
         return 0
-    return _train(method, *parse.read_words([word for word in words if word != "--smoke"]), smoke="--smoke" in words)
+    return _train(method, *_settings(method, rest), words=[name, *rest], smoke=smoke)
 
 
-def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bool = False) -> int:
-    """Run `method` with `settings`, `problems` having been found in them before; the exit status."""
+def _train(
+    method: Any, settings: dict[str, Any], problems: list[str], words: Sequence[str] = (), smoke: bool = False
+) -> int:
+    """Run `method` with `settings`, `problems` having been found in them before; the exit status.
+
+    Args:
+        words: the command line, after ``posttrain``.
+    """
     run = _checked(method, settings, problems)
     from posttrain.cli.report import run_record
     from posttrain.core.hub import uploads  # after the checks: this imports torch
@@ -156,8 +179,27 @@ def _train(method: Any, settings: dict[str, Any], problems: list[str], smoke: bo
         if smoke:
             _smoke(method, run)
         else:
-            method.run(run)
+            _run_to_its_end(method, run, words)
     return 3 if any(one.failed for one in uploads.USED) else 0
+
+
+def _run_to_its_end(method: Any, run: Any, words: Sequence[str]) -> None:
+    """Train, and say what is there afterwards and what can follow."""
+    from posttrain.cli import ending
+
+    began, is_main = time.time(), run.config.process_index == 0
+    try:
+        method.run(run)
+    except BaseException as error:
+        if is_main and ending.has_begun(run.config, began):
+            text = ending.stopped(run.config, words)
+            if isinstance(error, Exception):
+                error.add_note(text)
+            else:
+                print(f"\n{text}", file=sys.stderr)
+        raise
+    if is_main and ending.has_begun(run.config, began):
+        print(ending.finished(run.config, words))
 
 
 def _checked(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
@@ -180,16 +222,21 @@ def _classes(method: Any) -> tuple[type, type, type]:
 
 def _read(method: Any, words: list[str]) -> Any:
     """The `Run` of a method from `words`, its files and flags."""
-    from posttrain.cli import parse
+    return _configs(method, *_settings(method, words))
 
-    return _configs(method, *parse.read_words(words))
+
+def _settings(method: Any, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a method from `words`, its files and flags, and the problems that were found in them."""
+    from posttrain.cli import parse
+    from posttrain.cli.method import without_method
+
+    settings, problems = parse.read_words(words)
+    return without_method(method, settings, problems), problems
 
 
 def _read_and_check(method: Any, words: list[str]) -> dict[str, Any]:
     """The settings of a method from `words`, its files and flags, by name, as text; checked as for training."""
-    from posttrain.cli import parse
-
-    settings, problems = parse.read_words(words)
+    settings, problems = _settings(method, words)
     _checked(method, settings, problems)
     return {name: setting.value for name, setting in settings.items()}
 

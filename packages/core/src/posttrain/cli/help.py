@@ -11,6 +11,11 @@ from typing import Any
 from posttrain.core.config import field_types
 from posttrain.core.registry import Method, methods
 
+TRAIN = """usage: posttrain train run.yaml [--name value ...]
+
+Trains as the file describes. `method:` in it names the method, such as sft, dpo or grpo; without it the method is
+inferred from the arguments and the columns of the rows, and printed. posttrain <method> --help lists the arguments."""
+
 
 def overview(commands: dict[str, str]) -> str:
     """The text of ``posttrain --help``.
@@ -19,7 +24,8 @@ def overview(commands: dict[str, str]) -> str:
         commands: ``{name: help}`` of the commands that are no training methods.
     """
     lines = [
-        "usage: posttrain <method> [run.yaml ...] [--name value ...]",
+        "usage: posttrain train run.yaml [--name value ...]",
+        "       posttrain <method> [run.yaml ...] [--name value ...]",
         "       posttrain <command>",
         "",
         "methods:",

@@ -11,8 +11,17 @@ from typing import Any
 
 from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
 from posttrain.core.errors import DataError, did_you_mean, missing, require
+from posttrain.lm.text import layouts
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".text": "text"}
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+    ".text": "text",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class DataSource(metaclass=ConfigMeta):
     """Which dataset is trained on and evaluated on."""
 
     dataset_name: list[str] | str | None = opt(
-        None, "Rows to train on: files (json, jsonl, parquet, csv, txt), a folder, or a name on the hub."
+        None, "Rows to train on: files (json, jsonl, parquet, csv, tsv, txt), a folder, or a name on the hub."
     )
     dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
         None,
@@ -55,6 +64,10 @@ class DataSource(metaclass=ConfigMeta):
     dataset_streaming: bool = opt(False, "Read rows while training instead of preparing them all before.")
     max_rows: int | None = opt(None, "Use only this many rows of each set, from the start.", min=1)
     rename_columns: JSONObject = opt(None, 'Columns to rename, e.g. {"question": "prompt", "answer": "completion"}.')
+
+    as_messages: bool = opt(
+        False, "Make messages of prompts and completions that are plain texts, for a model with a chat template."
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -214,7 +227,8 @@ class DataSource(metaclass=ConfigMeta):
         """``{split: dataset}`` of the files, folder or hub dataset `name`; rows without splits are called `split`."""
         found = read(name, config or self.dataset_config, self.dataset_streaming)
         sets = dict(found) if isinstance(found, dict) else {split or self.dataset_train_split: found}
-        return {name: self._with_new_names(rows) for name, rows in sets.items()}
+        sets = {name: self._with_new_names(rows) for name, rows in sets.items()}
+        return {name: layouts.as_messages(rows) for name, rows in sets.items()} if self.as_messages else sets
 
     def _with_new_names(self, rows: Any) -> Any:
         """`rows` with the columns of `rename_columns` renamed."""
@@ -254,6 +268,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         return datasets.load_from_disk(names[0])
     if builder:
         where = {"data_files": names}
+    if builder == "tsv":
+        builder, where = "csv", where | {"sep": "\t"}
     reader, config = (builder, None) if builder else (names[0], config)
     try:
         return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)

@@ -1,1 +1,1 @@
-"""Names and row formats of transformers and trl."""
+"""Names, row formats and callbacks of transformers and trl."""

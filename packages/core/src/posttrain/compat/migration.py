@@ -387,8 +387,7 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
     if name in known:
         return None
     if isinstance(old, Removed):
-        harmless = value is not UNKNOWN and (old.harmless is None or value in old.harmless)
-        says_nothing = old.quiet and harmless or (value is not UNKNOWN and value in old.says_nothing)
+        says_nothing = value is not UNKNOWN and value in old.says_nothing
         return None if says_nothing else f"{name} has no effect: {old.why}"
     if isinstance(old, Renamed):
         if value is UNKNOWN:

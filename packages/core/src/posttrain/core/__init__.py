@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import registry
+
 if TYPE_CHECKING:
     from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from posttrain.compat.bema import BEMACallback
     from posttrain.compat.completion_only import DataCollatorForCompletionOnlyLM
+    from posttrain.compat.rich_progress import RichProgressCallback
     from posttrain.compat.row_formats import (
         apply_chat_template,
         is_conversational,
@@ -50,9 +54,13 @@ if TYPE_CHECKING:
     )
     from posttrain.core.data.pipeline import enable_full_determinism, set_seed
     from posttrain.core.evaluation.eval_loop import StreamingMetric
-    from posttrain.core.logging.parameter_monitor import ActivationMonitorCallback, ParameterMonitorCallback
-    from posttrain.core.logging.profiling import MemorySnapshotCallback, ProfilerCallback, UtilizationCallback
-    from posttrain.core.logging.rich_progress import RichProgressCallback
+    from posttrain.core.logging.monitors import (
+        ActivationMonitorCallback,
+        MemorySnapshotCallback,
+        ParameterMonitorCallback,
+        ProfilerCallback,
+        UtilizationCallback,
+    )
     from posttrain.core.state import (
         EvalLoopOutput,
         EvalPrediction,
@@ -63,7 +71,6 @@ if TYPE_CHECKING:
         TrainOutput,
     )
     from posttrain.core.trainer import Trainer
-    from posttrain.core.training.bema import BEMACallback
     from posttrain.lm.generate.completion_callbacks import LogCompletionsCallback, WeaveCallback
     from posttrain.lm.generate.win_rate import WinRateCallback
     from posttrain.lm.loading.arguments import ModelConfig
@@ -72,7 +79,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "core.arguments": ("TrainingArguments",),
-    "core.training.bema": ("BEMACallback",),
+    "compat.bema": ("BEMACallback",),
     "core.callbacks": (
         "CallbackHandler",
         "DefaultFlowCallback",
@@ -107,9 +114,14 @@ _HOMES = {
     "core.config": ("opt",),
     "lm.loading.arguments": ("ModelConfig",),
     "lm.loading.clone_template": ("clone_chat_template", "setup_chat_format"),
-    "core.logging.parameter_monitor": ("ActivationMonitorCallback", "ParameterMonitorCallback"),
-    "core.logging.profiling": ("MemorySnapshotCallback", "ProfilerCallback", "UtilizationCallback"),
-    "core.logging.rich_progress": ("RichProgressCallback",),
+    "core.logging.monitors": (
+        "ActivationMonitorCallback",
+        "MemorySnapshotCallback",
+        "ParameterMonitorCallback",
+        "ProfilerCallback",
+        "UtilizationCallback",
+    ),
+    "compat.rich_progress": ("RichProgressCallback",),
     "cli.mixture": ("DatasetConfig", "DatasetMixtureConfig", "get_dataset"),
     "cli.scripts": (
         "ScriptArguments",
@@ -133,6 +145,12 @@ _HOMES = {
 _HOME_OF = {name: f"posttrain.{home}" for home, names in _HOMES.items() for name in names}
 # Names that scripts import besides the trainer.
 _HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
+
+registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"
+registry.CALLBACKS += [
+    "posttrain.cli.report.run_record:RunRecordCallback",
+    "posttrain.cli.report.report:RunReportCallback",
+]
 
 __all__ = sorted(_HOME_OF)
 

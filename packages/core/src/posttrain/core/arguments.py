@@ -4,43 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import json
 import logging
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from posttrain.core import distributed, registry
 from posttrain.core.checkpoint import CheckpointArguments, disk
-from posttrain.core.config import Choice, ConfigMeta, Resolved, check_field, opt, tidy, validate
+from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import DistributedArguments
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
-from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
 from posttrain.core.fields.durations import NEVER
-from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed, translate_old_names
+from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub import HubArguments
+from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
-from posttrain.core.optim import lr_scheduler, schedule
+from posttrain.core.models.arguments import ModelSideArguments
+from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training.allocator import AllocatorArguments
+from posttrain.core.training.argument_setters import ArgumentSetters
 from posttrain.core.training.ema import EMAArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.preemption import InterruptArguments
-from posttrain.lm.loading.arguments import ModelSideArguments
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -66,8 +64,6 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     ),
     "torchdynamo": Renamed("torch_compile_backend"),
     "xpu_backend": Renamed("ddp_backend"),
-    "push_to_hub_token": Renamed("hub_token"),
-    "push_to_hub_model_id": Renamed("hub_model_id"),
     **{
         name: Removed(f"it is set in a dict, parallelism_config={{{name!r}: ...}}", (None, 1))
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "ep_size")
@@ -197,6 +193,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     ScheduleArguments,
     RunArguments,
     AnswersToOldNames,
+    ArgumentSetters,
     metaclass=ConfigMeta,
 ):
     """All arguments of a run, under flat names.
@@ -212,6 +209,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
 
     def __post_init__(self) -> None:
+        noise.quiet()
         self.validate()
 
     def validate(self) -> None:
@@ -226,20 +224,6 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         listed = f"{', '.join(owners[:-1])} and {owners[-1]} have" if len(owners) > 1 else f"{owners[0]} has"
         return f", which {listed}; use {'one of those' if len(owners) > 1 else 'that class'} instead of {cls.__name__}"
 
-    @classmethod
-    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """``push_to_hub_organization``, which becomes the owner in `hub_model_id`."""
-        if (owner := kwargs.get("push_to_hub_organization")) is None:
-            return kwargs
-        rest = {name: value for name, value in kwargs.items() if name != "push_to_hub_organization"}
-        name = rest.pop("push_to_hub_model_id", None) or rest.pop("hub_model_id", None)
-        model_id = f"{owner}/{name or Path(rest.get('output_dir') or 'trainer_output').name}"
-        warnings.warn(
-            f"{cls.__name__}: push_to_hub_organization={owner!r} is now hub_model_id={model_id!r}",
-            FutureWarning, stacklevel=3,
-        )  # fmt: skip
-        return rest | {"hub_model_id": model_id}
-
     # ---- rules between the groups ----
 
     def _normalize(self) -> None:
@@ -252,9 +236,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             self.eval_steps = self.logging_steps
         if self.save_strategy == "steps" and isinstance(self.save_steps, (int, float)) and self.save_steps <= 0:
             logging.getLogger(__name__).warning(
-                "save_steps=%s saves no step but the last: a run that is ended before has no checkpoint. Set a number "
-                "of steps, or save_strategy='no' if none is wanted.", self.save_steps,
-            )  # fmt: skip
+                f"save_steps={self.save_steps} saves no step but the last: a run that is ended before has no "
+                "checkpoint. Set a number of steps, or save_strategy='no' if none is wanted."
+            )
             self.save_steps = NEVER
         for name, strategy, unused in (
             ("logging_steps", self.logging_strategy, 500),
@@ -292,15 +276,14 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ):
                 if asks:
                     yield f"{name} needs evaluations and eval_strategy is 'no'; set eval_strategy='steps' or 'epoch'"
-        elif self.load_best_model_at_end:
-            yield from self._problems_of_comparing_checkpoints("load_best_model_at_end=True")
-        elif self.save_top_k is not None:
-            yield from self._problems_of_comparing_checkpoints(f"save_top_k={self.save_top_k}")
+        elif self.load_best_model_at_end or self.save_top_k is not None:
+            yield from self._problems_of_comparing_checkpoints()
         if self.save_strategy == "best" and self.metric_for_best_model is None:
             yield (
                 "save_strategy='best' needs metric_for_best_model to compare checkpoints; set it, for instance to "
                 "'loss'"
             )
+        yield from builder.problems_with_others(self)
         yield from schedule.problems(self)
 
     def _take_duration(self, value: float, unit: str) -> None:
@@ -327,7 +310,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     @property
     def goes_by_time(self) -> bool:
-        """Whether something is done at intervals of time, which processes would notice at different steps."""
+        """Whether anything is done at intervals of time, which processes would notice at different steps."""
         intervals = (self.logging_steps, self.eval_steps, self.save_steps)
         return any(isinstance(each, str) and durations.parse(each).unit == "seconds" for each in intervals)
 
@@ -348,11 +331,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             return None
         return self.num_train_epochs if unit == "epochs" else math.inf
 
-    def _problems_of_comparing_checkpoints(self, asker: str) -> Iterator[str]:
+    def _problems_of_comparing_checkpoints(self) -> Iterator[str]:
         """Every saved checkpoint must have been evaluated."""
-        if self.save_strategy == "best":
-            return
-        if self.save_strategy != self.eval_strategy:
+        asker = "load_best_model_at_end=True" if self.load_best_model_at_end else f"save_top_k={self.save_top_k}"
+        if self.save_strategy not in ("best", self.eval_strategy):
             yield (
                 f"{asker} needs an evaluation at each checkpoint, but eval_strategy="
                 f"{str(self.eval_strategy)!r} and save_strategy={str(self.save_strategy)!r}; make them equal, "
@@ -360,7 +342,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             )
         elif self.save_strategy == "steps":
             evaluate, save = self.eval_steps or self.logging_steps, self.save_steps
-            (first, unit), (last, other) = _measured(evaluate), _measured(save)
+            (first, unit), (last, other) = durations.measured(evaluate), durations.measured(save)
             ratio = last / first
             if unit != other:
                 yield (
@@ -460,9 +442,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         return timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """Level of messages in this process, as `logging` counts them; passive means INFO unless the program set
-        one.
-        """
+        """Level of messages in this process, as in `logging`; passive means INFO unless the program set one."""
         name = self.log_level if self.should_log else self.log_level_replica
         if name == "passive":
             return level_of_program() or logging.INFO
@@ -485,16 +465,15 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             return
         logging.getLogger(__name__).debug("The main process goes first with: %s", desc)
         # Starts the process group if there is none; the trainer uses it later.
-        with distributed.Distributed(self).main_first(local):
+        with distributed.make_strategy(self).main_first(local):
             yield
 
     # ---- as plain data ----
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data: enums and dtypes as strings, secrets masked at any depth."""
-        return masked(
-            {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self) if field.init}
-        )
+        fields = [field.name for field in dataclasses.fields(self) if field.init]
+        return masked(plain_data({name: getattr(self, name) for name in fields}))
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""
@@ -515,206 +494,3 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     def __str__(self) -> str:
         lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
         return f"{type(self).__name__}(\n{lines})"
-
-    # ---- setters for groups of arguments; each returns self ----
-
-    def _set(self, **values: Any) -> TrainingArguments:
-        values, problems = translate_old_names(type(self), values)
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        problems += tidy(self)
-        problems += [p for field in dataclasses.fields(self) if field.name in values for p in check_field(self, field)]
-        if problems:
-            vars(self).update(before)
-            raise ConfigError(type(self).__name__, problems)
-        return self
-
-    def set_training(
-        self,
-        learning_rate: float = 5e-5,
-        batch_size: int = 8,
-        weight_decay: float = 0,
-        num_epochs: float = 3,
-        max_steps: int = -1,
-        gradient_accumulation_steps: int = 1,
-        seed: int = 42,
-        activation_checkpointing: bool = False,
-        gradient_checkpointing: bool | None = None,
-    ) -> TrainingArguments:
-        """Set the basic arguments of training, and `do_train`."""
-        recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        return self._set(
-            do_train=True,
-            learning_rate=learning_rate,
-            per_device_train_batch_size=batch_size,
-            weight_decay=weight_decay,
-            num_train_epochs=num_epochs,
-            max_steps=max_steps,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            seed=seed,
-            activation_checkpointing=recompute,
-            gradient_checkpointing=recompute,
-        )
-
-    def set_evaluate(
-        self,
-        strategy: str = "no",
-        steps: float | str = 500,
-        batch_size: int = 8,
-        accumulation_steps: int | None = None,
-        delay: float | None = None,
-        loss_only: bool = False,
-    ) -> TrainingArguments:
-        """Set when and how the model is evaluated, and `do_eval`."""
-        return self._set(
-            eval_strategy=strategy,
-            do_eval=strategy != "no",
-            eval_steps=steps,
-            per_device_eval_batch_size=batch_size,
-            eval_accumulation_steps=accumulation_steps,
-            eval_delay=delay or 0,
-            prediction_loss_only=loss_only,
-        )
-
-    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> TrainingArguments:
-        """Set how `predict` runs, and `do_predict`."""
-        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
-
-    def set_save(
-        self,
-        strategy: str = "steps",
-        steps: float | str = 500,
-        total_limit: int | None = None,
-        on_each_node: bool = False,
-    ) -> TrainingArguments:
-        """Set when checkpoints are written and how many are kept."""
-        return self._set(
-            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
-        )
-
-    def set_logging(
-        self,
-        strategy: str = "steps",
-        steps: float | str = 500,
-        report_to: str | list[str] = "none",
-        level: str = "passive",
-        first_step: bool = False,
-        nan_inf_filter: bool = False,
-        on_each_node: bool = False,
-        replica_level: str = "passive",
-    ) -> TrainingArguments:
-        """Set what is logged, when and where to."""
-        self._set(
-            logging_strategy=strategy,
-            logging_steps=steps,
-            report_to=report_to,
-            log_level=level,
-            logging_first_step=first_step,
-            logging_nan_inf_filter=nan_inf_filter,
-            log_on_each_node=on_each_node,
-            log_level_replica=replica_level,
-        )
-        LoggingArguments._normalize(self)  # report_to is kept as a list
-        return self
-
-    def set_push_to_hub(
-        self,
-        model_id: str,
-        strategy: str = "every_save",
-        token: str | None = None,
-        private_repo: bool | None = None,
-        always_push: bool = False,
-        revision: str | None = None,
-    ) -> TrainingArguments:
-        """Set where and when checkpoints are uploaded, and `push_to_hub`."""
-        return self._set(
-            push_to_hub=True,
-            hub_model_id=model_id,
-            hub_strategy=strategy,
-            hub_token=token,
-            hub_private_repo=private_repo,
-            hub_always_push=always_push,
-            hub_revision=revision,
-        )
-
-    def set_optimizer(
-        self,
-        name: str = "adamw_torch",
-        learning_rate: float = 5e-5,
-        weight_decay: float = 0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-8,
-        args: str | None = None,
-    ) -> TrainingArguments:
-        """Set the optimizer and its constants."""
-        return self._set(
-            optim=name,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            adam_beta1=beta1,
-            adam_beta2=beta2,
-            adam_epsilon=epsilon,
-            optim_args=args,
-        )
-
-    def set_lr_scheduler(
-        self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
-    ) -> TrainingArguments:
-        """Set the schedule of the learning rate and the length of the run."""
-        return self._set(
-            lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
-        )
-
-    def set_dataloader(
-        self,
-        train_batch_size: int = 8,
-        eval_batch_size: int = 8,
-        drop_last: bool = False,
-        num_workers: int = 0,
-        pin_memory: bool = True,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
-        multiprocessing_context: str | None = None,
-        in_order: bool = True,
-        auto_find_batch_size: bool = False,
-        ignore_data_skip: bool = False,
-        sampler_seed: int | None = None,
-    ) -> TrainingArguments:
-        """Set how batches are made and read."""
-        return self._set(
-            per_device_train_batch_size=train_batch_size,
-            per_device_eval_batch_size=eval_batch_size,
-            dataloader_drop_last=drop_last,
-            dataloader_num_workers=num_workers,
-            dataloader_pin_memory=pin_memory,
-            dataloader_persistent_workers=persistent_workers,
-            dataloader_prefetch_factor=prefetch_factor,
-            dataloader_multiprocessing_context=multiprocessing_context,
-            dataloader_in_order=in_order,
-            auto_find_batch_size=auto_find_batch_size,
-            ignore_data_skip=ignore_data_skip,
-            data_seed=sampler_seed,
-        )
-
-
-def _measured(interval: float | str) -> tuple[float, str]:
-    """(size, unit) of an interval."""
-    if isinstance(interval, str):
-        return durations.parse(interval)
-    return interval, "a share of all steps" if interval < 1 else "a number of steps"
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON would hold it, where that is possible."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple, set)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, (str, Path)):
-        return str(value)
-    return value.to_dict() if hasattr(value, "to_dict") else value

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from posttrain.core.data.samplers import is_sized
+from posttrain.core.data.samplers import has_length
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
 from posttrain.core.logging import terminal
@@ -19,11 +19,6 @@ from posttrain.core.state import ExportableState, TrainerControl, TrainerState, 
 
 logger = logging.getLogger(__name__)
 
-EVENTS = (
-    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
-    "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict",
-    "on_save", "on_log", "on_prediction_step", "on_push_begin",
-)  # fmt: skip
 #: Their callbacks set the flags of the control alike on all processes.
 KNOWN_PACKAGES = {"posttrain", "transformers"}
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -92,6 +87,9 @@ class TrainerCallback:
     def on_push_begin(self, args, state, control, **kwargs): ...
 
 
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
 class ClosingCallback(TrainerCallback):
     """A callback that gives something back when training ends, also by an error, where `on_train_end` is not called."""
 
@@ -150,10 +148,10 @@ class CallbackHandler:
         if not any(hasattr(instance, event) for event in EVENTS):
             raise TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
         if any(type(present) is type(instance) for present in self.callbacks):
+            present, name = self.callback_list.replace("\n", ", "), type(instance).__name__
             logger.warning(
-                "A %s was added to a trainer that already has one; both will run. The callbacks now are: %s",
-                type(instance).__name__, self.callback_list.replace("\n", ", "),
-            )  # fmt: skip
+                f"A {name} was added to a trainer that already has one; both will run. The callbacks now are: {present}"
+            )
         self.callbacks.append(instance)
 
     def pop_callback(self, callback: Any) -> Any | None:
@@ -175,10 +173,9 @@ class CallbackHandler:
             places = [i for i, cb in enumerate(self.callbacks) if type(cb).__name__ == name and has_state(cb)]
             if len(places) < len(saved) and name != "TrainerControl":
                 logger.warning(
-                    "The checkpoint holds the state of %d %s and the trainer has %d such callbacks: the state of the "
-                    "others is not loaded. Pass them to the trainer to restore it.", len(saved), name,
-                    len(places),
-                )  # fmt: skip
+                    f"The checkpoint holds the state of {len(saved)} {name} and the trainer has {len(places)} such "
+                    "callbacks: the state of the others is not loaded. Pass them to the trainer to restore it."
+                )
             for place, entry in zip(places, saved, strict=False):
                 # transformers' own `from_state` wants both keys.
                 self.callbacks[place] = type(self.callbacks[place]).from_state({"args": {}, "attributes": {}} | entry)
@@ -200,7 +197,7 @@ class CallbackHandler:
         now, known = self.callbacks, self._listed
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             self._listed = list(now)
-            self._listeners = {event: [cb for cb in now if _hears(cb, event)] for event in EVENTS}
+            self._listeners = {event: [cb for cb in now if hears(cb, event)] for event in EVENTS}
         if event in self._listeners:
             return self._listeners[event]
         return [callback for callback in now if hasattr(callback, event)]
@@ -212,9 +209,11 @@ class CallbackHandler:
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Call every callback that implements `event`, in order; returns the resulting control."""
         global _log_of_event
+        if not (listening := self._listening(event)):
+            return control
         before, _log_of_event = _log_of_event, self.log_metric  # an event may lead to another trainer's
         try:
-            for callback in self._listening(event):
+            for callback in listening:
                 control = self._call(callback, event, args, state, control, kwargs)
         finally:
             _log_of_event = before
@@ -228,7 +227,7 @@ class CallbackHandler:
                 control,
                 model=self.model,
                 processing_class=self.processing_class,
-                tokenizer=self.processing_class,  # the name in callbacks of earlier years
+                tokenizer=self.processing_class,  # the name in older callbacks of transformers
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,
                 train_dataloader=self.train_dataloader,
@@ -245,10 +244,12 @@ class CallbackHandler:
         """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""
         name = type(callback).__name__
         if getattr(callback, "may_fail", False):
+            raised = f"{type(error).__name__}: {error}"
             logger.warning(
-                "The callback %s raised in %s at step %d: %s: %s. Training goes on, for its may_fail is set.",
-                name, event, state.global_step, type(error).__name__, error, exc_info=True,
-            )  # fmt: skip
+                f"The callback {name} raised in {event} at step {state.global_step}: {raised}. Training goes on, for "
+                "its may_fail is set.",
+                exc_info=True,
+            )
             return True
         error.add_note(
             f"Raised by the callback {name} in {event}, at step {state.global_step}. To train on without what it does, "
@@ -279,9 +280,8 @@ def _is_a(callback: Any, wanted: type) -> bool:
     return isinstance(callback, wanted) or namesakes
 
 
-def _hears(callback: Any, event: str) -> bool:
-    """Whether `callback` does something on `event`: an inherited empty method of a base class, ours or transformers',
-    does not count."""
+def hears(callback: Any, event: str) -> bool:
+    """Whether `callback` implements `event`; the empty method of a `TrainerCallback` does not count."""
     if event in getattr(callback, "__dict__", ()):
         return True
     method = getattr(type(callback), event, None)
@@ -378,11 +378,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
             logger.warning(
-                "EarlyStoppingCallback had stopped the run at step %d or before, after %d evaluations without "
-                "improvement (early_stopping_patience=%d), and stops it again. To continue, leave the callback out, "
-                "or set restore_callback_states_from_checkpoint=False to restart its count.",
-                state.global_step, self.early_stopping_patience_counter, self.early_stopping_patience,
-            )  # fmt: skip
+                f"EarlyStoppingCallback had stopped the run at step {state.global_step} or before, after "
+                f"{self.early_stopping_patience_counter} evaluations without improvement "
+                f"(early_stopping_patience={self.early_stopping_patience}), and stops it again. To continue, leave the "
+                "callback out, or set restore_callback_states_from_checkpoint=False to restart its count."
+            )
             control.should_training_stop = True
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
@@ -418,7 +418,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
 
 class ProgressCallback(TrainerCallback):
-    """A progress bar over optimizer steps: loss, tokens per second, share without padding, time left."""
+    """A progress bar over optimizer steps: loss, tokens per second, share without padding, time left. Where no bar can
+    be drawn, in a file, a line for each log record.
+    """
 
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
@@ -426,7 +428,7 @@ class ProgressCallback(TrainerCallback):
         self.drawn = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and terminal.draws_bars():
             from tqdm.auto import tqdm
 
             options = {"initial": state.global_step, "dynamic_ncols": True, "unit": "step"}
@@ -441,11 +443,11 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.update(state.global_step - self.training_bar.n)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if state.is_world_process_zero and eval_dataloader is not None:
+        if state.is_world_process_zero and eval_dataloader is not None and terminal.draws_bars():
             if self.prediction_bar is None:
                 from tqdm.auto import tqdm
 
-                total = len(eval_dataloader) if is_sized(eval_dataloader) else None  # a stream is counted, to no end
+                total = len(eval_dataloader) if has_length(eval_dataloader) else None  # a stream is counted, to no end
                 leave = self.training_bar is None
                 self.prediction_bar = tqdm(total=total, leave=leave, dynamic_ncols=True, unit="batch")
             self.prediction_bar.update(1)
@@ -458,9 +460,13 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix_str(_summary(logs), refresh=False)
+            self.training_bar.set_postfix_str(terminal.summary(logs), refresh=False)
         elif self.training_bar is not None and logs:
             terminal.write(terminal.line(logs, self.max_str_len))
+        elif state.is_world_process_zero and logs and not terminal.draws_bars():
+            total = "" if state.known_steps is None else f"/{state.known_steps}"
+            step = f"step {state.global_step}{total}  " if state.max_steps else ""  # outside of training there is none
+            terminal.write(f"{step}{terminal.with_speed(logs)}")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
@@ -479,17 +485,4 @@ class PrinterCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_local_process_zero and logs:
-            progress = f"  ({_summary(logs).partition(', ')[2]})" if "perf/tokens_per_second" in logs else ""
-            terminal.write(terminal.line(logs) + progress)
-
-
-def _summary(logs: dict[str, Any]) -> str:
-    parts = [f"loss {logs['loss']:.4g}"]
-    if "perf/tokens_per_second" in logs:
-        parts.append(f"{logs['perf/tokens_per_second']:,.0f} tok/s")
-    if "perf/real_token_share" in logs:
-        parts.append(f"{logs['perf/real_token_share']:.0%} real")
-    if "perf/time_left_seconds" in logs:
-        minutes, seconds = divmod(int(logs["perf/time_left_seconds"]), 60)
-        parts.append(f"{minutes}:{seconds:02d} left")
-    return ", ".join(parts)
+            terminal.write(terminal.with_speed(logs))

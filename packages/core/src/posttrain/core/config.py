@@ -140,7 +140,7 @@ class OldFlags(argparse.Action):
                 setattr(namespace, self.dest, old.convert(value))
         elif old.harmless is not None and value not in old.harmless:
             parser.error(f"argument --{name}={value} has no effect: {old.why}")
-        elif not old.quiet:
+        else:
             warnings.warn(f"--{name} has no effect: {old.why}", FutureWarning, stacklevel=2)
 
 
@@ -215,9 +215,15 @@ def _is_ours(config_class: type, name: str) -> bool:
 LARGEST = 2**63
 
 
+def bounds_of(field: dataclasses.Field) -> dict[str, Any]:
+    """The bounds that `opt` gave a field; none of a plain field."""
+    text = field.metadata.get("help")
+    return text.bounds if isinstance(text, Help) else {}
+
+
 def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
     """Problems with one field's value, as sentences."""
-    value, bounds = getattr(config, field.name), getattr(field.metadata.get("help"), "bounds", {})
+    value, bounds = getattr(config, field.name), bounds_of(field)
     config_class: type = type(config)
     allowed = field_types(config_class).get(field.name, ())
     if value is None and (field.default is None or type(None) in allowed):
@@ -278,7 +284,8 @@ def tidy(config: Any) -> Iterator[str]:
     """
     config_class: type = type(config)
     for field in dataclasses.fields(config):
-        value, allowed = getattr(config, field.name), field_types(config_class).get(field.name, ())
+        given = value = getattr(config, field.name)
+        allowed = field_types(config_class).get(field.name, ())
         if isinstance(value, enum.Enum) and type(value) not in allowed and str in allowed:
             value = str(value.value)
         elif isinstance(value, os.PathLike) and str in allowed and not isinstance(value, allowed):
@@ -294,10 +301,25 @@ def tidy(config: Any) -> Iterator[str]:
                 yield f"{field.name}={shown(field.name, value)} looks like JSON but is not: {error}"
         elif type(value) is str and str in allowed:
             value = _number(value, allowed)
-        if type(value) is str and "choices" in getattr(field.metadata.get("help"), "bounds", {}):
+        if type(value) is str and "choices" in bounds_of(field):
             value = Choice(value)
-        if value is not getattr(config, field.name):
+        if value is not given:
             setattr(config, field.name, value)
+
+
+def plain_data(value: Any) -> Any:
+    """`value` as JSON would hold it, where that is possible."""
+    if isinstance(value, dict):
+        return {str(key): plain_data(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain_data(inner) for inner in value]
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (str, os.PathLike)):
+        return str(value)
+    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def _number(text: str, allowed: tuple[type, ...]) -> str | int | float:
@@ -326,7 +348,7 @@ def validate(config: Any) -> None:
             try:
                 owner["_normalize"](config)
             except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-                failures.append(error)  # most likely the value that `check` is about to name
+                failures.append(error)  # most likely because of a value that `check` reports
     problems += check(config)
     for owner in owners:
         if "_problems" in owner:
@@ -345,14 +367,14 @@ def validate(config: Any) -> None:
 def unused(config: Any) -> Iterator[str]:
     """The fields of `config` that are set and that others leave without effect, as sentences."""
     for field in dataclasses.fields(config):
-        needs = getattr(field.metadata.get("help"), "bounds", {}).get("needs", "").split()
+        needs = bounds_of(field).get("needs", "").split()
         missing = [need for need in needs if not _holds(config, need)]
         if missing and (value := getattr(config, field.name)) != field.default:
             yield f"{field.name}={shown(field.name, value)} has no effect without {' and '.join(missing)}"
 
 
 def _holds(config: Any, need: str) -> bool:
-    """Whether a field is on, or has one of the values that `need` names; one that `config` lacks is not asked for."""
+    """Whether a field is on, or has one of the values that `need` names; a field that `config` lacks counts as on."""
     name, _, values = need.partition("=")
     value = vars(config).get(name, True)
     if name not in vars(config) or not values:

@@ -20,6 +20,11 @@ from typing import Any
 from posttrain.core.errors import ConfigError, did_you_mean
 
 GROUP = "posttrain.methods"
+#: Callbacks that every trainer has besides those of the core, as ``"module:Class"``. The face, `posttrain.core`, adds
+#: them, so that the core imports nothing of what stands on it.
+CALLBACKS: list[str] = []
+#: The base class of `Trainer`, ``"module:Class"``, with names that scripts of others read; added by the face too.
+TRAINER_NAMES = ""
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +70,13 @@ class Method:
 
     @property
     def config_class(self) -> type:
-        module, _, name = self.config.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return load(self.config)
+
+
+def load(path: str) -> Any:
+    """What the import path ``"module:name"`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @cache
@@ -94,13 +104,6 @@ def method(name: str, others: Iterable[str] = ()) -> Method:
             known, what = f"{known}; commands: {', '.join(others)}", "unknown method or command"
         raise ConfigError("posttrain", [f"{what} {name!r}{near} (methods: {known})"])
     return methods()[name]
-
-
-def first_named(words: list[str], command: str) -> Method:
-    """The method that `words` begin with; `ConfigError` where they do not, for ``posttrain <command>``."""
-    if not words or words[0].startswith("-"):
-        raise ConfigError(f"posttrain {command}", [f"name the method first, as in posttrain {command} sft run.yaml"])
-    return method(words[0])
 
 
 def configs_with(field: str) -> list[str]:

@@ -48,7 +48,7 @@ class TrainerState:
     Attributes:
         epoch: passes over the data done, as a fraction.
         global_step: completed optimizer steps.
-        max_steps: total optimizer steps of this run; 2**31 where nobody knows them, see `known_steps`.
+        max_steps: total optimizer steps of this run; 2**31 where they are unknown, see `known_steps`.
         logging_steps, eval_steps, save_steps: intervals in optimizer steps, after ratios were resolved; 2**31 for those
             in epochs, tokens or time.
         num_input_tokens_seen: tokens in all batches so far, over all processes, if counting is on.
@@ -145,9 +145,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _runs_of(file: Path) -> list[Path]:
-    """The folders that may be that of the run whose state is in `file`: in one of its checkpoints, or in the folder
-    itself.
-    """
+    """The folders that may be the run's: `file` is in one of its checkpoints, or in its folder itself."""
     return [file.parent.parent, file.parent]
 
 
@@ -237,9 +235,7 @@ class EvalLoopOutput(NamedTuple):
 
 
 class EvalPrediction:
-    """The argument of `compute_metrics`: unpacks as ``predictions, label_ids`` (and ``inputs``, ``losses`` if
-    included).
-    """
+    """The argument of `compute_metrics`: unpacks as ``predictions, label_ids``, with ``inputs, losses`` if included."""
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
         self.predictions, self.label_ids, self.inputs, self.losses = predictions, label_ids, inputs, losses

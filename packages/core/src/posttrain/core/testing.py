@@ -24,7 +24,7 @@ from posttrain.cli.tools import verify_resume
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.store import Store
 
-#: What the tokenizer has read.
+#: The texts that the tokenizer is trained on.
 CORPUS = [
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
     "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes of babysitting.",
@@ -38,9 +38,15 @@ CHATML = (
 )
 #: Model types of `causal_lm`, by the beginning of their classes' names.
 ARCHITECTURES = {
-    "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "gemma": "Gemma", "gpt2": "GPT2", "qwen2": "Qwen2",
-    "gemma2": "Gemma2", "qwen3_moe": "Qwen3Moe",
-}  # fmt: skip
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "gemma": "Gemma",
+    "gpt2": "GPT2",
+    "qwen2": "Qwen2",
+    "gemma2": "Gemma2",
+    "qwen3_moe": "Qwen3Moe",
+}
 
 
 @cache
@@ -113,8 +119,8 @@ def seq2seq_lm(seed: int = 0, **overrides: Any) -> Any:
 
 
 def assert_resumes(make: Callable[[str], Any], folder: Path | str, step: int = 3) -> None:
-    """A run that is broken off and resumed equals one that goes through, bit by bit: weights, optimizer, schedule,
-    random numbers, data and log.
+    """Check that a run that is interrupted and resumed equals an uninterrupted one, bit by bit: weights, optimizer,
+    schedule, random numbers, data and log.
 
     Args:
         make: ``output_dir -> trainer``, with the same numbers each time, for at least ``step + 1`` optimizer steps.
@@ -147,8 +153,8 @@ def assert_resumes(make: Callable[[str], Any], folder: Path | str, step: int = 3
     if different:
         listed = "; ".join(f"{part}: {found}" for part, found in different.items())
         raise AssertionError(
-            f"The resumed run is another run. {listed}. Something that your code keeps is not in its state_dict, or it "
-            "draws random numbers from a generator of its own."
+            f"The resumed run differs. {listed}. A value that your code keeps is not in its state_dict, or it draws "
+            "random numbers from a generator of its own."
         )
 
 

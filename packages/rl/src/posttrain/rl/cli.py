@@ -11,9 +11,12 @@ from posttrain.core.errors import DataError
 from posttrain.core.registry import Method, Run
 
 
-def train_with(trainer: str) -> Callable[[Run], None]:
+def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], None]:
     """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in
     ``output_dir``.
+
+    Args:
+        reads_prompts: its rows need a prompt alone, which may be in a column of another name.
     """
 
     def run(run: Run) -> None:
@@ -25,6 +28,8 @@ def train_with(trainer: str) -> Callable[[Run], None]:
                 f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no "
                 f"split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
             )
+        if reads_prompts:
+            train_rows, eval_rows = _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
         extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
         # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
         given = config.resume_from_checkpoint
@@ -42,6 +47,19 @@ def train_with(trainer: str) -> Callable[[Run], None]:
         made.save_model()
 
     return run
+
+
+def _prompts(run: Run, rows: Any, name: str) -> Any:
+    """`rows` with their prompts in the column ``prompt``, as messages where the model has a chat template."""
+    from posttrain.lm.images.images import has_images
+    from posttrain.lm.loading import loading
+    from posttrain.lm.text import layouts
+
+    if rows is None or has_images(rows):
+        return rows
+    where = {"trust_remote_code": run.config.trust_remote_code, "revision": run.model.model_revision}
+    tokenizer = loading.load_tokenizer(run.model.model_name_or_path, **where)
+    return layouts.canonical(rows, tokenizer, ("prompt_only",), name)
 
 
 def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> Callable[[Run, int | None], Any]:
@@ -120,7 +138,7 @@ GRPO = Method(
     name="grpo",
     help="Train on the policy's own completions, scored by reward functions and compared within their group.",
     config="posttrain.rl.algorithms.grpo:GRPOConfig",
-    run=train_with("posttrain.rl.algorithms.grpo:GRPOTrainer"),
+    run=train_with("posttrain.rl.algorithms.grpo:GRPOTrainer", reads_prompts=True),
     needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
     preview=preview_of_prompts,
@@ -130,7 +148,7 @@ RLOO = Method(
     name="rloo",
     help="REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
     config="posttrain.rl.algorithms.rloo:RLOOConfig",
-    run=train_with("posttrain.rl.algorithms.rloo:RLOOTrainer"),
+    run=train_with("posttrain.rl.algorithms.rloo:RLOOTrainer", reads_prompts=True),
     needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
     workload=of_rollouts,
     preview=preview_of_prompts,

@@ -10,9 +10,9 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Run
 from posttrain.lm.images.images import has_images
 from posttrain.lm.loading import loading
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, layouts
 from posttrain.rl.preference.data import prepare_preferences
-from posttrain.rl.preference.rows import COMPLETIONS
+from posttrain.rl.preference.rows import COMPLETIONS, preparation_options
 from posttrain.rl.samples.prompts import PromptCodec, check_prompts
 
 
@@ -25,23 +25,26 @@ def of_preferences(run: Run, count: int, kind: str) -> tuple[list[preview.Row], 
     """
     config, (rows, tokenizer) = run.config, _load(run)
     dataset, report = prepare_preferences(
-        rows, tokenizer, kind=kind, max_length=config.max_length, truncation=config.truncation_mode,
-        long_rows=config.long_rows, faulty_rows=config.faulty_rows, num_proc=config.dataset_num_proc,
-    )  # fmt: skip
+        rows, tokenizer, kind=kind, num_proc=config.dataset_num_proc, **preparation_options(config)
+    )
     shown = [_completions(row, number, tokenizer, kind) for number, row in enumerate(islice(iter(dataset), count))]
-    return shown, report.lines()
+    reading = layouts.how_read(rows, tokenizer, (kind, *layouts.PAIRED))
+    return shown, [*([f"train: {reading}"] if reading else []), *report.lines()]
 
 
 def of_prompts(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     """The first prompts of `run` as the policy reads them, without tools that only the trainer knows."""
     rows, tokenizer = _load(run)
+    reading = layouts.how_read(rows, tokenizer, ("prompt_only",))
+    rows = layouts.canonical(rows, tokenizer, ("prompt_only",))
     check_prompts(rows, "train_dataset")
     codec, shown = PromptCodec(tokenizer, run.config.chat_template_kwargs), []
     for number, row in enumerate(islice(iter(rows), count)):
         ids = codec.encode(row["prompt"])
         cells = preview.cells_of(ids, [-100] * len(ids), tokenizer)
         shown.append(preview.Row(f"prompt {number}: {len(ids)} tokens", [preview.Document("prompt", cells)]))
-    return shown, ["train: prompts. The policy completes them, and is trained on what it writes."]
+    lines = [f"train: {reading}"] if reading else []
+    return shown, [*lines, "train: prompts. The policy completes them, and is trained on what it writes."]
 
 
 def _load(run: Run) -> tuple[Any, Any]:

@@ -137,6 +137,7 @@ class MasksPadding:
                 self._told = True
                 logger.warning(
                     "Labels were padded with the pad token (%d), which would be trained on; it is replaced by -100. "
-                    "Pad them with DataCollatorForSeq2Seq, and tokenize without padding.", self.pad_token_id,
-                )  # fmt: skip
+                    "Pad them with DataCollatorForSeq2Seq, and tokenize without padding.",
+                    self.pad_token_id,
+                )
         return batch

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from posttrain.core.data.pipeline import is_stream
-from posttrain.core.data.row_reports import RowReport
 from posttrain.core.errors import DataError, did_you_mean
+from posttrain.lm.preparation.row_reports import RowReport
 
 logger = logging.getLogger(__name__)
 
@@ -69,23 +69,27 @@ def tokenize(
         inputs = tokenizer(sources, max_length=max_source_length, truncation=max_source_length is not None)
         made = tokenizer(text_target=targets, max_length=max_target_length, truncation=max_target_length is not None)
         return {
-            "input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": made["input_ids"]
-        }  # fmt: skip
+            "input_ids": inputs["input_ids"],
+            "attention_mask": inputs["attention_mask"],
+            "labels": made["input_ids"],
+        }
 
     if is_stream(dataset):
         return dataset.map(
-            lambda rows, numbers: encode(rows, usable(rows, numbers)), batched=True, with_indices=True,
+            lambda rows, numbers: encode(rows, usable(rows, numbers)),
+            batched=True,
+            with_indices=True,
             remove_columns=columns or None,
-        )  # fmt: skip
+        )
     texts, kept = dataset.select_columns(list({column.split(".")[0] for column in (source, target)})), []
     for start in range(0, len(texts), ROWS_PER_BATCH):
         rows = texts[start : start + ROWS_PER_BATCH]
         numbers = range(start, min(start + ROWS_PER_BATCH, len(texts)))
         kept += [start + place for place in usable(rows, numbers)]
     if not kept:
-        raise DataError("\n".join([f"{name}: no row can be trained on.", *report.lines()[1:]]))
+        raise report.nothing_left()
     if report.dropped:
-        report.tell(logger)
+        report.log(logger)
         dataset = dataset.select(kept)
     return dataset.map(encode, batched=True, remove_columns=columns)
 

@@ -140,21 +140,38 @@ def _read_t5(model: Any, decoder: Any) -> DecoderWeights:
         gated = hasattr(ff, "wi_0")
         layers.append(
             Layer(
-                norm(own.layer_norm), fused(a.q, a.k, a.v), Linear.of(a.o), norm(cross.layer_norm), Linear.of(c.q),
-                fused(c.k, c.v), Linear.of(c.o), norm(feed.layer_norm),
-                fused(ff.wi_0, ff.wi_1) if gated else [Linear.of(ff.wi)], gated, ff.act, Linear.of(ff.wo),
+                norm(own.layer_norm),
+                fused(a.q, a.k, a.v),
+                Linear.of(a.o),
+                norm(cross.layer_norm),
+                Linear.of(c.q),
+                fused(c.k, c.v),
+                Linear.of(c.o),
+                norm(feed.layer_norm),
+                fused(ff.wi_0, ff.wi_1) if gated else [Linear.of(ff.wi)],
+                gated,
+                ff.act,
+                Linear.of(ff.wo),
             )
-        )  # fmt: skip
+        )
     first = decoder.block[0].layer[0].SelfAttention
     if any(block.layer[0].SelfAttention.has_relative_attention_bias for block in list(decoder.block)[1:]):
         raise Unsupported("its layers have separate position biases")
     scaled = bool(getattr(model.config, "scale_decoder_outputs", False))
     return DecoderWeights(
-        layers=layers, embedding=decoder.embed_tokens.weight, embedding_scale=1.0, embedding_norm=None, positions=None,
-        position_bias=lambda length: first.compute_bias(length, length)[0], pre_norm=True,
-        final_norm=norm(decoder.final_layer_norm), final_scale=model.config.d_model**-0.5 if scaled else 1.0,
-        head=Linear.of(model.lm_head), num_heads=first.n_heads, scale=1.0,
-    )  # fmt: skip
+        layers=layers,
+        embedding=decoder.embed_tokens.weight,
+        embedding_scale=1.0,
+        embedding_norm=None,
+        positions=None,
+        position_bias=lambda length: first.compute_bias(length, length)[0],
+        pre_norm=True,
+        final_norm=norm(decoder.final_layer_norm),
+        final_scale=model.config.d_model**-0.5 if scaled else 1.0,
+        head=Linear.of(model.lm_head),
+        num_heads=first.n_heads,
+        scale=1.0,
+    )
 
 
 def _read_bart(model: Any, decoder: Any) -> DecoderWeights:
@@ -170,12 +187,20 @@ def _read_bart(model: Any, decoder: Any) -> DecoderWeights:
         a, c = layer.self_attn, layer.encoder_attn
         layers.append(
             Layer(
-                norm(layer.self_attn_layer_norm), fused(a.q_proj, a.k_proj, a.v_proj), Linear.of(a.out_proj),
-                norm(layer.encoder_attn_layer_norm), Linear.of(c.q_proj), fused(c.k_proj, c.v_proj),
-                Linear.of(c.out_proj), norm(layer.final_layer_norm), [Linear.of(layer.fc1)], False, layer.activation_fn,
+                norm(layer.self_attn_layer_norm),
+                fused(a.q_proj, a.k_proj, a.v_proj),
+                Linear.of(a.out_proj),
+                norm(layer.encoder_attn_layer_norm),
+                Linear.of(c.q_proj),
+                fused(c.k_proj, c.v_proj),
+                Linear.of(c.out_proj),
+                norm(layer.final_layer_norm),
+                [Linear.of(layer.fc1)],
+                False,
+                layer.activation_fn,
                 Linear.of(layer.fc2),
             )
-        )  # fmt: skip
+        )
     embedding = decoder.embed_tokens
     scale = getattr(embedding, "embed_scale", getattr(decoder, "embed_scale", 1.0))
     attention = decoder.layers[0].self_attn
@@ -194,12 +219,20 @@ def _read_bart(model: Any, decoder: Any) -> DecoderWeights:
     final_norm = optional_norm("layer_norm")
     head = Linear(model.lm_head.weight, None if bias is None else bias[0])
     return DecoderWeights(
-        layers=layers, embedding=embedding.weight, embedding_scale=float(scale),
-        embedding_norm=optional_norm("layernorm_embedding"), positions=positions, position_bias=None,
+        layers=layers,
+        embedding=embedding.weight,
+        embedding_scale=float(scale),
+        embedding_norm=optional_norm("layernorm_embedding"),
+        positions=positions,
+        position_bias=None,
         # The layers of the family differ in nothing but the order of norm and sum, which the norm at the end goes with.
-        pre_norm=final_norm is not None, final_norm=final_norm, final_scale=1.0, head=head,
-        num_heads=attention.num_heads, scale=attention.scaling,
-    )  # fmt: skip
+        pre_norm=final_norm is not None,
+        final_norm=final_norm,
+        final_scale=1.0,
+        head=head,
+        num_heads=attention.num_heads,
+        scale=attention.scaling,
+    )
 
 
 class Steps:

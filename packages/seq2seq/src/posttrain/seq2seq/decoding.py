@@ -148,10 +148,17 @@ class LeanGenerator:
         if others := [name for name in (type(one).__name__ for one in processors) if name not in ROW_BY_ROW]:
             raise Unsupported(f"its scores are changed by {', '.join(others)}")
         return Search(
-            start=int(start), pad=int(pad), fill=fill, eos=eos, max_length=config.max_length,
-            processors=processors, num_beams=config.num_beams, num_return_sequences=config.num_return_sequences,
-            length_penalty=config.length_penalty, early_stopping=config.early_stopping,
-        )  # fmt: skip
+            start=int(start),
+            pad=int(pad),
+            fill=fill,
+            eos=eos,
+            max_length=config.max_length,
+            processors=processors,
+            num_beams=config.num_beams,
+            num_return_sequences=config.num_return_sequences,
+            length_penalty=config.length_penalty,
+            early_stopping=config.early_stopping,
+        )
 
 
 def _first_rows(values: torch.Tensor) -> torch.Tensor:

@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 _HOME_OF = {"SFTConfig": "posttrain.sft.config", "SFTTrainer": "posttrain.sft.trainer"}
 # Scripts import these together with the trainer.
 _HOME_OF |= {"ModelConfig": "posttrain.lm.loading.arguments"} | dict.fromkeys(
-    (
-        "ScriptArguments", "ScriptParser", "TrlParser", "get_kbit_device_map", "get_peft_config",
-        "get_quantization_config",
-    ),
+    "ScriptArguments ScriptParser TrlParser get_kbit_device_map get_peft_config get_quantization_config".split(),
     "posttrain.cli.scripts",
-)  # fmt: skip
+)
 _HOME_OF |= dict.fromkeys(("DatasetConfig", "DatasetMixtureConfig", "get_dataset"), "posttrain.cli.mixture")
 __all__ = sorted(_HOME_OF)
 

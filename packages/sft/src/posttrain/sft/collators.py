@@ -130,6 +130,8 @@ def usable(args: Any, data_collator: Any) -> Any:
         return data_collator
     logger.warning(
         "%s is not used: %s=True puts several texts into a row, and only the trainer's own collator keeps them apart. "
-        "Leave data_collator out.", type(data_collator).__name__, name,
-    )  # fmt: skip
+        "Leave data_collator out.",
+        type(data_collator).__name__,
+        name,
+    )
     return None

@@ -75,25 +75,28 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
     dataset_weights: Resolved[dict[str, float] | str | None, dict[str, float] | None] = opt(
         None,
-            'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
-            'once an epoch.'
-    )  # fmt: skip
+        'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
+        "once an epoch.",
+    )
     dataset_kwargs: JSONObject = opt(None, '{"skip_prepare_dataset": True} takes the rows as they are.')
     dataset_num_proc: int | None = opt(
         None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
     )
     max_length: int | None = opt(
-        1024, "Longest row in tokens, and the length of packed rows; None: rows stay whole.", min=2,
+        1024,
+        "Longest row in tokens, and the length of packed rows; None: rows stay whole.",
+        min=2,
         aliases=("max_seq_length",),
-    )  # fmt: skip
+    )
     truncation_mode: str = opt(
         "keep_start", "Which end of a row longer than max_length is kept.", choices=("keep_start", "keep_end")
     )
     too_long: str = opt(
         "truncate",
-            "How a row longer than max_length is handled: truncated as truncation_mode sets, dropped, split into "
-            "several rows, or an error.", choices=("truncate", "drop", "split", "error"),
-    )  # fmt: skip
+        "How a row longer than max_length is handled: truncated as truncation_mode sets, dropped, split into "
+        "several rows, or an error.",
+        choices=("truncate", "drop", "split", "error"),
+    )
     chat_template_kwargs: JSONObject = opt(
         None, "Variables for the chat template, as JSON; a row's own column of that name takes precedence."
     )
@@ -103,9 +106,10 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     packing: bool = opt(False, "Pack several documents into each row of max_length; they do not attend to each other.")
     packing_strategy: str = opt(
         "bfd",
-            "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is "
-            "full.",
-        choices=("bfd", "bfd_split", "wrapped"), needs="packing")  # fmt: skip
+        "bfd: whole documents, best fit; bfd_split: longer ones are split first; wrapped: cut wherever a row is full.",
+        choices=("bfd", "bfd_split", "wrapped"),
+        needs="packing",
+    )
     eval_packing: Resolved[bool | None, bool] = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding at all.")
     pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(
@@ -117,15 +121,15 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
     assistant_only_loss: bool = opt(False, "Train on the assistant's turns of a conversation alone.")
     train_on: list[str] | None | str = opt(  # in this order, HfArgumentParser takes several words
         None,
-            "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or "
-            "all. A message's own flag, train or weight, takes precedence. None: all, or as assistant_only_loss sets.",
-    )  # fmt: skip
+        "Messages of a conversation that are trained on: of a role or several, last (the assistant's last), or "
+        "all. A message's own flag, train or weight, takes precedence. None: all, or as assistant_only_loss sets.",
+    )
     loss_type: str = opt(
         "nll",
-            "nll: token cross-entropy, chunked_nll: the same, because whole logits are never stored; dft: each "
-            "token's is weighted by its probability (https://arxiv.org/abs/2508.05629).",
-            choices=("nll", "chunked_nll", "dft"),
-    )  # fmt: skip
+        "nll: token cross-entropy, chunked_nll: the same, because whole logits are never stored; dft: each "
+        "token's is weighted by its probability (https://arxiv.org/abs/2508.05629).",
+        choices=("nll", "chunked_nll", "dft"),
+    )
 
     OLD_NAMES = {"use_liger": Renamed("use_liger_kernel", ignore=(None, False))} | dict.fromkeys(
         FORMERLY_OF_PACKING, Removed("packing joins whole rows, and training reads as many as it needs.", harmless=None)
@@ -202,8 +206,8 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
         fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
         args = SFTConfig(**{name: value for name, value in fields.items() if name in fields_of(SFTConfig)})
         own = [name for name in vars(SFTConfig)["__annotations__"] if name not in fields]
-        told = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
-        logger.info("Plain TrainingArguments were given, which are kept. The rest is SFTConfig's default: %s.", told)
+        rest = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
+        logger.info("Plain TrainingArguments were given, which are kept. The rest is SFTConfig's default: %s.", rest)
     changes, problems = {}, []
     default = {name: field.default for name, field in fields_of(SFTConfig).items()}
     for old, value in moved.items():

@@ -7,7 +7,6 @@ document predicts the next one.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from posttrain.core.errors import DataError
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens
 from posttrain.lm.attention.flash_attention import plain_attention
+from posttrain.lm.preparation.pipeline import cache_location
 from posttrain.sft.collators import SFTCollator
 
 if TYPE_CHECKING:
@@ -318,18 +318,6 @@ def refuse_leaks(
             f"differ by {leak:.2g} from those of a document alone). Set packing=False and padding_free=False, or "
             "load the model with attn_implementation='sdpa' or 'flash_attention_2' if it supports them."
         )
-
-
-def cache_location(dataset: Dataset, *what: object) -> tuple[str | None, str]:
-    """The file that caches a transformation of `dataset`, None where it has none on disk, and its fingerprint."""
-    from datasets import is_caching_enabled
-    from datasets.fingerprint import Hasher
-
-    fingerprint = Hasher.hash([dataset._fingerprint, *what])
-    folder = os.path.dirname(dataset.cache_files[0]["filename"]) if dataset.cache_files else None
-    if folder is None or not is_caching_enabled() or not os.access(folder, os.W_OK):
-        return None, fingerprint
-    return os.path.join(folder, f"cache-{fingerprint}.arrow"), fingerprint
 
 
 class _TokenRows:

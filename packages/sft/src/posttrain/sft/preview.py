@@ -9,9 +9,10 @@ from posttrain.cli.tools import preview
 from posttrain.core.registry import Run
 from posttrain.lm.images.images import has_images
 from posttrain.lm.loading import loading
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, layouts
 from posttrain.sft import vision_preview
-from posttrain.sft.preparing import prepare_rows
+from posttrain.sft.dataset import prepare_sets
+from posttrain.sft.mixture import named_sets
 
 
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -29,11 +30,14 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     chat_template.set_up_tokenizer(tokenizer, config)
     if sees:
         return vision_preview.first_rows(train_rows, tokenizer, run, count)
-    done = prepare_rows(train_rows, tokenizer, config, packing=config.packing)
+    done = prepare_sets(train_rows, tokenizer, config, packing=config.packing)
     rows = [
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))
     ]
     lines = [line for report in done.reports.values() for line in report.lines()]
+    for name, part in reversed(named_sets(train_rows, "train")):
+        if reading := layouts.how_read(part, tokenizer, ("prompt_completion",)):
+            lines.insert(0, f"{name}: {reading}")
     if done.mixture is not None:
         lines += ["train: a mixture", *done.mixture.lines()]
     if config.packing:

@@ -9,21 +9,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.core.data.row_reports import RowReport
+from posttrain.lm.preparation.pipeline import TokenReport
 
 ENOUGH_ENDINGS = 0.5
 
-FACTS = ("row", "fault", "truncated", "split", "doubled_bos", "cut", "ends", "trained")
-"""Columns of a prepared row for the report: its row, why it was dropped ("" if kept), and so on."""
-
 
 @dataclass
-class DataReport(RowReport):
+class DataReport(TokenReport):
     """What became of the rows of a dataset.
 
-    rows_kept: more than were read where rows are split. truncated: rows cut to the maximum length.
-    split: rows cut into several.
-    tokens: of the kept rows. trained_tokens: those that the loss predicts. longest: tokens of the longest kept row.
+    rows_kept: more than were read where rows are split. split: rows cut into several.
+    tokens: of the kept rows. trained_tokens: those that the loss predicts.
     eos_share: share of kept rows whose last trained token ends a text or a turn; without it a model does not stop.
     doubled_bos: rows that began with bos twice; one was taken out.
     notes: further remarks, as sentences.
@@ -34,12 +30,10 @@ class DataReport(RowReport):
         "longer than max_length": ": raise max_length, or set too_long=truncate or split",
     }
 
-    truncated: int = 0
     split: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     ended: int = 0
-    longest: int = 0
     doubled_bos: int = 0
     cut: int = 0
 
@@ -64,19 +58,16 @@ class DataReport(RowReport):
             )
         return notes
 
-    def add(self, facts: Mapping[str, np.ndarray], lengths: np.ndarray) -> None:
-        """Count a batch of prepared rows: its columns `FACTS` and the tokens of each row."""
-        kept = facts["fault"] == ""
+    def add(self, facts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]) -> None:
+        super().add(facts, lengths)
         self.rows_in += len(np.unique(facts["row"]))
-        self.rows_kept += int(kept.sum())
-        for reason in dict.fromkeys(facts["fault"][~kept].tolist()):
-            self.count(self.dropped, reason, facts["row"][facts["fault"] == reason].tolist())
-        self.truncated += int(facts["truncated"].sum())
+        kept = facts["fault"] == ""
+        tokens = lengths["input_ids"][kept]
         self.split += int(facts["split"].sum())
-        self.tokens += int(lengths[kept].sum())
+        self.tokens += int(tokens.sum())
+        self.longest = max(self.longest, int(tokens.max(initial=0)))
         self.trained_tokens += int(facts["trained"][kept].sum())
         self.ended += int(facts["ends"][kept].sum())
-        self.longest = max(self.longest, int(lengths[kept].max(initial=0)))
         self.doubled_bos += int(facts["doubled_bos"].sum())
         self.cut += int(facts["cut"].sum())
 

@@ -5,21 +5,20 @@ Labels are aligned with the inputs (the model shifts them, not the data) and -10
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from posttrain.core.errors import DataError
-from posttrain.lm.text import chat_template, turn_closers
+from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation, check_row, conversation, whole_numbers
+from posttrain.lm.text import chat_template, tokenization, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
 
+FORMATS = ("tokenized", "prompt_completion", "language_modeling")
 TRUNCATION = ("keep_start", "keep_end")
 TOO_LONG = ("truncate", "drop", "split", "error")
-INT32_MAX = 2**31 - 1
-NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class FormattingError(DataError):
@@ -62,20 +61,33 @@ def preparation_options(args: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Preparation:
-    """Turns raw rows into tokens and labels; the arguments are those of `prepare_dataset`."""
+class Preparation(RowPreparation):
+    """Turns raw rows into tokens and labels: text, messages (also ShareGPT's), prompt and completion, or tokens.
 
-    tokenizer: Any
+    Args:
+        text_field: the column of texts.
+        too_long: how a row longer than `max_length` is handled: "truncate", "drop", "split" into rows (each begins with
+            the last token of the one before, which it is not trained on), or "error".
+        completion_only_loss: train on completions only; None: if there are completions.
+        assistant_only_loss: train on the assistant's messages only; the same as ``train_on="assistant"``.
+        train_on: the messages of a conversation to train on, see `posttrain.lm.text.chat_template.message_choice`.
+        formatting_func: makes a text, a list of texts or a conversation of a row.
+    """
+
     text_field: str = "text"
-    max_length: int | None = None
-    truncation: str = "keep_start"
     too_long: str = "truncate"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     train_on: str | Sequence[str] | None = None
     formatting_func: Callable[[dict[str, Any]], Any] | None = None
-    eos_token: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+
+    facts: ClassVar[dict[str, str]] = RowPreparation.facts | {
+        "split": "bool",
+        "doubled_bos": "bool",
+        "cut": "bool",
+        "ends": "bool",
+        "trained": "int32",
+    }
 
     def __post_init__(self) -> None:
         if self.truncation not in TRUNCATION:
@@ -86,23 +98,52 @@ class Preparation:
             raise ValueError(f"max_length={self.max_length} must be >= 2: one token to read and one to predict")
         if self.train_on is None and self.assistant_only_loss:
             self.train_on = "assistant"
-        # A processor (of a model that also sees) holds its tokenizer.
-        self.tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
-        self.eos_token_id = self.tokenizer.eos_token_id
-        if self.eos_token is not None:
-            self.eos_token_id = self.tokenizer.convert_tokens_to_ids(self.eos_token)
-            if self.eos_token_id in (None, self.tokenizer.unk_token_id):
-                raise ValueError(f"eos_token={self.eos_token!r} is not a token of the tokenizer")
-        self.before, after = chat_template.special_tokens_around(self.tokenizer)
-        has_end = self.eos_token_id is None or after[-1:] == [self.eos_token_id]
-        self.after = after if has_end else [*after, self.eos_token_id]
+        super().__post_init__()
         self.end_tokens = chat_template.end_tokens(self.tokenizer, self.eos_token_id)
         self.is_space: dict[int, bool] = {}
         self.takes_batches: bool | None = None
 
+    def columns_made(self, columns: Iterable[str] = ()) -> dict[str, str]:
+        return {"input_ids": "tokens", "labels": "tokens"}
+
+    def columns_read(self, columns: list[str], name: str) -> list[str] | None:
+        """As the base's.
+
+        Raises:
+            DataError: the columns fit no format, or not the configured loss.
+        """
+        if self.formatting_func is not None:
+            return None
+        known = {"text" if c == self.text_field else c for c in columns if c != "text" or c == self.text_field}
+        try:
+            kind = chat_template.detect_format(known, among=FORMATS)
+        except DataError as error:
+            raise DataError(f"{name}: {error} The column of texts is named by dataset_text_field.") from None
+        if kind == "tokenized" and {"seq_lengths", "position_ids"} & set(columns):
+            raise DataError(
+                f"{name}: the rows are packed already (they have seq_lengths or position_ids). "
+                'Set dataset_kwargs={"skip_prepare_dataset": True}.'
+            )
+        if kind == "language_modeling" and self.completion_only_loss:
+            raise DataError(
+                f"{name}: completion_only_loss=True needs the columns prompt and completion; found {sorted(columns)}. "
+                "For conversations set assistant_only_loss=True."
+            )
+        wanted = {
+            "tokenized": {"input_ids", "labels", "completion_mask", "assistant_masks"},
+            "prompt_completion": {"prompt", "completion", "tools", "chat_template_kwargs"},
+            "language_modeling": {"messages", "conversations", self.text_field, "tools", "chat_template_kwargs"},
+        }
+        return [column for column in columns if column in wanted[kind]]
+
+    def values_of(self, draft: Draft) -> Mapping[str, Any]:
+        return vars(draft) | {"input_ids": draft.ids}
+
     def __call__(self, rows: Sequence[Any], indices: Sequence[int]) -> list[Draft]:
         """Prepare a batch of rows, the dataset's `indices`. Rows that cannot be trained on carry their `fault`."""
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
+        for draft in drafts:
+            draft.fault = draft.fault or tokenization.unreadable(draft.text)
         texts = [draft for draft in drafts if draft.ids is NO_TOKENS and not draft.fault]
         encodings = chat_template.encode_texts(self.tokenizer, [d.text for d in texts], [d.spans for d in texts])
         for draft, encoding in zip(texts, encodings, strict=True):
@@ -117,8 +158,7 @@ class Preparation:
 
     def _read(self, row: Any, index: int) -> list[Draft]:
         try:
-            if not isinstance(row, Mapping):
-                raise DataError(f"the row is not a dict but of type {type(row).__name__}")
+            check_row(row)
             formatted = [row] if self.formatting_func is None else self._format(row, index)
         except FormattingError:
             raise
@@ -181,7 +221,7 @@ class Preparation:
         return Draft(index, text=_text(text, self.text_field))
 
     def _read_chat(self, value: Any, name: str, row: Mapping[str, Any], index: int) -> Draft:
-        messages, template = chat_template.to_messages(value, name), self._template(row)
+        messages, template = chat_template.to_messages(value, name), self.template_of(row)
         chosen = chat_template.message_choice(value, self.train_on)
         require_calls(template, messages, chosen)
         if chosen is None:
@@ -200,14 +240,13 @@ class Preparation:
             self._needs_no_messages()
             text = _text(prompt, "prompt", may_be_empty=True) + _text(completion, "completion")
             return Draft(index, text, [(len(prompt), len(text))] if completion_only else None)
-        messages = chat_template.to_messages(prompt, "prompt") + chat_template.to_messages(completion, "completion")
-        shown, chosen = len(prompt), chat_template.message_choice([*prompt, *completion], self.train_on)
-        asked, last, first = messages[:shown], messages[shown - 1], messages[shown]
-        if last["role"] == first["role"] == "assistant":  # the completion continues the prompt
-            turn = first | {"content": last["content"] + first["content"]}
-            messages = [*asked[:-1], turn, *messages[shown + 1 :]]
-            chosen = chosen and [*chosen[: shown - 1], *chosen[shown:]]
-        template = self._template(row)
+        asked = chat_template.to_messages(prompt, "prompt")
+        answer = chat_template.to_messages(completion, "completion")
+        messages = conversation(asked, answer)
+        chosen = chat_template.message_choice([*prompt, *completion], self.train_on)
+        if chosen and len(messages) < len(chosen):  # one of the prompt and of the completion
+            del chosen[len(asked) - 1]
+        template = self.template_of(row)
         first_learned = len(messages) - len(completion) if completion_only else 0
         learned = [i >= first_learned for i in range(len(messages))]
         require_calls(template, messages, [a and (chosen is None or chosen[i]) for i, a in enumerate(learned)])
@@ -218,20 +257,17 @@ class Preparation:
         else:
             text, spans = template.trained_spans(messages, chosen)
         if completion_only:
-            start = template.prompt_length(asked, text, first["role"])
+            start = template.prompt_length(asked, text, answer[0]["role"])
             spans = [(max(start, a), b) for a, b in spans if b > start]
         return Draft(index, text, spans, is_chat=True)
 
     def _read_tokens(self, row: Mapping[str, Any], index: int) -> Draft:
-        ids = _whole_numbers(row["input_ids"], "input_ids")
+        ids = whole_numbers(row["input_ids"], "input_ids")
         given = row.get("labels")
-        labels = ids.copy() if given is None else _whole_numbers(given, "labels")
-        for name, wanted in (
-            ("completion_mask", self.completion_only_loss is not False),
-            ("assistant_masks", True),
-        ):
+        labels = ids.copy() if given is None else whole_numbers(given, "labels")
+        for name, wanted in (("completion_mask", self.completion_only_loss is not False), ("assistant_masks", True)):
             if wanted and given is None and row.get(name) is not None:
-                mask = _whole_numbers(row[name], name)
+                mask = whole_numbers(row[name], name)
                 if len(mask) != len(ids):
                     raise DataError(f"{name} and input_ids differ in length")
                 labels[mask == 0] = -100
@@ -239,31 +275,11 @@ class Preparation:
             raise DataError("labels and input_ids differ in length")
         return Draft(index, ids=ids, labels=labels)
 
-    def _template(self, row: Mapping[str, Any]) -> chat_template.Template:
-        if not row.get("tools") and not row.get("chat_template_kwargs"):
-            return self._plain_template
-        own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-        return chat_template.Template(
-            self.tokenizer, chat_template.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own
-        )
-
-    @cached_property
-    def _plain_template(self) -> chat_template.Template:
-        return chat_template.Template(self.tokenizer, None, self.chat_template_kwargs)
-
     def _label(self, draft: Draft, encoding: chat_template.Encoding) -> None:
-        ids, dropped = encoding.ids, 0
-        before: list[int] = []
-        after: list[int] = []
-        if draft.is_chat:  # a template writes its own bos and ends of turns
-            draft.doubled_bos = chat_template.has_doubled_bos(self.tokenizer, ids)
-            dropped = int(draft.doubled_bos)
-        else:
-            draft.doubled_bos = bool(self.before) and ids[: len(self.before)] == self.before
-            before = [] if draft.doubled_bos else self.before
-            after = [] if self.after and ids[-len(self.after) :] == self.after else self.after
+        before, after, draft.doubled_bos = self.around(encoding.ids, draft.is_chat)
+        dropped = int(draft.doubled_bos and draft.is_chat)
         draft.cut = encoding.cut
-        draft.ids = np.array([*before, *ids[dropped:], *after], dtype=np.int32)
+        draft.ids = np.array([*before, *encoding.ids[dropped:], *after], dtype=np.int32)
         draft.labels = draft.ids.copy()
         if encoding.mask is not None:
             draft.labels[: len(before)] = -100
@@ -320,17 +336,3 @@ def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
     if not value and not may_be_empty:
         raise DataError(f"{name} is empty")
     return value
-
-
-def _whole_numbers(value: Any, name: str) -> np.ndarray:
-    try:
-        numbers = np.asarray(value)
-    except ValueError:  # lists of several lengths
-        numbers = np.empty((), dtype=object)
-    if numbers.shape == (0,):
-        raise DataError(f"{name} is empty")
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iub":
-        raise DataError(f"{name} is not a list of whole numbers")
-    if numbers.max() > INT32_MAX or numbers.min() < -INT32_MAX:
-        raise DataError(f"{name} holds a number that no token has (beyond 32 bits)")
-    return numbers.astype(np.int32)

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.data.pipeline import is_filler, set_seed
+from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.core import TrainingArguments
+from posttrain.core.data.pipeline import is_filler
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
+from posttrain.core.losses.logits import cross_entropy, dynamic_weights
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import document_positions, flash_attention, varlen_attention
-from posttrain.lm.attention.activation_offloading import offloading, with_offloading
 from posttrain.lm.attention.segments import with_segments, without_padding
 from posttrain.lm.generate.predict_with_generate import GeneratesText
-from posttrain.lm.images.images import columns_of, has_images
-from posttrain.lm.images.vision import CountedBatch, check_model
-from posttrain.lm.loading import adapters, loading
-from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.lm.images.images import columns_of
+from posttrain.lm.images.vision import check_model
+from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
-from posttrain.lm.loss.language_modeling import cross_entropy, dynamic_weights, group_sums
-from posttrain.lm.text import chat_template
+from posttrain.lm.loss.language_modeling import group_sums
+from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
-from posttrain.sft.dataset import check_ready
+from posttrain.sft.dataset import check_ready, prepare_sets, shuffled
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
 from posttrain.sft.packing import refuse_leaks
-from posttrain.sft.preparing import prepare_rows, shuffled
 from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
 from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
@@ -64,7 +61,7 @@ class _Statistics(NamedTuple):
 
 
 @reads_from_arguments("completion_only_loss", "padding_free", "router_aux_loss_coef")
-class SFTTrainer(GeneratesText, Trainer):
+class SFTTrainer(GeneratesText, LanguageModelTrainer):
     """Fine-tunes a causal language model on text, on prompts and completions, or on conversations.
 
     Args:
@@ -85,19 +82,23 @@ class SFTTrainer(GeneratesText, Trainer):
     logs_num_tokens = True
     config_class = SFTConfig
     args: SFTConfig
+    takes = "SFTTrainer takes a causal language model, or the name or folder of one."
+    report_class = DataReport
     INSTEAD = {"_prepare_dataset": "pass formatting_func, or dataset_kwargs={'skip_prepare_dataset': True}"}
-    tag_names = ("trl", "sft")
+    tag_names = ("posttrain", "sft")
     evaluation_metrics = tuple(
         "mean_token_accuracy entropy aux_loss num_tokens perplexity loss/* token_share/*".split()
     )
-    fixed_at_construction = (
-        "assistant_only_loss", "chat_template_kwargs", "chat_template_path", "completion_only_loss", "dataset_kwargs",
-        "dataset_text_field", "dataset_weights", "eos_token", "eval_packing", "max_length", "packing",
-        "packing_strategy", "pad_to_multiple_of", "padding_free", "too_long", "train_on", "truncation_mode",
-    )  # fmt: skip
-    signature_columns: tuple[str, ...] | None = (
-        "input_ids", "labels", "position_ids", "seq_lengths", "attention_mask", "source", "sources",
-    )  # fmt: skip
+    fixed_at_construction = tuple(
+        (
+            "assistant_only_loss chat_template_kwargs chat_template_path completion_only_loss dataset_kwargs "
+            "dataset_text_field dataset_weights eos_token eval_packing max_length packing packing_strategy "
+            "pad_to_multiple_of padding_free too_long train_on truncation_mode"
+        ).split()
+    )
+    signature_columns: tuple[str, ...] | None = tuple(
+        "input_ids labels position_ids seq_lengths attention_mask source sources".split()
+    )
 
     def __init__(
         self,
@@ -121,45 +122,28 @@ class SFTTrainer(GeneratesText, Trainer):
         moved_arguments("SFTTrainer", SFTConfig, {n: old_names.pop(n) for n in FORMERLY_OF_PACKING if n in old_names})
         args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
         _refuse_unknown(old_names)
-        self._sees = data_collator is None and (has_images(train_dataset) or has_images(eval_dataset))
-        named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
-        parts = Parts.of(
-            old_names, model=model, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=processing_class, data_collator=data_collator, compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, quantization_config=quantization_config,
-            peft_config=peft_config, datasets={f"{name}_dataset": dataset for name, dataset in named},
-            auto_class="AutoProcessor" if self._sees else "AutoTokenizer", others={"formatting_func": formatting_func},
-        )  # fmt: skip
-        self.run_preflight(args, parts)
-        set_seed(args.seed)  # an adapter's first weights are random
-        model, tokenizer = self._load(model, parts.processing_class, args, quantization_config, peft_config)
-        if self._sees:
-            self.signature_columns = (*COLUMNS, PACKED, *columns_of(train_dataset, eval_dataset))
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
-        self.data_reports: dict[str, DataReport] = {}
         self.mixture: Mixture | None = None
         self._sources: tuple[str, ...] = ()
-        self._prepared: list[Any] = []
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-        data_collator = usable(args, data_collator) or _collator(args, tokenizer, model, self._sees, formatting_func)
-        self._image_rows = data_collator.prepare if isinstance(data_collator, VisionCollator) else None
-        super().__init__(
+        named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
+        parts = Parts(
             model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=representative(train_dataset),
+            train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
+            processing_class=processing_class,
+            data_collator=data_collator,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            **old_names,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            datasets={f"{name}_dataset": dataset for name, dataset in named},
+            others={"formatting_func": formatting_func},
         )
-        self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
+        super().__init__(args, parts, preprocess_logits_for_metrics, **old_names)
         if problem := flash_attention.precision_problem(self.model, self.dist.precision):
             raise ValueError(problem)
         self._packs = args.packing or args.eval_packing or args.padding_free
@@ -167,27 +151,19 @@ class SFTTrainer(GeneratesText, Trainer):
         self._reads_segments = self._enable_segments()
         if self._packs and not self._reads_segments:
             self._refuse_leaks()
-        if train_dataset is not None:
-            self.train_dataset = self._prepare(train_dataset, "train", args.packing)
-        if eval_dataset is not None:
-            ready = {name: self._prepare(part, name, args.eval_packing) for name, part in named_sets(eval_dataset)}
-            self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
+        self.prepare_datasets(train_dataset, eval_dataset)
         self.check_generation()
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
-        """Adds problems with the names in a mixture, with special tokens and with `formatting_func`."""
-        wanted = "SFTTrainer takes a causal language model, or the name or folder of one."
-        yield from model_problems(args, parts, wanted)
+        """Adds problems with the names in a mixture, with the collator and with `formatting_func`."""
         if isinstance(parts.train_dataset, Mapping):
             yield from preflight.caught(check_parts, parts.train_dataset)
         yield from super().preflight(args, parts)
         yield from collator_problems(args, parts.data_collator)
-        yield from preflight.no_dataset_problems(parts)
         function = parts.others.get("formatting_func")
         if function is not None and not callable(function):
             yield TypeError(f"formatting_func must be a function of a row, not {function!r}.")
-        yield from tokenizer_problems(args, parts)
 
     def compute_loss(
         self,
@@ -258,20 +234,6 @@ class SFTTrainer(GeneratesText, Trainer):
             loss = loss - self._aux_loss_coef * outputs.aux_loss  # the model added it, once for each micro-batch
         return loss, outputs
 
-    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
-        """Moves activations to host memory if ``activation_offloading`` is set."""
-        return with_offloading(super().compute_loss_context_manager(), self._offload)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
-        """Prepares rows that were not prepared at construction."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepare(eval_dataset, "eval", self.args.eval_packing)
-        return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
-        """Prepares the rows, without packing, so that each has its prediction."""
-        return super().get_test_dataloader(self._prepare(test_dataset, "test", packing=False))
-
     def row_lengths(self, dataset: Any) -> list[int]:
         """As the core's; of rows with images, the tokens that their images become are counted too."""
         columns = getattr(dataset, "column_names", None) or (dataset[0] if len(dataset) else ())
@@ -292,21 +254,10 @@ class SFTTrainer(GeneratesText, Trainer):
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _load(
-        self, model: nn.Module | str, tokenizer: Any, args: SFTConfig, quantization_config: Any, peft_config: Any
+    def load(
+        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
-        model_class, reader_class = loading.SEEING if self._sees else loading.READING
-        if isinstance(model, (str, os.PathLike)):
-            options = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-            model = loading.load_causal_lm(model, args.model_init_kwargs, auto_class=model_class, **options)
-        _refuse_other_models(model)
-        if tokenizer is None:
-            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, reader_class)
-        if self._sees:
-            check_config(args, tokenizer)
-            check_model(base_model(model))
-        chat_template.set_up_tokenizer(tokenizer, args)
-        model = adapters.set_trained(model, peft_config, args.train_parts)
+        model, tokenizer = super().load(model, tokenizer, args, quantization_config, peft_config)
         if args.activation_checkpointing and (problem := checkpointing_problem(model)):
             raise ValueError(problem)
         self._aux_loss_coef = _aux_loss_coef(model, args.router_aux_loss_coef)
@@ -315,6 +266,27 @@ class SFTTrainer(GeneratesText, Trainer):
             logger.info("The logits of each batch are held whole: %s", why_not)
         self._needs_logits = why_not is not None
         return model, tokenizer
+
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError for a model that is no causal language model."""
+        base = base_model(model)
+        config, name = getattr(base, "config", None), type(base).__name__
+        if config is None or getattr(config, "is_encoder_decoder", False) or loading.has_other_head(base):
+            raise TypeError(
+                f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
+                "posttrain.core.Trainer for other models."
+            )
+
+    def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: Parts) -> Any:
+        if self.sees:
+            check_config(args, tokenizer)
+            check_model(base_model(model))
+            self.signature_columns = (*COLUMNS, PACKED, *columns_of(parts.train_dataset, parts.eval_dataset))
+        parts.train_dataset = representative(parts.train_dataset)  # until they are mixed
+        own = usable(args, parts.data_collator)
+        collator = own or _collator(args, tokenizer, model, self.sees, self._formatting_func)
+        self._image_rows = collator.prepare if isinstance(collator, VisionCollator) else None
+        return collator
 
     def _enable_segments(self) -> bool:
         """Attend to each document by itself, which needs no mask; flash attention reads `position_ids`."""
@@ -386,52 +358,44 @@ class SFTTrainer(GeneratesText, Trainer):
                 self.metrics.add_sum(f"loss/{name}", loss.detach(), count.detach())
                 self.metrics.add_sum(f"token_share/{name}", count.detach(), items)
 
-    def prepare_inputs(self, inputs: Any) -> Any:
-        """As the core's; what became of rows with images goes into their data report."""
-        if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
-            name = "train" if self.model.training else "eval"
-            self.data_reports.setdefault(name, DataReport(name)).add_read(facts, self.args.on_bad_rows, logger)
-        return super().prepare_inputs(inputs)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs; a mixture's dataset without tokens since the last record has no loss to log."""
         empty = {f"loss/{name}" for name in self._sources if logs.get(f"token_share/{name}") == 0}
         super().log({name: value for name, value in logs.items() if name not in empty}, start_time)
 
-    def _prepare(self, dataset: Any, name: str, packing: bool | None) -> Any:
-        """`dataset` tokenised, masked and packed; the report is logged and kept in `data_reports`."""
-        if self._image_rows is not None:
-            return ready_rows(dataset, self.args, self._image_rows, bool(packing), name)
-        if self._skip_preparation and isinstance(dataset, Mapping):
+    def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
+        """`dataset` tokenized, masked and packed; as it is where ``skip_prepare_dataset`` is set."""
+        if self.sees or not self._skip_preparation:
+            return super().prepare_dataset(dataset, role, name)
+        if isinstance(dataset, Mapping):
             raise DataError(
                 "skip_prepare_dataset takes the rows without preparation, and datasets are mixed only after "
                 "preparation. Pass one dataset, or leave skip_prepare_dataset out."
             )
-        if any(dataset is ready for ready in self._prepared):
-            return dataset
-        if self._skip_preparation and isinstance(self.data_collator, SFTCollator):
-            check_ready(dataset, name)
-        if self._skip_preparation:
-            return shuffled(dataset, self.args.seed) if self.args.shuffle_dataset and name == "train" else dataset
+        if isinstance(self.data_collator, SFTCollator):
+            check_ready(dataset, role if name is None else name)
+        return shuffled(dataset, self.args.seed) if self.args.shuffle_dataset and role == "train" else dataset
+
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        # Rows to predict on stay apart, so that each has its prediction.
+        packing = bool({"train": self.args.packing, "eval": self.args.eval_packing}.get(role))
+        if self._image_rows is not None:
+            return ready_rows(dataset, self.args, self._image_rows, packing, name)
         with self.dist.main_first():  # one process writes the cache, the others read it
-            done = prepare_rows(
+            done = prepare_sets(
                 dataset,
                 self.text_tokenizer,
                 self.args,
                 name=name,
-                packing=bool(packing),
+                packing=packing,
                 formatting_func=self._formatting_func,
                 limits=id_limits(self.model),
             )
-        self.data_reports |= done.reports
-        self._prepared.append(done.dataset)
+        self.report_rows(done.reports)
         if done.sources:
             self._sources, self.mixture = done.sources, done.mixture
-        if self.dist.is_main:
-            for report in (report for report in done.reports.values() if report.rows_in):
-                report.tell(logger)
-            if done.mixture is not None:
-                logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
+        if done.mixture is not None and self.dist.is_main:
+            logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
         return done.dataset
 
 
@@ -462,7 +426,7 @@ def _collator(
         multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
         return vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
-    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+    pad = tokenizer_of(tokenizer).pad_token_id
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 
 
@@ -481,18 +445,3 @@ def _refuse_unknown(old_names: dict[str, Any]) -> None:
                 f", which SFTConfig has: pass args=SFTConfig({name}=...)" if name in fields_of(SFTConfig) else ""
             )
             raise TypeError(f"SFTTrainer got an unknown argument {name!r}{in_config or hint}")
-
-
-def _refuse_other_models(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is of type {type(model).__name__}; SFTTrainer takes a causal language model, or the name or "
-            "folder of one."
-        )
-    base = base_model(model)
-    config, name = getattr(base, "config", None), type(base).__name__
-    if config is None or getattr(config, "is_encoder_decoder", False) or loading.has_other_head(base):
-        raise TypeError(
-            f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
-            "posttrain.core.Trainer for other models."
-        )

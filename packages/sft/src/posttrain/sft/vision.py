@@ -15,14 +15,15 @@ from posttrain.lm.attention.document_positions import DocumentPositions
 from posttrain.lm.images.image_positions import SeenPrompt
 from posttrain.lm.images.images import ROW_NUMBER, ImageReader, fault_of, read_images
 from posttrain.lm.images.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
-from posttrain.sft.report import FACTS
-from posttrain.sft.rows import NO_TOKENS, Draft, Preparation, preparation_options
+from posttrain.lm.preparation.pipeline import counts_of
+from posttrain.lm.preparation.rows import NO_TOKENS, ReadsImages
+from posttrain.sft.rows import Draft, Preparation, preparation_options
 
 #: Columns of a row that the collator reads; `SFTTrainer` adds those of the datasets.
 COLUMNS = (
-    "images", "image", "videos", "video", "messages", "conversations", "prompt", "completion", "text", "tools",
-    "chat_template_kwargs", ROW_NUMBER,
-)  # fmt: skip
+    *"images image videos video messages conversations prompt completion text tools chat_template_kwargs".split(),
+    ROW_NUMBER,
+)
 #: The key of a packed row, under which the rows in it are.
 PACKED = "packed_rows"
 #: The columns of messages, in the order in which they are rendered.
@@ -51,19 +52,12 @@ class VisionDraft(Draft):
     shown: Shown = field(default_factory=lambda: Shown(""))
 
 
-class VisionPreparation(Preparation):
-    """Turns rows with and without images into tokens, labels and image tensors; arguments as for `Preparation`.
+class VisionPreparation(ReadsImages, Preparation):
+    """Turns rows with and without images into tokens, labels and image tensors; arguments as for `ReadsImages`."""
 
-    Args:
-        vision: asks the processor. reader: reads images. drops_bad_images: a row with an image that cannot be read is
-            dropped and counted, else an error.
-    """
-
-    def __init__(self, vision: VisionProcessor, reader: ImageReader, drops_bad_images: bool = False, **options: Any):
-        self.vision, self.reader, self.drops_bad_images = vision, reader, drops_bad_images
-        options["chat_template_kwargs"] = vision.template_kwargs(options.get("chat_template_kwargs"))
-        super().__init__(vision.tokenizer, **options)
-        self.end_tokens |= vision.end_tokens(self.chat_template_kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.end_tokens |= self.vision.end_tokens(self.chat_template_kwargs)
 
     def _read(self, row: Any, index: int) -> list[Draft]:
         try:
@@ -147,7 +141,7 @@ class VisionCollator:
         if joins:
             lines = [[draft for line in lines for draft in line]]
         batch = self.lay_out([line for line in lines if line], packed=is_packed or joins)
-        batch.row_facts = facts_of([draft for drafts in bins for draft in drafts])
+        batch.row_facts = counts_of([draft for drafts in bins for draft in drafts], self.prepare)
         return batch
 
     def _prepared(self, rows: Sequence[Mapping[str, Any]]) -> list[Draft]:
@@ -220,9 +214,3 @@ def vision_collator(
     """The collator of an `SFTTrainer` with these arguments, for rows with images."""
     prepare = preparation(VisionProcessor.of_run(processor, model, args), args, formatting_func)
     return VisionCollator(prepare, DocumentPositions(model), pad_to_multiple_of, args.padding_free)
-
-
-def facts_of(drafts: Sequence[Draft]) -> dict[str, Any]:
-    """Columns `FACTS` of prepared rows and their lengths, for the data report."""
-    facts = {name: np.array([getattr(draft, name) for draft in drafts]) for name in FACTS}
-    return {"facts": facts, "lengths": np.array([len(draft.ids) for draft in drafts])}

@@ -15,8 +15,8 @@ from posttrain.core.errors import DataError, require
 from posttrain.lm.images import image_tokens
 from posttrain.lm.images.images import numbered
 from posttrain.sft.config import SFTConfig
+from posttrain.sft.dataset import shuffled
 from posttrain.sft.packing import Packing, pack
-from posttrain.sft.preparing import shuffled
 from posttrain.sft.rows import Draft
 from posttrain.sft.vision import PACKED, VisionCollator, VisionDraft, VisionPreparation
 

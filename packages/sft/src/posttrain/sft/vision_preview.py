@@ -11,9 +11,10 @@ from posttrain.cli.tools import preview
 from posttrain.core.registry import Run
 from posttrain.lm.images.images import ROW_NUMBER, Video, described, read_images
 from posttrain.lm.images.vision import VisionProcessor, place_images
+from posttrain.lm.preparation.pipeline import counts_of
 from posttrain.sft.report import DataReport
 from posttrain.sft.rows import Draft
-from posttrain.sft.vision import PACKED, TALKS, VisionDraft, VisionPreparation, check_config, facts_of, preparation
+from posttrain.sft.vision import PACKED, TALKS, VisionDraft, VisionPreparation, check_config, preparation
 from posttrain.sft.vision_packing import ready_rows
 
 
@@ -33,7 +34,7 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     for number, row in enumerate(first):
         by_number = {part.get(ROW_NUMBER, number): _bare(part) for part in row.get(PACKED, [row])}
         drafts = prepare(list(by_number.values()), list(by_number))
-        report.add(**facts_of(drafts))
+        report.add(**counts_of(drafts, prepare))
         documents = [_document(draft, by_number[draft.row], prepare) for draft in drafts if not draft.fault]
         if documents:
             shown.append(_shown(f"row {number if PACKED in row else next(iter(by_number))}", documents))

@@ -23,6 +23,7 @@ from posttrain.cli.report import run_record
 from posttrain.core.callbacks import ClosingCallback
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
+from posttrain.core.logging import terminal
 from posttrain.lm.generate import samples
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class RunReportCallback(ClosingCallback):
             run_record.add_end(self._folder, ended)
             if (self._folder / LOG).is_file() and _is_ours(self._folder / REPORT):
                 write([self._folder], self._folder / REPORT)
+                if not run_record.by_command():  # which says it with the commands that can follow
+                    logger.info("Report of the run: %s", self._folder / REPORT)
         except (OSError, CheckpointError) as error:  # a full disk, most often: the run is not worth less
             logger.warning("%s was not written (%s).", self._folder / REPORT, error)
 
@@ -118,24 +121,30 @@ def _is_ours(path: Path) -> bool:
 
 
 class _Messages(logging.Handler):
-    """Keeps the first warnings and errors, each once."""
+    """Keeps the first warnings and errors, each once with how many times it came."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+        self._repeats = terminal.Repeats()
+        self._kept: list[tuple[str, logging.LogRecord]] = []
         self.left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.levelname}: {redact(record.getMessage())}"
-        if text not in self.texts:
-            if len(self.texts) < MOST_MESSAGES:
-                self.texts.append(text)
-            else:
-                self.left_out += 1
+        if self._repeats.count(record) > 1:
+            return
+        if len(self._kept) < MOST_MESSAGES:
+            self._kept.append((f"{record.levelname}: {redact(record.getMessage())}", record))
+        else:
+            self.left_out += 1
+
+    @property
+    def texts(self) -> list[str]:
+        times = ((text, self._repeats.times(record)) for text, record in self._kept)
+        return [text if number == 1 else f"{text} ({number:,} times)" for text, number in times]
 
 
-def write(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the page about the runs with these output folders.
+def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> Path:
+    """Write the page about the runs with these output folders; `first` is HTML that stands before all else.
 
     Raises:
         CheckpointError: a folder has no log, or a damaged record.
@@ -144,7 +153,7 @@ def write(folders: Sequence[str | Path], path: str | Path) -> Path:
     for run, name in zip(runs, _names(folders), strict=True):
         run.name = name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(runs), encoding="utf-8")
+    path.write_text(page(runs, first), encoding="utf-8")
     return path
 
 
@@ -184,13 +193,13 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[Run], first: str = "") -> str:
     """The whole page, as HTML."""
     drawn = [*_charts(runs)]
     charts = [chart for chart in drawn if len(_values(chart)) != 1 or len(chart["steps"]) == 1]
     flat = [f"{chart['title']} {_number(_values(chart).pop())}" for chart in drawn if chart not in charts]
     title = " · ".join(run.name for run in runs)
-    body = [f"<h1>{_text(title)}</h1>", f'<p class="soft">{_subtitle(runs)}</p>']
+    body = [f"<h1>{_text(title)}</h1>", f'<p class="soft">{_subtitle(runs)}</p>', first]
     if len(runs) == 1:
         body += [_tiles(runs[0]), _messages(runs[0])]
     else:
@@ -416,7 +425,7 @@ def _sample(value: Any) -> str:
 
 
 def _data(run: Run) -> str:
-    """What became of the rows, as the log told it before training."""
+    """What became of the rows, as the log said before training."""
     lines = [line for lines in (run.record.get("data_reports") or {}).values() for line in lines]
     return _section("Data", f'<p class="lines">{_text(chr(10).join(lines))}</p>') if lines else ""
 
@@ -430,7 +439,8 @@ def _arguments(runs: Sequence[Run]) -> str:
         rows = [[name, *(_value(values.get(name)) for values in all_values)] for name in changed]
         return _section("Arguments that differ", _table(rows, ["", *(run.name for run in runs)])) if rows else ""
     rows = [[name, _value(all_values[0].get(name))] for name in runs[0].record.get("changed") or ()]
-    return _section("Arguments that are not the defaults", _table(rows)) if rows else ""
+    rows += [[name, _value(value)] for name, value in (runs[0].record.get("adapter") or {}).items()]
+    return _section("Non-default arguments", _table(rows)) if rows else ""
 
 
 def _facts(run: Run) -> str:

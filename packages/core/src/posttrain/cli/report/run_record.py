@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from posttrain.core import hub
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.digests import cores
@@ -28,6 +29,7 @@ from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
+from posttrain.core.models import wrapping
 from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ _asked: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("
 
 
 class RunRecordCallback(TrainerCallback):
-    """Writes ``run.json`` into the output directory when training begins; a resumed run adds an entry.
+    """Writes ``run.json`` into the output directory when training begins, and the model card when it ends. A resumed
+    run adds an entry.
 
     ``{"format", "version", "starts": [...]}``; each start holds what `start` lists.
     """
@@ -63,6 +66,21 @@ class RunRecordCallback(TrainerCallback):
             _warn_of_other_rows(before[-1].get("data") or {}, now["data"], path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, [*before, now])
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if not state.is_world_process_zero or model is None:
+            return
+        base = wrapping.base_model(model)
+        hub.write_model_card(
+            args.output_dir,
+            log_history=state.log_history,
+            base_model=base_name(base),
+            method=hub.method_of(args),
+            hyperparameters=hub.hyperparameters(args, args.world_size, model),
+            library_name="peft" if wrapping.is_peft_model(model) else "transformers",
+            tags=getattr(base, "model_tags", None),
+            best_step=state.best_global_step if args.load_best_model_at_end else None,
+        )
 
 
 def _warn_of_other_rows(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
@@ -91,6 +109,11 @@ def asked(method: str, settings: dict[str, Any]) -> Iterator[None]:
         _asked.reset(token)
 
 
+def by_command() -> bool:
+    """Whether the command line runs this context."""
+    return _asked.get() is not None
+
+
 def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) -> dict[str, Any]:
     """All facts of a run at its start, as JSON.
 
@@ -109,6 +132,7 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
         "arguments": json.loads(args.to_json_string()),
         "changed": changed(args),
         "model": None if model is None else of_model(model),
+        "adapter": hub.adapter_arguments(model),
         "data": of_rows(rows),
         "code": code(_folder_of_program()),
         "packages": packages(),
@@ -198,10 +222,15 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
     parameters = list(model.parameters())
     return {
         "class": type(model).__name__,
-        "name": getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "name": base_name(model),
         "parameters": sharding.count(parameters),
         "trained": sharding.count(parameter for parameter in parameters if parameter.requires_grad),
     }
+
+
+def base_name(model: torch.nn.Module) -> str | None:
+    """The name under which `model` was loaded."""
+    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
 
 
 def of_rows(rows: Any) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.core import registry
+from posttrain.cli.method import of_words
 from posttrain.core.errors import ConfigError
 from posttrain.core.fields import durations
 from posttrain.core.registry import Method, Run
 
-USAGE = """usage: posttrain bench <method> [run.yaml ...] [--bench_steps N] [--bench_warmup N] [--name value ...]
+USAGE = """usage: posttrain bench [<method>] run.yaml ... [--bench_steps N] [--bench_warmup N] [--name value ...]
 
 Makes some optimizer steps of a run, with its own model, rows and arguments, and prints seconds, tokens per second and
 peak memory. Takes all arguments of the method (posttrain <method> --help). Nothing is evaluated, saved or kept.
@@ -54,8 +54,8 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         print(USAGE)
         return
     words, steps, warmup = _take_options(words)
-    method = registry.first_named(words, "bench")
-    asked = read(method, words[1:])
+    method, words = of_words(words, "bench")
+    asked = read(method, words)
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         changes = CHANGES | {"max_duration": durations.if_tokens(asked.config.max_duration)}
         asked.config = dataclasses.replace(asked.config, output_dir=folder, max_steps=warmup + steps, **changes)

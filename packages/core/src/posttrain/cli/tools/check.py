@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.core import registry
+from posttrain.cli.method import of_words
 from posttrain.core.fields.redaction import masked
 from posttrain.core.registry import Method
 
-USAGE = """usage: posttrain check <method> [run.yaml ...] [--name value ...]
+USAGE = """usage: posttrain check [<method>] run.yaml ... [--name value ...]
 
 Finds everything that is wrong with the arguments of a run, as training does before it loads anything, with exit status
 2. Else prints the arguments of all files and flags together as YAML, of which one file can be made:
@@ -29,9 +29,10 @@ def run(words: list[str], read: Callable[[Method, list[str]], dict[str, Any]]) -
     if {"-h", "--help"} & set(words):
         print(USAGE)
         return
-    method = registry.first_named(words, "check")
-    settings = read(method, words[1:])
+    method, words = of_words(words, "check")
+    settings = read(method, words)
     secrets = [name for name, value in settings.items() if masked(value, name) != value]
-    print(parse.as_yaml({name: value for name, value in settings.items() if name not in secrets}), end="")
+    written = {"method": method.name} | {name: value for name, value in settings.items() if name not in secrets}
+    print(parse.as_yaml(written), end="")
     left_out = f" Not written, for they are secret: {', '.join(secrets)}." if secrets else ""
     print(f"posttrain {method.name}: nothing is wrong with the {len(settings)} arguments.{left_out}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command ``posttrain evaluate``: benchmarks of EleutherAI's lm-evaluation-harness."""
+"""The command ``posttrain evaluate``: rows of the user's own, or benchmarks of EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -10,27 +10,46 @@ from typing import Any
 from torch import nn
 
 from posttrain.cli import parse
+from posttrain.cli.method import FILES
+from posttrain.cli.mixture import CommandSource
+from posttrain.cli.source import read
 from posttrain.cli.tools import load
 from posttrain.core.errors import CheckpointError, ConfigError, DataError, require
+from posttrain.lm.text import layouts
 
 EXTRA = "posttrain-core[evaluate]"
-HELP = f"""posttrain evaluate MODEL --tasks TASK ... [--limit N] [--num_fewshot N] [--output FILE.json] ...
+HELP = f"""posttrain evaluate MODEL --data ROWS [--judge MODULE:FUNCTION] [--limit N] [--output FILE.json] ...
+posttrain evaluate run.yaml
+posttrain evaluate MODEL --tasks TASK ... [--limit N] [--num_fewshot N] [--output FILE.json] ...
 
-Evaluate a model, or an adapter on its base, on tasks of lm-eval (pip install '{EXTRA}'), such as gsm8k, ifeval or
-hellaswag. `lm-eval ls tasks` lists them.
+Evaluate a model, or an adapter on its base: on rows of your own, on the evaluation rows of a run, or on tasks of
+lm-eval (pip install '{EXTRA}'), such as gsm8k, ifeval or hellaswag; `lm-eval ls tasks` lists them.
 
+  --data ROWS            a file, a folder or a dataset of the Hub. A prompt and its completion (under any names that
+                         training reads) are compared word by word, or by the number after ####; of a prompt with
+                         choices and an answer, the likeliest choice counts
+  --judge MODULE:FUNCTION  also scores the answers: (prompts, completions) -> numbers
+  --max_new_tokens N     length of an answer at most [default 256]
   --tasks TASK ...       names of tasks
   --include_path FOLDER  where the YAML files of your own tasks are
   --num_fewshot N        examples in the prompt; by default those of the task
   --limit N              rows of each task; by default all
   --batch_size N         rows in a batch [default 8]
-  --chat                 ask through the chat template
+  --chat                 ask through the chat template where the rows are plain texts
   --output FILE.json     also write the results with their settings there
 {load.FLAGS}"""
 KINDS = load.KINDS | {
-    "tasks": list, "include_path": str, "num_fewshot": int, "limit": int, "batch_size": int, "chat": bool,
+    "tasks": list,
+    "include_path": str,
+    "num_fewshot": int,
+    "limit": int,
+    "batch_size": int,
+    "chat": bool,
+    "data": str,
+    "judge": str,
+    "max_new_tokens": int,
     "output": str,
-}  # fmt: skip
+}
 
 
 def run(words: list[str]) -> None:
@@ -45,8 +64,11 @@ def run(words: list[str]) -> None:
         return
     what = "a model: its folder or its name"
     names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST)
+    if names[0].endswith(FILES) or "data" in given:
+        _evaluate_rows(names[0], given)
+        return
     if not given.get("tasks"):
-        raise ConfigError("evaluate", ["name the tasks, as in --tasks gsm8k ifeval"])
+        raise ConfigError("evaluate", ["name your rows, as in --data rows.jsonl, or tasks: --tasks gsm8k ifeval"])
     output = given.pop("output", None)
     try:
         require("lm_eval", EXTRA, why="posttrain evaluate")
@@ -71,6 +93,53 @@ def run(words: list[str]) -> None:
         kept = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples") if name in results}
         Path(output).write_text(json.dumps({"model": names[0], **kept}, indent=2, default=str) + "\n", encoding="utf-8")
         print(f"The results are in {output}.")
+
+
+def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
+    """Evaluate on rows, and print the metrics."""
+    from posttrain.cli.tools import evaluate_rows
+
+    if others := [flag for flag in ("tasks", "include_path", "num_fewshot") if flag in given]:
+        raise ConfigError("evaluate", [f"--{others[0]} is for tasks of lm-eval, and these are rows; leave it out"])
+    output, judge, limit = given.pop("output", None), given.pop("judge", None), given.pop("limit", None)
+    chats = given.pop("chat", False)
+    if name.endswith(FILES):
+        name, rows = _of_run(name)
+    if "data" in given:
+        found = read(given.pop("data"), None, streaming=False)
+        splits = found if isinstance(found, dict) else {"test": found}
+        rows = next(splits[split] for split in ("test", "validation", *splits) if split in splits)
+    try:
+        function = None if judge is None else evaluate_rows.judge_of(judge)
+    except ValueError as error:
+        raise ConfigError("evaluate", [str(error)]) from error
+    rows = layouts.as_messages(rows) if chats else rows
+    model, tokenizer = load.of_command("evaluate", name, given)
+    asked = evaluate_rows.questions(rows, tokenizer, limit)
+    metrics, results = evaluate_rows.evaluate(model, tokenizer, asked, function, **given)
+    print("\n".join([f"{len(asked)} rows", *(f"  {metric:<14} {value:.4f}" for metric, value in metrics.items())]))
+    if output is not None:
+        kept = {"model": name, "results": metrics, "rows": results}
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(output).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
+        print(f"The results with all answers are in {output}.")
+
+
+def _of_run(file: str) -> tuple[str, Any]:
+    """(the model of the run that `file` describes, or the one that it starts from, its evaluation rows)."""
+    settings, problems = parse.read_words([file])
+    given = {key: one for key, one in settings.items() if key not in parse.unknown([CommandSource], settings)}
+    [source] = parse.configs([CommandSource], given, problems)
+    start = settings["model_name_or_path"].value if "model_name_or_path" in settings else None
+    folder = settings["output_dir"].value if "output_dir" in settings else "trainer_output"
+    trained = any((Path(folder) / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not trained and start is None:
+        raise ConfigError("evaluate", [f"{file} names no model_name_or_path, and no model is in {folder}"])
+    if (rows := source.load()[1]) is None:
+        raise DataError(f"{file} has no evaluation rows; set eval_dataset_name or eval_share, or name --data")
+    name = folder if trained else str(start)
+    print(f"Evaluates {name}{'' if trained else ', for the run has not ended yet'}.")
+    return name, rows
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from posttrain.cli import parse
-from posttrain.cli.tools import load
+from posttrain.cli.tools import load, modelfile
 from posttrain.cli.tools.merge import TOLERANCE, merge
 from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.lm.loading import loading
@@ -50,18 +50,21 @@ class Export:
         dtype: of its weights.
         largest: of the absolute differences between a weight and what was read back, as a part of the spread of its
             matrix; the mean over each matrix, and the largest of all. Of GGUF alone.
+        modelfile: an Ollama Modelfile for it. Of GGUF alone.
     """
 
     target: str
     dtype: str
     largest: float | None = None
+    modelfile: str | None = None
 
     def __str__(self) -> str:
         size = sum(file.stat().st_size for file in _files(Path(self.target))) / 2**20
         read = "" if self.largest is None else (
             f" Read back, its weights differ by {self.largest:.2g} of their spread at most, in the mean of a matrix."
         )  # fmt: skip
-        return f"{self.target}: {size:,.0f} MiB in {self.dtype}.{read}"
+        ollama = f" For Ollama: ollama create NAME -f {self.modelfile}" if self.modelfile else ""
+        return f"{self.target}: {size:,.0f} MiB in {self.dtype}.{read}{ollama}"
 
 
 def run(words: list[str]) -> None:
@@ -122,7 +125,7 @@ def export(
     is_gguf = target.suffix == ".gguf"
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise FileExistsError(f"There is something in {target} already; name another target.")
-    if dtype is not None and dtype not in OUTTYPES or (dtype == "q8_0" and not is_gguf):
+    if (dtype is not None and dtype not in OUTTYPES) or (dtype == "q8_0" and not is_gguf):
         raise ValueError(f"dtype={dtype!r}: a folder is written in float32, bfloat16 or float16, GGUF also in q8_0.")
     converter = find_converter(llama_cpp) if is_gguf else None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +153,10 @@ def export(
                 f"spread, where {dtype} rounds by {ROUNDING[dtype]:.2g}. Nothing was kept."
             )
         shutil.move(file, target)
-    return Export(str(target), dtype, largest)
+        whole = loading.load_tokenizer(folder)
+        stops = [] if whole.eos_token is None else [whole.eos_token]
+        beside_it = modelfile.write(target, whole, stops)
+    return Export(str(target), dtype, largest, str(beside_it))
 
 
 def find_converter(llama_cpp: str | os.PathLike[str] | None = None) -> Path:
@@ -160,15 +166,18 @@ def find_converter(llama_cpp: str | os.PathLike[str] | None = None) -> Path:
         FileNotFoundError: it is not there. ImportError: its package gguf is not installed.
     """
     folder = llama_cpp or os.environ.get("LLAMA_CPP")
+    absent = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
+    packages = f" GGUF needs packages that are not installed. Run: pip install {' '.join(absent)}" if absent else ""
     if not folder:
         raise FileNotFoundError(
             "GGUF is written by llama.cpp's own converter. Get it: git clone --depth 1 "
             "https://github.com/ggml-org/llama.cpp, and name the folder: --llama_cpp llama.cpp (or LLAMA_CPP)."
+            + packages
         )
     if not (found := Path(folder) / CONVERTER).is_file():
-        raise FileNotFoundError(f"There is no {CONVERTER} in {folder}; name a clone of llama.cpp.")
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError("'gguf' is not installed, which reads GGUF. Run: pip install gguf", name="gguf")
+        raise FileNotFoundError(f"There is no {CONVERTER} in {folder}; name a clone of llama.cpp.{packages}")
+    if absent:
+        raise ImportError(packages.strip(), name=absent[0])
     return found
 
 

@@ -294,7 +294,7 @@ def program_words(args: LaunchArguments, program: list[str]) -> list[str]:
         program = program[1:]
     if Path(program[0]).is_file():
         return program
-    if program[0] in registry.methods():
+    if program[0] in (*registry.methods(), "train"):
         return ["--module", "posttrain.cli", *program]
     known = ", ".join(registry.methods()) or "none is installed"
     raise ConfigError("launch", [f"{program[0]!r} is neither a file here nor a method of posttrain ({known})"])

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.memory_mesh import local
-from posttrain.core.distributed import sharding
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
-        self._shapes = sharding.shapes_within(self._pause)
+        self._shapes = memory_mesh.shapes_within(self._pause)
         self._shapes.__enter__()
         return super().__enter__()
 

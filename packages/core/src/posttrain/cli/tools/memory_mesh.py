@@ -8,15 +8,16 @@ slice of a row.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from posttrain.core.distributed import division, expert_parallel, shard_settings, sharding, tensor_parallel
+from posttrain.core.distributed import division, shard_settings, sharding, tensor_parallel
 from posttrain.core.distributed.division import Division
 from posttrain.core.errors import ConfigError
 from posttrain.lm.attention import context_parallel
@@ -38,9 +39,19 @@ def imagined(processes: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-        division.forget_operations()
+        _forget_operations()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _forget_operations() -> None:
+    """Let torch work out anew what an operation on divided tensors gives, once the process groups are others.
+
+    It keeps this by mesh, and takes one mesh for another whose process groups are gone.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
 
 
 def processes() -> int:
@@ -119,7 +130,10 @@ def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -
     if mesh.peers is not None:
         context_parallel.enable(model, mesh.peers)
     if mesh.division is not None:
-        with sharding.meshes_within(_numbers):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        # FSDP joins its mesh with that of split matrices, and looks a process up in it by numbers.
+        with _called_within(_numbers, DeviceMesh, "_concatenate"):
             division.cut(model, mesh.division, device, precision)
 
 
@@ -132,10 +146,39 @@ def _numbers() -> Iterator[None]:
         yield
 
 
-def even_routes(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
-    """Within this context experts that processes have between them get equally many tokens."""
-    has_experts = mesh.division is not None and mesh.division.experts > 1
-    return expert_parallel.even_routes() if has_experts else contextlib.nullcontext()
+@contextlib.contextmanager
+def even_routes(mesh: Mesh) -> Iterator[None]:
+    """Within this context every process sends as many tokens to each that keeps experts: fake tensors have shapes and
+    no routes."""
+    if mesh.division is None or mesh.division.experts == 1:
+        yield
+        return
+    exchange: Any = importlib.import_module("transformers.distributed.expert_parallel")
+    asked = exchange.AllToAllEP._dispatch_tokens
+
+    def evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
+        tokens, parts, size = len(hidden), self.tp_mesh.size(), self.ep_mesh.size()
+        if parts > 1:  # each sends its part of the tokens that all have
+            hidden, index, weights = (given[: -(-tokens // parts)] for given in (hidden, index, weights))
+        order = torch.argsort(index.reshape(-1))
+        sizes = [len(order) // size + (i < len(order) % size) for i in range(size)]
+        sent = exchange.all_to_all_single_autograd(
+            hidden[order // index.shape[-1]], sizes, sizes, self.ep_mesh.get_group()
+        )
+        sent = exchange._WaitTensor.apply(sent)
+        ids = index.new_zeros(len(order), 1)
+        return (
+            sent,
+            ids,
+            torch.ones_like(ids, dtype=sent.dtype),
+            exchange._AllToAllState(weights, order, sizes, sizes, tokens),
+        )
+
+    exchange.AllToAllEP._dispatch_tokens = evenly
+    try:
+        yield
+    finally:
+        exchange.AllToAllEP._dispatch_tokens = asked
 
 
 def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -146,3 +189,32 @@ def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of `tensor`."""
     return tensor.to_local() if sharding.is_piece(tensor) else tensor
+
+
+@contextlib.contextmanager
+def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.
+
+    It finds them by running an operation on fake tensors of the whole size, which no process ever holds.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    with _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached"):
+        yield
+
+
+@contextlib.contextmanager
+def _called_within(context: Callable[[], contextlib.AbstractContextManager], owner: type, name: str) -> Iterator[None]:
+    """Within this context each call of the method `name` of the class `owner` happens inside of a `context()`."""
+    asked, written = getattr(owner, name), vars(owner)[name]
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return asked(*args, **kwargs)
+
+    # What `getattr` has bound already, or needs no binding, must not be bound again.
+    setattr(owner, name, within if written is asked else staticmethod(within))
+    try:
+        yield
+    finally:
+        setattr(owner, name, written)

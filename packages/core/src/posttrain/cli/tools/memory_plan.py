@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.errors import ConfigError
+from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, wrapping
 from posttrain.core.optim import builder
 from posttrain.core.registry import Run
@@ -253,7 +255,7 @@ def _measure(
         if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
             _accumulate(model, args, work, live, trained)
         activations, head = _pass(model, args, work, live)
-        if parts.sees(model):  # what encodes images is trained too, though none was shown
+        if wrapping.sees(model):  # what encodes images is trained too, though none was shown
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
@@ -384,9 +386,9 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
 
     def loss_in_tiles(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
-        targets, live.most = language_modeling.shift_labels(labels), TILE
+        targets, live.most = shift_labels(labels), TILE
         if slicing is not None and slicing.current is not None:
-            targets = slicing.current.cut(targets, language_modeling.IGNORE_INDEX)
+            targets = slicing.current.cut(targets, IGNORE_INDEX)
         weight, bias, part = lm_head.CausalHead(head).own()
         options: dict[str, Any] = {"bias": bias, "part": part}
         if work.loss == "logps":

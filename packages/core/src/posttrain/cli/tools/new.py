@@ -14,7 +14,7 @@ from posttrain.core.errors import CheckpointError, ConfigError, did_you_mean
 HELP = """posttrain new                 list the recipes
 posttrain new NAME [FOLDER]   write one into FOLDER [default: NAME]
 
-A recipe is a run to begin with: run.yaml, with comments, and rows.jsonl, 20 made-up rows that show the format of the
+A recipe is a starting config: run.yaml, with comments, and rows.jsonl, 20 made-up rows that show the format of the
 data; some have a train.py. Its first lines say how to run it, what to expect, and which card it needs."""
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 #: Programs have this ending in the package, where they are no modules.
@@ -23,7 +23,7 @@ PROGRAM = ".py.in"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A run to begin with.
+    """A starting config.
 
     Args:
         name: what it is called. title: what it does.

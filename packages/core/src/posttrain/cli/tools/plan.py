@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli import parse
+from posttrain.cli.method import of_words
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
-USAGE = """usage: posttrain plan <method> [run.yaml ...] [--memory SIZE] [--processes N | --cards N] [--length N]
+USAGE = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
                       [--image_size WIDTHxHEIGHT] [--name value ...]
 
 Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
@@ -45,7 +46,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         print(USAGE)
         return
     words, options = _take_options(words)
-    found = registry.first_named(words, "plan")
+    found, words = of_words(words, "plan")
     workload_of = found.workload
     if workload_of is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
@@ -57,7 +58,7 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     from posttrain.cli.tools import memory_mesh  # after the words are known to be right: this imports torch
 
     with memory_mesh.imagined(processes or cards or 1):
-        _plan(found, words[1:], read, bool(cards), **options)
+        _plan(found, words, read, bool(cards), **options)
 
 
 def _plan(
@@ -147,9 +148,9 @@ def _of_images(run: Run, size: tuple[int, int] | None) -> str:
         ConfigError: they cannot be counted.
     """
     from posttrain.cli.tools import memory_plan
-    from posttrain.lm.loading import parts
+    from posttrain.core.models.wrapping import sees_images
 
-    if not parts.sees_images(memory_plan.load_config(run)):
+    if not sees_images(memory_plan.load_config(run)):
         if size is not None:
             raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
         return ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from posttrain.cli import parse
+from posttrain.cli.method import of_words
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
@@ -38,16 +39,14 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     """Prepare the data of a run as training does, and show its first rows below the data report.
 
     Args:
-        words: a method (it may be left out: then the first that has a preview, sft if it is installed), files and
-            flags, among them ``--rows N`` and ``--html FILE``.
+        words: a method, which the file may name instead, files and flags, among them ``--rows N`` and ``--html FILE``.
         read: makes a run of a method and its words.
     """
     if {"-h", "--help"} & set(words):
         print(USAGE)
         return
     words, options = _take_options(words)
-    found, preview = _method(words)
-    words = words[1:] if words and words[0] == found.name else words
+    found, preview, words = _method(words)
     rows, report = preview(read(found, words), options["rows"])
     if options["html"] is not None:
         path = Path(options["html"]).expanduser()
@@ -68,20 +67,12 @@ def wants_color(stream: TextIO) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
-def _method(words: list[str]) -> tuple[Method, Callable[..., Any]]:
-    having = {name: (found, found.preview) for name, found in registry.methods().items() if found.preview is not None}
-    if words and not words[0].startswith("-") and not words[0].endswith((".yaml", ".yml", ".toml")):
-        found = registry.method(words[0])
-        if found.preview is None:
-            raise ConfigError(
-                "posttrain preview", [f"{found.name} has no preview; {', '.join(having) or 'no method'} has"]
-            )
-        return found, found.preview
-    if not having:
-        raise ConfigError(
-            "posttrain preview", ["no installed method has a preview; pip install posttrain-sft adds one"]
-        )
-    return having.get("sft") or next(iter(having.values()))
+def _method(words: list[str]) -> tuple[Method, Callable[..., Any], list[str]]:
+    found, words = of_words(words, "preview")
+    if found.preview is None:
+        having = ", ".join(name for name, one in registry.methods().items() if one.preview) or "no method"
+        raise ConfigError("posttrain preview", [f"{found.name} has no preview; {having} has"])
+    return found, found.preview, words
 
 
 def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:

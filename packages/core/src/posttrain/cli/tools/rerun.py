@@ -43,8 +43,8 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
     first = run_record.read(folders[0])["starts"][0]
     say = print if environment.rank() == 0 else lambda text: None
     now = {"packages": run_record.packages(), "hardware": run_record.hardware(), "processes": environment.world_size()}
-    told = {name: first[name] for name in now}
-    for line in run_record.differences(told, now) or ["versions, hardware and processes are as they were"]:
+    before = {name: first[name] for name in now}
+    for line in run_record.differences(before, now) or ["versions, hardware and processes are as they were"]:
         say(f"  {line}")
     if first["asked"] is None:
         raise ConfigError(

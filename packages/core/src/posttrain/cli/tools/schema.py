@@ -38,7 +38,12 @@ def run(words: list[str], classes: Callable[[Method], tuple[type, ...]]) -> None
     if len(words) != 1 or words[0] not in known:
         near = did_you_mean(words[0], known) if len(words) == 1 else ""
         raise ConfigError("schema", [f"name one of the methods {', '.join(known)}{near}"])
-    print(json.dumps(schema_of(*classes(known[words[0]])), indent=2))
+    schema = schema_of(*classes(known[words[0]]))
+    schema["properties"] |= {
+        "method": {"const": words[0], "description": "The method, for posttrain train."},
+        "sweep": {"type": "object", "description": "What posttrain sweep searches."},
+    }
+    print(json.dumps(schema, indent=2))
 
 
 def schema_of(*classes: type) -> dict[str, Any]:

@@ -19,11 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.cli.method import of_words
 from posttrain.core.checkpoint import codec
 from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.logging.metrics import is_timing
 
 STEPS = 3  # optimizer steps before and after the checkpoint that is resumed
+
+
+USAGE = """usage: posttrain verify-resume [<method>] run.yaml ... [--steps N] [--name value ...]
+
+Trains, kills the run, resumes it, and compares its checkpoint with that of an uninterrupted run bit by bit.
+
+  --steps N  optimizer steps before and after the checkpoint"""
 
 
 def run(words: list[str]) -> int:
@@ -33,9 +41,12 @@ def run(words: list[str]) -> int:
         words: a method, its files and flags; ``--steps N`` sets the number of optimizer steps before and after the
             checkpoint.
     """
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
     words, steps = _take_steps(words)
-    if not words or words[0].startswith("-") or words[0].endswith((".yaml", ".yml")):
-        raise ConfigError("posttrain verify-resume", ["name the method first: posttrain verify-resume sft run.yaml"])
+    method, words = of_words(words, "verify-resume")
+    words = [method.name, *words]
     folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         straight, stopped = folder / "straight", folder / "stopped"

@@ -320,7 +320,7 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not os.path.isfile(path):
@@ -329,9 +329,24 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
         if mmap or not hasattr(os, "preadv"):  # as on Windows
             tensors = load_file(str(path))
             return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
-        with safe_open(str(path), "pt"):  # rejects a header that does not match the file
-            return _read(Path(path))
+        check_tensors(path)
+        return _read(Path(path))
     except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+
+
+def check_tensors(path: str | Path) -> None:
+    """Read the header of a safetensors file and nothing else.
+
+    Raises:
+        CheckpointError: it does not match the file, as after a download that broke off.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt"):
+            pass
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
 
 

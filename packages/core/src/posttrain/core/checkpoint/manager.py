@@ -170,7 +170,7 @@ class CheckpointManager:
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """As `check_state`; once more after the first step, with which most optimizers begin their state."""
-        if not self.args.save_only_model and self.dist.engine is None:
+        if not self.args.save_only_model and not self.dist.uses_deepspeed:
             state = optimizer.state_dict()
             codec.check_tree(sharded.part(state) if self.dist.shards else state, _name("optimizer", optimizer))
 
@@ -216,12 +216,13 @@ class CheckpointManager:
         Args:
             save_model: writes the weights as ``from_pretrained`` reads them. save_beside: what belongs to them.
         """
+        should_save = self.args.should_save
         self._write_model(directory, contents.model, save_model, save_beside)
         if not self.args.save_only_model:
             for rank, position in self._positions.items():
                 codec.save_tree(position, directory / f"rank-{rank}")
-            self._write_optimizer(directory, contents.optimizer)
-        if self.args.should_save:
+            self._write_optimizer(directory, contents.optimizer, should_save)
+        if should_save:
             if not self.args.save_only_model:
                 codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
             if contents.ema is not None:
@@ -267,7 +268,7 @@ class CheckpointManager:
 
     def read_foreign(self, checkpoint: Path, contents: Contents) -> foreign.Taken:
         """As `read`, as far as `checkpoint` holds such files of transformers' trainer."""
-        optimizer = None if self.dist.engine is not None else contents.optimizer
+        optimizer = None if self.dist.uses_deepspeed else contents.optimizer
         objects = (optimizer, contents.lr_scheduler, contents.scaler)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size}
         return foreign.take(checkpoint, *objects, **place, allow_pickle=self.args.allow_pickle)
@@ -299,20 +300,20 @@ class CheckpointManager:
             weights.check_adapters(model, directory, state)
         self._adapters_checked = True
 
-    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
+    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer, should_save: bool) -> None:
         rank, world_size = self.dist.process_index, self.dist.num_processes
-        if self.dist.engine is not None:
-            codec.save_tree(self.dist.engine.state_dict(), directory / sharded.stem("engine", rank, world_size))
+        if (state := self.dist.engine_state()) is not None:
+            codec.save_tree(state, directory / sharded.stem("engine", rank, world_size))
         elif self.dist.shards:
             stem = sharded.stem("optimizer", rank, world_size)
             codec.save_tree(sharded.part(optimizer.state_dict()), directory / stem)
-        elif self.args.should_save:
+        elif should_save:
             codec.save_tree(optimizer.state_dict(), directory / "optimizer")
 
     def _read_optimizer(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-        if self.dist.engine is not None:
+        if self.dist.uses_deepspeed:
             state = sharded.own(checkpoint, "engine", self.dist.process_index, self.dist.num_processes)
-            return self.dist.engine.load_state_dict(state)
+            return self.dist.load_engine_state(state)
         # Whole tensors of which this process needs a part are mapped rather than read.
         saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
         optimizer.load_state_dict(sharded.optimizer_state(saved, optimizer))

@@ -58,7 +58,7 @@ def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_siz
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
     if max_shard_size is not None and not hasattr(model, "peft_config"):
         given["max_shard_size"] = max_shard_size
-    with quiet(), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
+    with quiet(), _without_card(model), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
         model.save_pretrained(str(directory), **given)
 
 
@@ -87,6 +87,19 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
         codec.write_tensors(tensors, path, metadata)
     else:
         _save_file(tensors, path, metadata)
+
+
+@contextlib.contextmanager
+def _without_card(model: Any) -> Iterator[None]:
+    """Let peft write no model card: its template has no facts, and would change the metadata of ours."""
+    if not hasattr(model, "create_or_update_model_card"):
+        yield
+        return
+    model.create_or_update_model_card = lambda directory: None
+    try:
+        yield
+    finally:
+        del model.create_or_update_model_card
 
 
 @contextlib.contextmanager
@@ -230,14 +243,16 @@ def files_of_index(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def check_indices(folder: str | Path) -> None:
-    """Reject a model folder whose index names files outside of it, before anything is loaded.
+def check_files(folder: str | Path) -> None:
+    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded.
 
     Raises:
-        CheckpointError: as `files_of_index`.
+        CheckpointError: as `files_of_index` and `codec.check_tensors`.
     """
     for index in sorted(Path(folder).glob("*.index*.json")):
         files_of_index(index)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        codec.check_tensors(file)
 
 
 def _load_adapters(model: nn.Module, directory: Path) -> None:

@@ -73,7 +73,8 @@ def explain_failure(batch: Any, model: Any, limits: Mapping[str, int]) -> None:
         limits: as in `check_limits`.
 
     Raises:
-        DataError: a limit is exceeded, the model's main input is missing, or labels are of another kind than its loss.
+        DataError: a limit is exceeded, the main input is missing, or labels are of another length or kind than the
+            loss needs.
     """
     if not isinstance(batch, Mapping):
         return
@@ -86,6 +87,13 @@ def explain_failure(batch: Any, model: Any, limits: Mapping[str, int]) -> None:
             "dataset.map(lambda row: tokenizer(row['text']))."
         )
     labels, config = batch.get("labels"), getattr(model, "config", None)
+    ids, labels_of_tokens = batch.get("input_ids"), ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+    if isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor) and ids.shape != labels.shape:
+        if type(model).__name__.endswith(labels_of_tokens):
+            raise DataError(
+                f"input_ids has the shape {tuple(ids.shape)} and labels {tuple(labels.shape)}; each token needs one "
+                "label. Give a row as many labels as tokens, -100 where there is no loss, and pad both to one length."
+            )
     kind, classes = getattr(config, "problem_type", None), getattr(config, "num_labels", 0)
     if not isinstance(labels, torch.Tensor) or "Classification" not in type(model).__name__:
         return

@@ -70,7 +70,7 @@ def default_data_collator(features: Features, return_tensors: str = "pt") -> Bat
                 f"the column {name!r} cannot be stacked into one tensor ({error}). Rows of several lengths need "
                 "padding: pass the tokenizer as processing_class, or a data_collator that pads this column."
             ) from error
-    return batch if return_tensors == "pt" else {name: value.numpy() for name, value in batch.items()}
+    return _as(return_tensors, batch)
 
 
 def _attributes(row: Any) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def _unpadded(features: Features, settings: dict[str, Any]) -> str:
 
 
 def _as(return_tensors: str, batch: Batch) -> Batch:
-    if return_tensors == "pt":
-        return batch
-    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    if return_tensors != "pt":
+        batch.update({name: value.numpy() for name, value in batch.items() if isinstance(value, torch.Tensor)})
+    return batch
 
 
 def _pops_labels(features: Features) -> tuple[Features, list[Any] | None, str]:
@@ -144,8 +144,27 @@ def _pops_labels(features: Features) -> tuple[Features, list[Any] | None, str]:
     return rest, None if all(label is None for label in labels) else labels, name
 
 
+class _PadsInputs:
+    """What the collators that pad have in common: their settings reach the tokenizer."""
+
+    tokenizer: Any
+    padding: bool | str
+    max_length: int | None
+    pad_to_multiple_of: int | None
+
+    def _padded(self, features: Features, return_tensors: str) -> Batch:
+        return _pad(
+            self.tokenizer,
+            features,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=return_tensors,
+        )
+
+
 @dataclass
-class DataCollatorWithPadding:
+class DataCollatorWithPadding(_PadsInputs):
     """Pad tokenized rows with the tokenizer; ``label`` and ``label_ids`` are renamed ``labels``.
 
     Args:
@@ -163,14 +182,7 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: Features) -> Batch:
-        batch = _pad(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=self.return_tensors,
-        )
+        batch = self._padded(features, self.return_tensors)
         for name in ("label", "label_ids"):
             if name in batch:
                 batch["labels"] = batch.pop(name)
@@ -178,7 +190,7 @@ class DataCollatorWithPadding:
 
 
 @dataclass
-class DataCollatorForSeq2Seq:
+class DataCollatorForSeq2Seq(_PadsInputs):
     """Pad inputs with the tokenizer and labels with `label_pad_token_id`, on the tokenizer's side.
 
     Args:
@@ -202,14 +214,7 @@ class DataCollatorForSeq2Seq:
     def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
         return_tensors = return_tensors or self.return_tensors
         rest, labels, _ = _pops_labels(features)
-        batch = _pad(
-            self.tokenizer,
-            rest,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=return_tensors,
-        )
+        batch = self._padded(rest, return_tensors)
         if labels is None:
             return batch
         if self.padding in (False, "do_not_pad"):
@@ -229,15 +234,11 @@ class DataCollatorForSeq2Seq:
         if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
             batch["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=padded)
         batch["labels"] = padded
-        if return_tensors == "np":
-            for name in ("labels", "decoder_input_ids"):
-                if name in batch:
-                    batch[name] = batch[name].numpy()
-        return batch
+        return _as(return_tensors, batch)
 
 
 @dataclass
-class DataCollatorForTokenClassification:
+class DataCollatorForTokenClassification(_PadsInputs):
     """Pad inputs with the tokenizer, and labels (one per token) to the same length with `label_pad_token_id`.
 
     Args: as for `DataCollatorForSeq2Seq`.
@@ -256,14 +257,7 @@ class DataCollatorForTokenClassification:
     def torch_call(self, features: Features) -> Batch:
         """The batch as torch tensors; subclasses override it."""
         rest, labels, name = _pops_labels(features)
-        batch = _pad(
-            self.tokenizer,
-            rest,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors="pt",
-        )
+        batch = self._padded(rest, "pt")
         if labels is None:
             return batch
         # Rounding up to the inputs' own length gives exactly that length: no label is longer than its row.
@@ -305,7 +299,7 @@ class DataCollatorForLanguageModeling:
     def __post_init__(self) -> None:
         shares = ("mlm_probability", "mask_replace_prob", "random_replace_prob") if self.mlm else ()
         for name in shares:
-            value = getattr(self, name)
+            value = vars(self)[name]
             if value is None or not 0 <= value <= 1:
                 raise ValueError(f"{name}={value!r} must be between 0 and 1")
         if self.mlm and self.mask_replace_prob + self.random_replace_prob > 1:
@@ -387,8 +381,8 @@ class DataCollatorForLanguageModeling:
 
     def _special(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(B, T), 1 at special tokens, as the tokenizer knows them."""
-        tell = self.tokenizer.get_special_tokens_mask
-        return torch.tensor([tell(row, already_has_special_tokens=True) for row in input_ids.tolist()])
+        mask_of = self.tokenizer.get_special_tokens_mask
+        return torch.tensor([mask_of(row, already_has_special_tokens=True) for row in input_ids.tolist()])
 
     def _words(self, input_ids: torch.Tensor, padding: torch.Tensor, offsets: list[Any]) -> torch.Tensor:
         """The number of each token's word in its row, (B, T), counted from 0."""
@@ -397,9 +391,8 @@ class DataCollatorForLanguageModeling:
             place = (~padded).nonzero().flatten()
             if spans is not None:
                 ends, starts = torch.as_tensor(spans)[:-1, 1], torch.as_tensor(spans)[1:, 0]
-                row[place[1:]] = (ends == starts) & (
-                    torch.as_tensor(spans)[1:, 1] > starts
-                )  # special tokens span nothing
+                spans_text = torch.as_tensor(spans)[1:, 1] > starts  # special tokens span nothing
+                row[place[1:]] = (ends == starts) & spans_text
                 continue
             tokens = self.tokenizer.convert_ids_to_tokens(ids[place].tolist())
             marked = any(token[:1] in SPACE_MARKS for token in tokens)
@@ -443,19 +436,14 @@ class DataCollatorWithFlattening:
             columns["position_ids"] = [np.arange(len(row)) + self.position_ids_start for row in ids]
         if self.return_seq_idx:
             columns["seq_idx"] = [np.full(len(row), number, dtype=np.int32) for number, row in enumerate(ids)]
-        batch: Batch = {name: np.concatenate(rows)[None] for name, rows in columns.items()}
-        if self.return_tensors == "pt":
-            batch = {name: torch.from_numpy(value) for name, value in batch.items()}
+        batch: Batch = {name: torch.from_numpy(np.concatenate(rows)[None]) for name, rows in columns.items()}
         if self.return_flash_attn_kwargs:
-            kwargs = flash_kwargs([len(row) for row in ids])
-            numpy = self.return_tensors != "pt"
-            batch |= {k: v.numpy() if numpy and isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-        return batch
+            batch |= flash_kwargs([len(row) for row in ids])
+        return _as(self.return_tensors, batch)
 
 
 def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
-    """What transformers' flash attention takes for documents of these lengths, one behind the other; empty ones are
-    left out.
+    """What transformers' flash attention takes for documents of these lengths in one row; empty ones are left out.
 
     ``cu_seq_lens_q`` and ``cu_seq_lens_k``: where each begins and the last ends, (documents + 1,) int32.
     ``max_length_q`` and ``max_length_k``: the longest, int.

@@ -1,7 +1,7 @@
-"""What the host knows of a batch that it has sent to a device, so that nothing has to wait for the device to tell it.
+"""Keeps the CPU's copy of tensors that were sent to a device, so that nothing waits to read them back.
 
-How many labels a batch has and where its rows end decide the shapes of what is computed. The host knows both before the
-batch leaves. Read back from a GPU, each costs a wait in every micro-batch, and breaks a CUDA graph.
+The number of labels and the ends of the rows decide the shapes of later tensors. The host knows both before it sends a
+batch. To read them back from a GPU would cost a wait in every micro-batch, and would break a CUDA graph.
 """
 
 from __future__ import annotations

@@ -15,31 +15,16 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from posttrain.core.config import opt
-from posttrain.core.data.batch_limits import check_limits
+from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.samplers import (
-    STRATEGIES,
-    TokenBatchSampler,
-    is_sized,
-    is_stream,
-    make_train_sampler,
-    row_lengths,
-)
-from posttrain.core.data.stateful_dataloader import Filler, Loader, is_filler
+from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs, has_length, is_stream
+from posttrain.core.data.samplers import make_train_sampler as make_train_sampler
+from posttrain.core.data.samplers import row_lengths as row_lengths
+from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "adopt", "batch_size_of", "build_eval_loader", "build_train_loader", "can_drop_columns", "check_dataset",
-    "check_limits", "DataArguments", "default_collator", "enable_full_determinism", "Filler", "has_length", "is_filler",
-    "is_stream", "keep_columns", "Loader", "make_train_sampler", "num_examples", "remove_unused_columns",
-    "RemoveColumns", "row_lengths", "set_seed", "signature_columns", "to_device", "token_batches",
-    "TokenBatchSampler",
-]  # fmt: skip
-
-has_length = is_sized
 
 
 @dataclass
@@ -78,9 +63,11 @@ class DataArguments:
         None, "Inputs that are labels; None: those parameters of forward named like labels."
     )
     train_sampling_strategy: str = opt(
-        "random", "The order of rows: shuffled, sequential, or shuffled with rows of similar length together.",
-        choices=STRATEGIES, old_flags=("group_by_length",),
-    )  # fmt: skip
+        "random",
+        "The order of rows: shuffled, sequential, or shuffled with rows of similar length together.",
+        choices=STRATEGIES,
+        old_flags=("group_by_length",),
+    )
     length_column_name: str = opt(
         "length", "Column with each row's length, for `train_sampling_strategy='group_by_length'`."
     )
@@ -112,93 +99,74 @@ class DataArguments:
                 ("dataloader_drop_last", True, "no micro-batch is short of rows"),
                 ("auto_find_batch_size", True, "micro-batches hold no set number of rows"),
             ):
-                if getattr(self, name, None) == value:
+                if vars(self).get(name) == value:
                     yield f"{name}={value!r} does not go with max_batch_tokens: {why}; leave one of them out"
         if self.dataloader_num_workers == 0:
-            for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context"):
-                if value := getattr(self, f"dataloader_{name}"):
-                    yield f"dataloader_{name}={value!r} needs workers; set dataloader_num_workers to 1 or more"
+            for name, given in (
+                ("persistent_workers", self.dataloader_persistent_workers),
+                ("prefetch_factor", self.dataloader_prefetch_factor),
+                ("multiprocessing_context", self.dataloader_multiprocessing_context),
+            ):
+                if given:
+                    yield f"dataloader_{name}={given!r} needs workers; set dataloader_num_workers to 1 or more"
 
 
 # ---------------------------------------------------------------------------------------------------- build
 
 
-def build_train_loader(
+def build_loader(
     dataset: Any,
     *,
+    is_training: bool,
     batch_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
-    sampler: Iterable[int] | TokenBatchSampler | None,
+    sampler: Iterable[int] | TokenBatchSampler | None = None,
     args: DataArguments,
     seed: int,
     rank: int = 0,
     world_size: int = 1,
     device_type: str = "cpu",
     limits: Mapping[str, int] | None = None,
-    any_rank: Callable[[bool], bool] | None = None,
 ) -> Loader:
-    """The loader of a training set; see `Loader` for the arguments.
+    """The loader of a training set or an evaluation set; see `Loader` for the arguments.
+
+    Both deal rows to the processes alike, so batch i of rank 0, of rank 1, ... is the order of the rows. Each pass over
+    an evaluation set is the same, random rows included where workers read them.
 
     Args:
         device_type: where batches will go: memory is pinned only for devices that gain by it.
+
+    Raises:
+        DataError: the dataset cannot be used, or is a stream and `args` limits its batches.
     """
-    check_dataset(dataset, "train_dataset")
-    if (args.overfit_batches or args.limit_train_batches) and is_stream(dataset):
+    check_dataset(dataset, "train_dataset" if is_training else "eval_dataset")
+    most = (args.overfit_batches or args.limit_train_batches) if is_training else None
+    if most and is_stream(dataset):
         raise DataError(
             "limit_train_batches and overfit_batches are for rows by index, and the training data is a stream. Set "
             "max_steps, or take the first rows of the stream: train_dataset.take(n)."
         )
-    return _build(
-        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, True, limits, any_rank
-    )
-
-
-def build_eval_loader(
-    dataset: Any,
-    *,
-    batch_size: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    sampler: Iterable[int] | None = None,
-    args: DataArguments,
-    seed: int,
-    rank: int = 0,
-    world_size: int = 1,
-    device_type: str = "cpu",
-    limits: Mapping[str, int] | None = None,
-    any_rank: Callable[[bool], bool] | None = None,
-) -> Loader:
-    """The loader of an evaluation set: the same dealing, so batch i of rank 0, of rank 1, ... is the order of the rows.
-
-    Each of its iterations is the same, random rows included where workers read them.
-    """
-    check_dataset(dataset, "eval_dataset")
-    if args.dataloader_drop_last and is_sized(dataset) and len(dataset) < batch_size * world_size:
+    total = batch_size * world_size
+    if not is_training and args.dataloader_drop_last and has_length(dataset) and len(dataset) < total:
         logger.warning(
-            "eval_dataset has %d rows, less than one batch of %d, and dataloader_drop_last=True drops it: nothing is "
-            "evaluated. Set per_device_eval_batch_size to %d or less, or dataloader_drop_last=False.",
-            len(dataset), batch_size * world_size, max(len(dataset) // world_size, 1),
-        )  # fmt: skip
-    return _build(
-        dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, False, limits, any_rank
-    )
-
-
-def _build(
-    dataset, batch_size, collate_fn, sampler, args, seed, rank, world_size, device_type, is_training, limits, any_rank
-) -> Loader:
+            f"eval_dataset has {len(dataset)} rows, less than one batch of {total}, and dataloader_drop_last=True "
+            "drops it: nothing is evaluated. Set per_device_eval_batch_size to "
+            f"{max(len(dataset) // world_size, 1)} or less, or dataloader_drop_last=False."
+        )
+    makes_batches = isinstance(sampler, TokenBatchSampler)
+    order: dict[str, Any] = {"batch_sampler" if makes_batches else "sampler": sampler}
     return Loader(
         dataset,
         batch_size=batch_size,
         collate_fn=collate_fn,
-        **{"batch_sampler" if isinstance(sampler, TokenBatchSampler) else "sampler": sampler},
+        **order,
         seed=seed,
         rank=rank,
         world_size=world_size,
         drop_last=args.dataloader_drop_last,
         advance=is_training,
         limits=limits,
-        any_rank=any_rank,
-        most=(args.overfit_batches or args.limit_train_batches) if is_training else None,
+        most=most,
         repeats=is_training and args.overfit_batches is not None,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),
@@ -233,7 +201,7 @@ def token_batches(
     """The batches of `dataset` that hold `max_tokens` tokens at most.
 
     Raises:
-        DataError: the data is a stream, or `lengths` cannot tell the length of its rows, or one is too long.
+        DataError: the data is a stream, or its rows have no known lengths, or one is too long.
     """
     if is_stream(dataset):
         raise DataError(
@@ -244,7 +212,7 @@ def token_batches(
 
 
 def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bool = True) -> Loader:
-    """A loader made by somebody else, with a position and, over several processes, each one's part.
+    """A user's loader, with a position and, over several processes, with the part of each.
 
     A plain `DataLoader` is rebuilt around its dataset, sampler and collator. Of anything else, batches are read as they
     come: each process keeps every `world_size`-th, and resuming reads the earlier ones again. A loader prepared by
@@ -260,17 +228,17 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
         adopted = Loader(_Batches(loader), batch_size=None, collate_fn=_unchanged, **place)
         adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
         return adopted
-    options = (
-        "num_workers",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "prefetch_factor",
-        "persistent_workers",
-        "in_order",
-    )
-    place |= {name: getattr(loader, name) for name in options}
-    place |= {"multiprocessing_context": loader.multiprocessing_context, "collate_fn": loader.collate_fn}
+    place |= {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "collate_fn": loader.collate_fn,
+    }
     logger.info("The given %s is read through a loader that can be resumed.", type(loader).__name__)
     if is_stream(loader.dataset):
         return Loader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **place)
@@ -289,7 +257,7 @@ class _Batches(IterableDataset):
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        if hasattr(loader, "set_epoch"):
+        if follows_epochs(loader):
             self.set_epoch = loader.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -303,11 +271,11 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
+def check_dataset(dataset: Any, name: str) -> None:
     """Reject unusable datasets before anything expensive happens.
 
     Raises:
-        DataError: there is no dataset, it has no rows, or its length is needed and unknown.
+        DataError: there is no dataset, or it has no rows.
         TypeError: it is a dict of splits, or no dataset.
     """
     if dataset is None:
@@ -321,21 +289,17 @@ def check_dataset(dataset: Any, name: str, needs_length: bool = False) -> None:
         raise TypeError(
             f"{name} is a DataFrame, which gives columns by name and no rows. Pass datasets.Dataset.from_pandas(frame)."
         )
-    if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+    if isinstance(dataset, str) or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
         kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"
         raise TypeError(
             f"{name} is {kind}; it must give rows, by index (__getitem__ and __len__) or one by one (__iter__)."
         )
-    if not is_stream(dataset) and not is_sized(dataset):
+    if not is_stream(dataset) and not has_length(dataset):
         raise TypeError(
             f"{name} is of type {type(dataset).__name__}, which has __getitem__ but no __len__. Define __len__."
         )
-    if is_sized(dataset) and len(dataset) == 0:
+    if has_length(dataset) and len(dataset) == 0:
         raise DataError(f"{name} has no rows. If it was filtered, see what the filter kept.")
-    if needs_length and not is_sized(dataset):
-        raise DataError(
-            f"{name} has no length ({type(dataset).__name__} is a stream), and one is needed here. Set max_steps."
-        )
 
 
 def named_dataset(datasets: Any, name: str) -> Any:
@@ -345,9 +309,9 @@ def named_dataset(datasets: Any, name: str) -> Any:
         ValueError: there is none.
     """
     if not isinstance(datasets, Mapping) or name not in datasets:
-        known = f"those of the trainer are {', '.join(map(str, datasets))}" if isinstance(datasets, Mapping) else (
-            "the trainer's eval_dataset is no dict of named sets"
-        )  # fmt: skip
+        known = "the trainer's eval_dataset is no dict of named sets"
+        if isinstance(datasets, Mapping):
+            known = f"those of the trainer are {', '.join(map(str, datasets))}"
         raise ValueError(f"There is no evaluation set {name!r}: {known}. Pass one of its names, or a dataset.")
     return datasets[name]
 
@@ -355,9 +319,10 @@ def named_dataset(datasets: Any, name: str) -> Any:
 def num_examples(loader: Any) -> int:
     """Rows that `loader` reads in an epoch, over all processes; estimated from its batches if unknown."""
     dataset: Any = getattr(loader, "dataset", None)
-    if is_sized(dataset):
+    if has_length(dataset):
         return len(dataset)
-    return len(loader) * (getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None) or 1)
+    rows = loader.total_batch_size if isinstance(loader, Loader) else getattr(loader, "batch_size", None)
+    return len(loader) * (rows or 1)
 
 
 # ---------------------------------------------------------------------------------------------------- columns
@@ -392,7 +357,6 @@ def keep_columns(
 
     A `datasets.Dataset` no longer reads them; for others, and with a transform, they are dropped before collating.
     """
-    keep = set(keep)
     if not can_drop_columns(dataset):
         return dataset, RemoveColumns(collator, keep, description)
     dataset, dropped = remove_unused_columns(dataset, keep)
@@ -422,7 +386,7 @@ class RemoveColumns:
 
     def __init__(self, collator: Callable[[list[Any]], Any], keep: Iterable[str], description: str = "dataset") -> None:
         self.collator, self.keep, self.description = collator, frozenset(keep), description
-        self._told = False
+        self._has_logged = False
 
     def __call__(self, rows: list[Any]) -> Any:
         return self.collator([self._strip(row) for row in rows])
@@ -433,8 +397,8 @@ class RemoveColumns:
         kept = {name: value for name, value in row.items() if name in self.keep}
         if not kept:
             raise DataError(_nothing_left(list(row), self.keep))
-        if not self._told:
-            self._told = True
+        if not self._has_logged:
+            self._has_logged = True
             logger.info(_DROPPED, self.description, ", ".join(name for name in row if name not in self.keep))
         return kept
 
@@ -456,12 +420,9 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
     """`batch` with every tensor in it moved; dicts, lists and tuples keep their types."""
     if isinstance(batch, torch.Tensor):
         return send(batch, device, non_blocking)
-    if (
-        type(batch) is dict
-        and str(device) == "cpu"
-        and all(getattr(value, "is_cpu", False) for value in batch.values())
-    ):
-        return dict(batch)  # there already; a new dict, since losses of old code take labels out of theirs
+    if type(batch) is dict and str(device) == "cpu":
+        if all(isinstance(value, torch.Tensor) and value.is_cpu for value in batch.values()):
+            return dict(batch)  # there already; a new dict, since a user's compute_loss may pop the labels
     kind: Any = type(batch)
     if isinstance(batch, Mapping):
         moved = {key: to_device(value, device, non_blocking) for key, value in batch.items()}
@@ -470,14 +431,6 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
         parts = [to_device(value, device, non_blocking) for value in batch]
         return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
     return batch.to(device) if hasattr(batch, "to") else batch
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Rows of the first tensor found in `batch`; None where there is none."""
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return batch.shape[0] if batch.ndim else None
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for size in map(batch_size_of, values) if size is not None), None)
 
 
 # ---------------------------------------------------------------------------------------------------- seeds

@@ -74,6 +74,6 @@ def set_rng_state(tree: dict[str, Any]) -> None:
     for kind, states in saved.items():
         if len(states) != here[kind]:
             logger.warning(
-                "The checkpoint holds the random state of %d %s devices and this process sees %d: the numbers drawn on "
-                "the GPU will differ from those of an uninterrupted run.", len(states), DEVICES[kind], here[kind],
-            )  # fmt: skip
+                f"The checkpoint holds the random state of {len(states)} {DEVICES[kind]} devices and this process sees "
+                f"{here[kind]}: the numbers drawn on the GPU will differ from those of an uninterrupted run."
+            )

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class EpochSampler(Sampler[int]):
         return None
 
     def resume(self, epoch: int, cut: Any, given: int) -> int:
-        """Go on with `epoch` after `given` indices of its order under `cut`; returns their number in this order."""
+        """Continue `epoch` after `given` indices of its order under `cut`; returns their number in this order."""
         return given
 
     def __len__(self) -> int:
@@ -171,9 +172,7 @@ class TokenBatchSampler(EpochSampler):
 
 
 def _cut(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
-    """How many rows each batch takes of rows of these lengths, longest first; a multiple of batches where there are
-    rows enough.
-    """
+    """How many rows each batch takes, longest first; a multiple of batches where there are enough rows."""
     sizes, start = [], 0
     while start < len(lengths):
         fits = max_tokens // max(lengths[start], 1)
@@ -192,26 +191,20 @@ def make_train_sampler(
     strategy: str = "random",
     seed: int,
     batch_size: int = 1,
-    length_column_name: str = "length",
-    main_input: str = "input_ids",
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] = (),
 ) -> Sampler[int] | None:
     """The sampler for `dataset`; None for a stream, which has its own order.
 
     Args:
         strategy: "random", "sequential", or "group_by_length".
         batch_size: rows of one optimizer step on one process, grouped by "group_by_length".
-        length_column_name: a column that holds each row's length.
-        main_input: the column whose lengths are used if there is no such column. That reads the dataset once.
-        lengths: of each row, if already known.
+        lengths: of each row, for "group_by_length".
     """
-    if not is_sized(dataset) or is_stream(dataset):
+    if not has_length(dataset) or is_stream(dataset):
         return None
     if strategy == "sequential":
         return SequentialSampler(dataset)
     if strategy == "group_by_length":
-        if lengths is None:
-            lengths = row_lengths(dataset, length_column_name, main_input)
         return LengthGroupedSampler(lengths, batch_size, seed)
     return EpochSampler(len(dataset), seed)
 
@@ -234,7 +227,7 @@ def row_lengths(dataset: Any, length_column_name: str = "length", main_input: st
         ) from error
 
 
-def is_sized(data: Any) -> bool:
+def has_length(data: Any) -> bool:
     """Whether ``len(data)`` gives an answer."""
     try:
         return len(data) is not None
@@ -246,7 +239,22 @@ def is_stream(dataset: Any) -> bool:
     """Whether rows can only be had one after the other."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__") and hasattr(dataset, "state_dict")
+    return isinstance(dataset, Iterable) and not isinstance(dataset, Sized) and knows_position(dataset)
+
+
+def follows_epochs(source: Any) -> bool:
+    """Whether a dataset, a sampler or a loader is given the epoch."""
+    return hasattr(source, "set_epoch")
+
+
+def knows_position(dataset: Any) -> bool:
+    """Whether a dataset can save and restore its own position."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+def inner_sampler(sampler: Any) -> Any:
+    """What a batch sampler draws from; None for any other."""
+    return getattr(sampler, "sampler", None)
 
 
 def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Tensor | Iterator[int]:
@@ -255,23 +263,21 @@ def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Ten
     A sampler that draws from the global random numbers finds them in a state that belongs to the epoch, and leaves
     them as they were.
     """
-    # What a batch sampler draws from.
-    source: Any = sampler if hasattr(sampler, "set_epoch") else getattr(sampler, "sampler", None)
-    if hasattr(source, "set_epoch"):
+    source = sampler if follows_epochs(sampler) else inner_sampler(sampler)
+    if follows_epochs(source):
         source.set_epoch(epoch)
     if isinstance(sampler, EpochSampler):
         return sampler.order()
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     with private_random_numbers(mix(seed, epoch)):
-        return list(sampler) if is_sized(sampler) else iter(sampler)
+        return list(sampler) if has_length(sampler) else iter(sampler)
 
 
 def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]:
-    """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on; the last may be
-    short.
+    """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on.
 
-    A sequence is sliced, so starting late costs nothing; an iterator is run up to the start.
+    The last may be short. A sequence is sliced, so starting late costs nothing; an iterator is run up to the start.
     """
     if isinstance(order, Iterator):
         for _ in islice(order, start):
@@ -301,6 +307,90 @@ def deal(group: list[T], rank: int, world_size: int, size: int) -> tuple[list[T]
     start = rank * each + min(rank, rest)
     part = group[start : start + each + (rank < rest)]
     return (part, False) if part else (group[-1:], True)
+
+
+class Draw(NamedTuple):
+    """One batch to be read, as it travels to a worker."""
+
+    indices: list[int]
+    is_filler: bool
+    seed: int | None
+    epoch: int
+
+
+@dataclass(eq=False, repr=False)
+class Draws(Sampler):
+    """The batches of this process, as `Draw`, from `start` of `epoch` on; see `Loader` for the arguments.
+
+    Args:
+        rank, world_size: 0 and 1 where a distributed sampler gives each process its own rows.
+        own_rank: the rank in any case. seeded: each batch has a seed of its own, for the worker that reads it.
+    """
+
+    dataset: Any
+    sampler: Any
+    batch_size: int | None
+    rank: int
+    world_size: int
+    drop_last: bool
+    seed: int
+    own_rank: int
+    seeded: bool
+    most: int | None
+    repeats: bool
+
+    def __post_init__(self) -> None:
+        self.drop_last = self.drop_last and self.batch_size is not None  # a batch sampler decides for itself
+        self.group = (self.batch_size or 1) * self.world_size
+        self.most = None if self.most is None else self.most * self.group
+        self.epoch = self.start = 0
+        # A custom sampler's order may depend on the random state at this point.
+        found = (getattr(one, "generator", None) for one in (self.sampler, inner_sampler(self.sampler)))
+        self.generator = next((one for one in found if isinstance(one, torch.Generator)), None)
+
+    def __len__(self) -> int:
+        return self.num_batches(self.num_rows)
+
+    @property
+    def rows(self) -> Any:
+        """What gives the rows of an epoch: the sampler, or the dataset in its order."""
+        return self.dataset if self.sampler is None else self.sampler
+
+    @property
+    def num_rows(self) -> int:
+        """What an epoch reads: rows, or batches that a sampler makes."""
+        return self.at_most(len(self.rows))
+
+    def at_most(self, number: int) -> int:
+        """`number` rows, or as many as an epoch may have."""
+        return number if self.most is None else min(number, self.most)
+
+    def num_batches(self, rows: int) -> int:
+        """Batches that `rows` rows make, the last ones of an epoch; 0 where there is none."""
+        whole, rest = divmod(max(rows, 0), self.group)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Draw]:
+        return self.from_place(self.order(self.epoch), self.epoch, self.start)
+
+    def order(self, epoch: int) -> Any:
+        """The rows in the order of `epoch`; an iterator only if they are too many to count."""
+        epoch = 0 if self.repeats else epoch
+        order = range(len(self.dataset)) if self.sampler is None else draw_order(self.sampler, epoch, self.seed)
+        if self.most is None:
+            return order
+        return islice(order, self.most) if isinstance(order, Iterator) else order[: self.most]
+
+    def from_place(self, order: Any, epoch: int, start: int) -> Iterator[Draw]:
+        for place, group in groups(order, start, self.group):
+            if len(group) < self.group and self.drop_last:
+                return
+            indices: Any
+            indices, is_filler = deal(group, self.rank, self.world_size, self.batch_size or 1)
+            if self.batch_size is None:
+                indices = indices[0][-1:] if is_filler else indices[0]
+            seed = mix(self.seed, epoch, place, self.own_rank) if self.seeded else None
+            yield Draw(indices, is_filler, seed, epoch)
 
 
 def mix(*numbers: int) -> int:

@@ -12,9 +12,14 @@ from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
 
 DEFAULTS: dict[str, Any] = {
-    "split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
-    "non_blocking": None, "gradient_accumulation_kwargs": None, "use_configured_state": False,
-}  # fmt: skip
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+    "non_blocking": None,
+    "gradient_accumulation_kwargs": None,
+    "use_configured_state": False,
+}
 ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
 

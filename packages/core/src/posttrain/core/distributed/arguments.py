@@ -43,9 +43,10 @@ class DistributedArguments:
     )
     local_rank: int = opt(-1, "Set by launchers; the trainer reads the environment variable LOCAL_RANK.", min=-1)
     ddp_backend: str | None = opt(
-        None, "Backend of torch.distributed; None takes nccl on GPUs and gloo on CPUs.",
+        None,
+        "Backend of torch.distributed; None takes nccl on GPUs and gloo on CPUs.",
         choices=("nccl", "gloo", "mpi", "ccl", "hccl", "cncl", "mccl"),
-    )  # fmt: skip
+    )
     ddp_timeout: int = opt(
         1800,
         "Seconds that a process waits for the others in a step, on every device; then each writes its stacks and the "

@@ -1,15 +1,12 @@
-"""Runs DeepSpeed's engine with the interface of `Distributed`: ZeRO sharding, clipping and steps.
+"""DeepSpeed's configuration, filled in from the arguments of a run, and the weights that ZeRO-3 shards.
 
-Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054. Optimizer and schedule follow from the other arguments;
-DeepSpeed shards their state.
+Optimizer and schedule follow from the other arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +16,8 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed.environment import is_true, world_size
-from posttrain.core.errors import CheckpointError, ConfigError, require
+from posttrain.core.errors import ConfigError
 from posttrain.core.models.wrapping import base_model
-
-logger = logging.getLogger(__name__)
 
 # The allowed optimizers of a configuration, and the argument that matches each of their values.
 OPTIMIZERS = ("adam", "adamw")
@@ -68,10 +63,13 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
         found = {name: os.environ.get(name, "none") for name in ENVIRONMENT}
         zero = {ENVIRONMENT[n][0]: ENVIRONMENT[n][1](v) for n, v in found.items() if v.lower() != "none"}
         return {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto"},
             "zero_optimization": {"stage": 2} | zero,
-        }  # fmt: skip
+        }
     if isinstance(config, (str, os.PathLike)):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -92,25 +90,20 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
     _drop_optimizer(config, args, wrong)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     known = {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": batch * accumulation * world_size(),
-        "gradient_clipping": float(args.max_grad_norm or 0),
-        "bf16.enabled": precision == "bf16",
-        "fp16.enabled": precision == "fp16",
+        "train_micro_batch_size_per_gpu": (batch, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": (accumulation, "gradient_accumulation_steps"),
+        "train_batch_size": (batch * accumulation * world_size(), "the batch of all processes"),
+        "gradient_clipping": (float(args.max_grad_norm or 0), "max_grad_norm"),
+        "bf16.enabled": (precision == "bf16", "bf16"),
+        "fp16.enabled": (precision == "fp16", "fp16"),
     }
-    names = {
-        "train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_clipping": "max_grad_norm",
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "train_batch_size": "the batch of all processes", "bf16.enabled": "bf16", "fp16.enabled": "fp16",
-    }  # fmt: skip
-    for path, value in known.items():
+    for path, (value, argument) in known.items():
         section, _, key = path.rpartition(".")
         table = config.get(section, {}) if section else config
         if table.get(key) == "auto":
             table[key] = value
         elif key in table and table[key] != value:
-            wrong.append(f"deepspeed: {path} is {table[key]!r}, and {names[path]} is {value!r}; set it to 'auto'")
+            wrong.append(f"deepspeed: {path} is {table[key]!r}, and {argument} is {value!r}; set it to 'auto'")
     config.setdefault("train_micro_batch_size_per_gpu", batch)
     config.setdefault("gradient_accumulation_steps", accumulation)
     zero = config.get("zero_optimization", {})
@@ -176,160 +169,14 @@ def is_piece(tensor: torch.Tensor) -> bool:
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A whole copy of `parameter`; every process must call this, but where it is gathered already."""
-    with _gathered(parameter):
+    with gathered(parameter):
         return parameter.detach().clone()
 
 
-def _gathered(tensor: Any) -> contextlib.AbstractContextManager:
+def gathered(tensor: Any) -> contextlib.AbstractContextManager:
     """Within this context `tensor` is whole. DeepSpeed refuses to gather what is gathered."""
     import deepspeed
 
     if not is_piece(tensor) or tensor.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE:
         return contextlib.nullcontext()
     return deepspeed.zero.GatheredParameters([tensor])
-
-
-class Engine:
-    """One training run under DeepSpeed.
-
-    Args:
-        args: the arguments of the run.
-        precision: "bf16", "fp16" or "no".
-    """
-
-    def __init__(self, args: Any, precision: str) -> None:
-        require("deepspeed", "deepspeed", why="deepspeed=...")
-        self.args, self.precision = args, precision
-        self.config = read(args.deepspeed)
-        self.stage = int(self.config.get("zero_optimization", {}).get("stage", 0))
-        fill(read(args.deepspeed), args, precision)  # contradictions are reported before anything is loaded
-        self._engine: Any = None
-
-    def check_unused(self) -> None:
-        """
-        Raises:
-            RuntimeError: a training has begun: DeepSpeed leaves its hooks in the model, and its parts of the weights.
-        """
-        if self._engine is not None:
-            raise RuntimeError(
-                "A trainer with deepspeed trains once, because DeepSpeed changes the model for good. Save the model, "
-                "and make a new trainer of it."
-            )
-
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-        """(what runs forward and backward in place of `model`, what steps in place of `optimizer`)."""
-        import deepspeed
-
-        config = fill(read(self.args.deepspeed), self.args, self.precision, model)
-        self._engine, stepping, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
-        self._norm = torch.zeros((), device=self._engine.device)
-        return self._engine, stepping
-
-    def at_boundary(self, when: bool) -> None:
-        """Whether the next backward is the last of its window."""
-        self._engine.set_gradient_accumulation_boundary(when)
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        self._engine.backward(loss, scale_wrt_gas=False, **options)
-
-    def gradient_norm(self) -> torch.Tensor:
-        """Shape (); DeepSpeed computes it within the step, which fills it in."""
-        self._norm = torch.zeros_like(self._norm)
-        return self._norm
-
-    def step(self) -> bool:
-        """Clip, step and clear the gradients; False where the loss scaler skipped the step."""
-        self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        self._norm.fill_(math.nan if norm is None else float(norm))
-        return bool(self._engine.was_step_applied())
-
-    def has_pieces_of(self, model: nn.Module) -> bool:
-        """Whether this process holds its part of the weights of `model` alone."""
-        return self._engine is not None and any(map(is_piece, model.parameters()))
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within this context every process holds the weights whole, and may call the model as often as it likes.
-
-        For this DeepSpeed's hooks are taken off: they give weights back after each layer, and compare how often the
-        processes call the model.
-        """
-        import deepspeed
-
-        offload = self._engine.optimizer.parameter_offload
-        with deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
-            for hook in [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]:
-                hook.remove()
-            offload.forward_hooks, offload.backward_hooks = [], []
-            try:
-                yield
-            finally:
-                offload.setup_zero_stage3_hooks()
-
-    @contextlib.contextmanager
-    def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Within this context every process holds the weights whole; what rank 0 writes into them stays."""
-        if self.stage < 3 or self._engine is None:
-            yield
-            return
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-            yield
-
-    def whole_state_dict(
-        self, model: nn.Module, keep: Callable[[str], bool], only: Callable[[str], bool]
-    ) -> dict[str, torch.Tensor] | None:
-        """As `Distributed.whole_state_dict`: None where every process holds the weights whole."""
-        if self.stage < 3 or self._engine is None:
-            return None
-        whole = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if only(name):
-                with _gathered(tensor):
-                    if keep(name):
-                        whole[name] = tensor.detach().to("cpu", copy=True)
-        return whole
-
-    # ---- checkpoints: a part for each process, for the same number of processes ----
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state of this process, and its part of the weights in full precision."""
-        inner, masters = self._inner(), self._masters()
-        options = [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
-        state = [dict(inner.state.get(master, {})) for master in masters]
-        return {"groups": options, "state": state, "masters": [master.detach() for master in masters]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`.
-
-        Raises:
-            CheckpointError: it is of another model, or another stage.
-        """
-        inner, masters = self._inner(), self._masters()
-        if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
-            raise CheckpointError(
-                "The state of DeepSpeed's optimizer is sharded differently. Set the stage of ZeRO and the number of "
-                "processes of the first run."
-            )
-        for group, options in zip(inner.param_groups, state["groups"], strict=True):
-            group.update(options)
-        with torch.no_grad():
-            for master, saved, values in zip(masters, state["masters"], state["state"], strict=True):
-                master.copy_(saved)
-                inner.state[master] = {
-                    k: v.to(master.device) if isinstance(v, torch.Tensor) and v.shape == master.shape else v
-                    for k, v in values.items()
-                }
-
-    def _inner(self) -> Any:
-        return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
-
-    def _masters(self) -> list[torch.Tensor]:
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-            if (found := getattr(self._engine.optimizer, name, None)) is not None:
-                return list(found)
-        return []

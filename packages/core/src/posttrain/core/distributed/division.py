@@ -1,6 +1,6 @@
 """Divides a model over the processes of a run: split matrices, divided experts and shards, in this order.
 
-Training does so over the processes that there are (`posttrain.core.distributed.processes`), and a memory plan over
+Training does so over the processes that there are (`posttrain.core.distributed.strategies`), and a memory plan over
 imagined ones (`posttrain.cli.tools.memory_mesh`).
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import expert_parallel, shard_settings, sharding, tensor_parallel
+from posttrain.core.errors import ConfigError
 
 
 def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
@@ -22,6 +23,34 @@ def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
     found += shard_settings.context_problems(cp, tp, args) if cp > 1 else []
     found += expert_parallel.problems(ep, sizes, args) if ep > 1 else []
     return [*found, *shard_settings.world_problems(sizes, processes)]
+
+
+def sizes_of_run(args: Any, model: nn.Module | None, processes: int) -> dict[str, int]:
+    """The sizes of the groups of processes by name, with ``tp_size`` and ``ep_size``: of the arguments, or as `model`
+    was loaded.
+
+    Raises:
+        ConfigError: so many `processes` do not divide into them, or the model was loaded otherwise.
+    """
+    sizes, found = dict(shard_settings.sizes_of(args.parallelism_config)), []
+    loaded = {"tp_size": tensor_parallel.loaded_size(model), "ep_size": expert_parallel.loaded_size(model)}
+    for name, size in loaded.items():
+        if size > 1 and sizes.get(name, 1) not in (1, size):
+            found.append(
+                f"parallelism_config: {name}={sizes[name]}, and from_pretrained(distributed_config=...) loaded the "
+                f"model with {name}={size}; leave {name} out, or load the model without distributed_config"
+            )
+        sizes[name] = max(size, sizes.get(name, 1))
+    if sharding.is_sharded_by_transformers(model):
+        found.append(
+            "from_pretrained(distributed_config=...) sharded the model (fsdp_size); load it without "
+            "distributed_config, and set fsdp='full_shard', and of parallelism_config ep_size, if experts were "
+            "divided"
+        )
+    found += problems(sizes, processes, args)
+    if found:
+        raise ConfigError("TrainingArguments", found)
+    return sizes
 
 
 def model_problems(sizes: dict[str, int], config: Any) -> list[str]:
@@ -34,8 +63,8 @@ def model_problems(sizes: dict[str, int], config: Any) -> list[str]:
 def sharding_of(
     settings: shard_settings.Sharding | None, sizes: dict[str, int], processes: int
 ) -> shard_settings.Sharding | None:
-    """How the weights are sharded where `settings` ask for it: not at all if nobody shares them, and always where DDP
-    would have to average weights of which each process has a part."""
+    """How the weights are sharded where `settings` ask for it: not at all where no processes share them, and always
+    where DDP would have to average weights of which each process has a part."""
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
     if processes == tp:
         return None
@@ -82,13 +111,3 @@ def cut(model: nn.Module, division: Division, device: torch.device, precision: s
         options["expert_mesh"] = keepers[data_dims(mesh)]
     if division.settings is not None:
         sharding.shard(model, division.settings, over, device, precision, frozen=frozen, **options)
-
-
-def forget_operations() -> None:
-    """Let torch work out anew what an operation on divided tensors gives, once the process groups are others.
-
-    It keeps this by mesh, and takes one mesh for another whose process groups are gone.
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()

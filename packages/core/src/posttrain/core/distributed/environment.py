@@ -47,12 +47,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def barrier() -> None:
-    """Wait for every process. Does nothing in a run of one process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
 def accelerator_present() -> bool:
     return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.accelerator.is_available()
 

@@ -87,38 +87,6 @@ def whole(model: nn.Module) -> Iterator[None]:
             vars(module).update({name: own[name] for name in ("num_experts", "_is_expert_parallel", "forward")})
 
 
-@contextlib.contextmanager
-def even_routes() -> Iterator[None]:
-    """Within this context every process sends as many tokens to each that keeps experts: for fake tensors, which have
-    shapes and no routes."""
-    exchange: Any = importlib.import_module("transformers.distributed.expert_parallel")
-    asked = exchange.AllToAllEP._dispatch_tokens
-
-    def evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
-        tokens, parts, size = len(hidden), self.tp_mesh.size(), self.ep_mesh.size()
-        if parts > 1:  # each sends its part of the tokens that all have
-            hidden, index, weights = (given[: -(-tokens // parts)] for given in (hidden, index, weights))
-        order = torch.argsort(index.reshape(-1))
-        sizes = [len(order) // size + (i < len(order) % size) for i in range(size)]
-        sent = exchange.all_to_all_single_autograd(
-            hidden[order // index.shape[-1]], sizes, sizes, self.ep_mesh.get_group()
-        )
-        sent = exchange._WaitTensor.apply(sent)
-        ids = index.new_zeros(len(order), 1)
-        return (
-            sent,
-            ids,
-            torch.ones_like(ids, dtype=sent.dtype),
-            exchange._AllToAllState(weights, order, sizes, sizes, tokens),
-        )
-
-    exchange.AllToAllEP._dispatch_tokens = evenly
-    try:
-        yield
-    finally:
-        exchange.AllToAllEP._dispatch_tokens = asked
-
-
 def _size(pieces: dict[str, Any]) -> int:
     """The processes over which the first dimension of these parameters is divided, outside of FSDP's gathering."""
     return next(piece.device_mesh.size() for piece in pieces.values() if is_piece(piece))

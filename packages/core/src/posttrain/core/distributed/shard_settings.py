@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from posttrain.core.distributed.environment import is_true
-from posttrain.core.errors import did_you_mean
+from posttrain.core.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,20 @@ _NUMBERED = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hyb
 POLICIES = {"transformer_based_wrap": "transformer", "size_based_wrap": "size", "no_wrap": "none"}
 STATE_DICTS = {"full_state_dict": "full", "sharded_state_dict": "sharded"}
 # Options of FSDP 1 that FSDP2 does not need.
-WITHOUT_EFFECT = (
-    "backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params",
-    "ignored_modules", "activation_checkpointing_offload", "xla_fsdp_settings", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
-)  # fmt: skip
+WITHOUT_EFFECT = """
+    backward_prefetch forward_prefetch limit_all_gathers sync_module_states use_orig_params ignored_modules
+    activation_checkpointing_offload xla_fsdp_settings xla_fsdp_v2 xla_fsdp_grad_ckpt
+""".split()
 #: Options of accelerate's own implementations of parallelism, which its launcher writes too.
-OF_ACCELERATE = (
-    "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler", "cp_comm_strategy", "sp_seq_length",
-    "sp_seq_length_is_variable", "sp_attn_implementation",
-)  # fmt: skip
-NAMES = (
-    "version", "reshard_after_forward", "sharding_strategy", "cpu_offload", "offload_params",
-    "activation_checkpointing", "cpu_ram_efficient_loading", "state_dict_type", "auto_wrap_policy",
-    "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "transformer_cls_to_wrap", "min_num_params",
-    "mixed_precision_policy", "xla",
-)  # fmt: skip
+OF_ACCELERATE = """
+    cp_backend sp_backend tp_handler cp_handler sp_handler cp_comm_strategy sp_seq_length sp_seq_length_is_variable
+    sp_attn_implementation
+""".split()
+NAMES = """
+    version reshard_after_forward sharding_strategy cpu_offload offload_params activation_checkpointing
+    cpu_ram_efficient_loading state_dict_type auto_wrap_policy transformer_layer_cls_to_wrap
+    transformer_cls_names_to_wrap transformer_cls_to_wrap min_num_params mixed_precision_policy xla
+""".split()
 
 
 def read(
@@ -107,7 +109,7 @@ def read(
     if (replicas := sizes.get("dp_replicate_size", 1)) > 1:
         settings = replace(settings, replicas=replicas)
     elif not settings.replicas and isinstance(parallelism, dict) and parallelism.get("dp_replicate_size") == 1:
-        # ParallelismConfig and accelerate launch (as text) have 1 where nobody set it.
+        # ParallelismConfig and accelerate launch (as text) have 1 where it is not set.
         problems.append(
             "fsdp='hybrid_shard' keeps several copies of the model, and dp_replicate_size=1 is one; set fsdp="
             "'full_shard', or leave dp_replicate_size out"
@@ -150,6 +152,24 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
         found.pop("min_num_params", None)
     options = {name: value for name, value in found.items() if name in (*NAMES, *WITHOUT_EFFECT)}
     return read("full_shard", {"state_dict_type": "FULL_STATE_DICT"} | options, sizes)
+
+
+def of_run(args: Any) -> Sharding | None:
+    """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding.
+
+    Raises:
+        ConfigError: for problems with them.
+    """
+    settings, problems = read(args.fsdp, args.fsdp_config, args.parallelism_config)
+    if settings is None and not problems:
+        settings, problems = from_environment()
+        if settings is not None:
+            problems += optimizer_problems(getattr(args, "optim", ""))
+    if problems:
+        raise ConfigError("TrainingArguments", problems)
+    for note in settings.notes if settings is not None else ():
+        logger.info("fsdp_config: %s", note)
+    return settings
 
 
 def _listed(value: Any) -> list[str]:

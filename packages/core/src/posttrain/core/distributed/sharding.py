@@ -191,8 +191,9 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
     if not found:
         logger.warning(
             "%s does not say which modules are its layers, so FSDP gathers it whole. Name them in fsdp_config, for "
-            "instance {'transformer_layer_cls_to_wrap': ['Block']}.", type(base).__name__,
-        )  # fmt: skip
+            "instance {'transformer_layer_cls_to_wrap': ['Block']}.",
+            type(base).__name__,
+        )
     return [*(end for end in _ends(model) if end not in found), *found[::-1]]
 
 
@@ -387,44 +388,3 @@ def whole_state_dict(
             kept[name] = seen[place]
         del full  # before the next one is gathered
     return kept
-
-
-@contextlib.contextmanager
-def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.
-
-    It finds them by running an operation on fake tensors of the whole size, which no process ever holds.
-    """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    with _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached"):
-        yield
-
-
-@contextlib.contextmanager
-def meshes_within(context: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Within this context FSDP joins its mesh with that of split matrices inside of a `context()` of its own each time.
-
-    It looks a process up in the joined mesh by numbers, which no fake tensor has.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    with _called_within(context, DeviceMesh, "_concatenate"):
-        yield
-
-
-@contextlib.contextmanager
-def _called_within(context: Callable[[], contextlib.AbstractContextManager], owner: type, name: str) -> Iterator[None]:
-    """Within this context each call of the method `name` of the class `owner` happens inside of a `context()`."""
-    asked, written = getattr(owner, name), vars(owner)[name]
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return asked(*args, **kwargs)
-
-    # What `getattr` has bound already, or needs no binding, must not be bound again.
-    setattr(owner, name, within if written is asked else staticmethod(within))
-    try:
-        yield
-    finally:
-        setattr(owner, name, written)

@@ -80,8 +80,13 @@ class Pace:
             self._named.add(name)
             logger.warning(
                 "The other processes wait for %s: it spends %.3g s of a step (%.3g s) on its own, and the median is "
-                "%.3g s. %s", name, slowest, step_seconds, median, self._why(phases, slowest - median),
-            )  # fmt: skip
+                "%.3g s. %s",
+                name,
+                slowest,
+                step_seconds,
+                median,
+                self._why(phases, slowest - median),
+            )
         return {"perf/straggler": slowest / max(median, 1e-9)}
 
     def _why(self, phases: Mapping[str, float], lost: float) -> str:

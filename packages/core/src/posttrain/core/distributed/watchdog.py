@@ -42,9 +42,14 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, seconds: float, folder: str | Path,
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        folder: str | Path,
         leave: Callable[[int], Any] = os._exit,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.store, self.rank, self.world_size = store, rank, world_size
         self.seconds, self.folder, self.leave = seconds, Path(folder), leave
@@ -137,8 +142,9 @@ class Watchdog(threading.Thread):
             lines.append(f"  rank {rank} {said}")
         message = (
             f"The processes of this run hang: {alarm} (ddp_timeout). Check those that did not wait.\n"
-            + "\n".join(lines) + f"\nThe stacks of all threads are in {self.folder}."
-        )  # fmt: skip
+            + "\n".join(lines)
+            + f"\nThe stacks of all threads are in {self.folder}."
+        )
         print(message, file=sys.stderr, flush=True)
         record_failure(TimeoutError(message))
 

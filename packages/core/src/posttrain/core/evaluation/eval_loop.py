@@ -434,6 +434,19 @@ def averages_in(optimizer: Any, otherwise: bool) -> Iterator[None]:
         optimizer.train()
 
 
+def train_mode(model: nn.Module, optimizer: Any) -> None:
+    """Set `model`, and an `optimizer` that averages weights, to training mode."""
+    model.train()
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+
+
+def keep_averages(optimizer: Any) -> None:
+    """Leave the averages of an `optimizer` that keeps them in the model."""
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+
+
 @contextlib.contextmanager
 def weights_kept(model: torch.nn.Module) -> Iterator[None]:
     """Whatever precision `model` is converted to in here, its weights and buffers are back at the end, to the bit."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
 UNITS = {"st": "steps", "ba": "steps", "ep": "epochs", "tok": "tokens"} | dict.fromkeys(SECONDS, "seconds")
 THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
-#: What to write behind a number of a unit, but for steps.
+#: The suffix of each unit but steps.
 SUFFIXES = {"epochs": "ep", "tokens": "tok", "seconds": "s"}
 #: Optimizer steps that no run has: what ``save_steps=0`` means, whose only checkpoint is that of the last step.
 NEVER = 2**31
@@ -32,13 +32,20 @@ def parse(text: str) -> Duration:
     """``"10Mtok"`` -> 10,000,000 tokens; ``"90min"`` -> 5,400 seconds. Only tokens take k, M, B or G.
 
     Raises:
-        ValueError: the text has no unit, another one, or is not more than nothing.
+        ValueError: the text has no unit, another one, or its number is 0.
     """
     match = _TEXT.fullmatch(text)
     number, thousands, unit = match.groups() if match else ("0", "", "")
     if float(number) == 0 or (thousands and unit != "tok") or (UNITS[unit] == "steps" and not number.isdigit()):
         raise ValueError(f"{text!r} must be a number above 0 with a unit, such as 500st, 2ep, 10Mtok, 90min or 2h")
     return Duration(float(number) * THOUSANDS[thousands] * SECONDS.get(unit, 1), UNITS[unit])
+
+
+def measured(interval: float | str) -> tuple[float, str]:
+    """(size, unit) of an interval such as that of ``save_steps``."""
+    if isinstance(interval, str):
+        return parse(interval)
+    return interval, "a share of all steps" if interval < 1 else "a number of steps"
 
 
 def if_tokens(text: str | None) -> str | None:
@@ -49,7 +56,7 @@ def if_tokens(text: str | None) -> str | None:
 class Passing:
     """Notices when another interval of epochs, tokens or time has passed.
 
-    Counts from the beginning of the run, so that a resumed run goes on with the same multiples; time counts from the
+    Counts from the beginning of the run, so that a resumed run continues with the same multiples; time counts from the
     beginning of each `train`.
     """
 
@@ -57,7 +64,7 @@ class Passing:
         self._began, self._before = time.monotonic(), {"epochs": 0.0, "tokens": 0.0, "seconds": 0.0}
 
     def begin(self, state: Any) -> None:
-        """`state` is that of a run which begins, or goes on."""
+        """Start to count at `state`, of a run that begins or resumes."""
         self._began = time.monotonic()
         self._before = self._now(state)
 

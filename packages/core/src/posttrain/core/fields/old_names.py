@@ -1,4 +1,4 @@
-"""Names that arguments had in earlier versions, here and in transformers and trl, and what became of them."""
+"""Names that arguments have or had in transformers and trl, and what replaces them here."""
 
 from __future__ import annotations
 
@@ -39,13 +39,11 @@ class Removed:
     Args:
         why: why it is gone and what to do instead; a clause that follows "has no effect: ".
         harmless: values that match the behaviour; None: every value.
-        quiet: accept those values without a warning, for a name that is planned rather than removed.
         says_nothing: values that are accepted without a warning.
     """
 
     why: str
     harmless: tuple[Any, ...] | None = (None,)
-    quiet: bool = False
     says_nothing: tuple[Any, ...] = ()
 
 
@@ -59,11 +57,11 @@ def old_names(config_class: type) -> dict[str, Renamed | Removed]:
 
 
 class AnswersToOldNames:
-    """Lets a config be read and set by the old names of its fields, as scripts of earlier years do."""
+    """Lets a config be read and set by the old names of its fields, as older scripts do."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    if not TYPE_CHECKING:  # to whom any name would be an attribute
+    if not TYPE_CHECKING:  # a type checker would accept any name as an attribute
 
         def __getattr__(self, name: str) -> Any:
             """The value of an old name. Of one that was removed: what it was given, or what matches today."""
@@ -109,7 +107,7 @@ def translate_old_names(
         if isinstance(old, Removed):
             if old.harmless is not None and value not in old.harmless:
                 problems.append(f"{name}={shown(name, value)} has no effect: {old.why}")
-            elif not old.quiet and value not in old.says_nothing:
+            elif value not in old.says_nothing:
                 warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
         elif value in old.ignore:
             warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)
@@ -158,7 +156,7 @@ def follow_old_fields(config: Any) -> Iterator[str]:
 
 
 def moved_arguments(owner: str, config_class: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a config that a trainer took itself in earlier versions, under today's names, with a warning each.
+    """Arguments of a config that trl's trainers took themselves, under today's names, with a warning each.
 
     Args:
         owner: the name of the trainer. given: what it was given; the moved arguments are taken out.

@@ -96,9 +96,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def masked_words(words: list[str]) -> list[str]:
-    """The words of a command line without the values of flags such as --hub_token, and what looks like a secret
-    elsewhere.
-    """
+    """The words of a command line without secrets: the values of flags such as --hub_token, and texts that look so."""
     found, hide = [], False
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")

@@ -1,6 +1,15 @@
 """The Hugging Face Hub: background uploads and the model card."""
 
-from posttrain.core.hub.card import framework_versions, hyperparameters, model_card, names, results, write_model_card
+from posttrain.core.hub.card import (
+    adapter_arguments,
+    framework_versions,
+    hyperparameters,
+    method_of,
+    model_card,
+    names,
+    results,
+    write_model_card,
+)
 from posttrain.core.hub.uploads import FINISH_TIMEOUT, HubArguments, Upload, Uploader, jobs, missing_token
 
 __all__ = [
@@ -8,9 +17,11 @@ __all__ = [
     "HubArguments",
     "Upload",
     "Uploader",
+    "adapter_arguments",
     "framework_versions",
     "hyperparameters",
     "jobs",
+    "method_of",
     "missing_token",
     "model_card",
     "names",

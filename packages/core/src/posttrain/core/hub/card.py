@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.checkpoint.codec import read_json
+from posttrain.core.checkpoint.manifest import RECORD
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
 
@@ -34,26 +37,84 @@ _MAIN = """
 _ASIDE = re.compile(
     r"(hub|logging|log|save|eval|dataloader|ddp|do|push|report|run|dataset_num_proc|include|torch_compile)(_.*)?"
     r"|.*(_dir|_token|_path|name_or_path)|project|disable_tqdm|use_cpu|remove_unused_columns|.*resume.*|restore_.*"
-    r"|load_best_model_at_end|metric_for_best_model|greater_is_better|label_names|prediction_loss_only|local_rank"
+    r"|debug|accelerator_config|load_best_model_at_end|metric_for_best_model|greater_is_better|label_names|prediction_loss_only|local_rank"
 )
 
 
-def hyperparameters(args: Any, world_size: int = 1) -> dict[str, Any]:
-    """The arguments of a run that make the model: the usual ones, and those that differ from their defaults."""
-    table = {name: getattr(args, name) for name in _MAIN if hasattr(args, name)}
+#: {class of the arguments: (the method, its paper on arxiv.org)}.
+METHODS = {
+    "SFTConfig": ("supervised fine-tuning (SFT)", ""),
+    "Seq2SeqConfig": ("sequence-to-sequence training", ""),
+    "DPOConfig": ("DPO", "2305.18290"),
+    "KTOConfig": ("KTO", "2402.01306"),
+    "ORPOConfig": ("ORPO", "2403.07691"),
+    "CPOConfig": ("CPO", "2401.08417"),
+    "TPOConfig": ("TPO", "2405.16681"),
+    "GRPOConfig": ("GRPO", "2402.03300"),
+    "RewardConfig": ("reward modelling", "2203.02155"),
+    "RLOOConfig": ("RLOO", "2402.14740"),
+    "ReinforcePlusPlusConfig": ("REINFORCE++", "2501.03262"),
+    "OnlineDPOConfig": ("online DPO", "2402.04792"),
+    "DistillationConfig": ("on-policy distillation", "2306.13649"),
+}
+CURVE = "training_loss.svg"
+
+
+def method_of(args: Any) -> str | None:
+    """How a run with these arguments trains, with its paper, as Markdown; None where it is not known."""
+    for kind in type(args).__mro__:
+        if kind.__name__ in METHODS:
+            name, paper = METHODS[kind.__name__]
+            return f"{name} ([paper](https://arxiv.org/abs/{paper}))" if paper else name
+    return None
+
+
+def hyperparameters(args: Any, world_size: int = 1, model: Any = None) -> dict[str, Any]:
+    """The arguments of a run that make the model: the usual ones, those that differ from their defaults, and those of
+    the adapters of `model`.
+    """
+    values = vars(args)
+    table = {name: values[name] for name in _MAIN if name in values}
     for field in dataclasses.fields(args):
         if field.name in table or _ASIDE.fullmatch(field.name) or is_secret(field.name):
             continue
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
-        value = getattr(args, field.name)
+        value = values.get(field.name)
         if value != default and isinstance(value, (str, int, float, list, tuple, dict)):
             table[field.name] = masked(value, field.name)
     if table.get("max_steps", -1) > 0:
         table.pop("num_train_epochs", None)
     table = {name: value for name, value in table.items() if value is not None and value is not False and value != -1}
+    table |= adapter_arguments(model)
     rows = table.get("per_device_train_batch_size", 0) * table.get("gradient_accumulation_steps", 1) * world_size
     return table | ({"number of processes": world_size} if world_size > 1 else {}) | {"rows per update": rows}
+
+
+_NOT_OF_ADAPTERS = {"peft_type", "task_type", "peft_version", "base_model_name_or_path"}
+
+
+def adapter_arguments(model: Any) -> dict[str, Any]:
+    """What the configs of the adapters of `model` set; of a model without adapters nothing."""
+    found: dict[str, Any] = {}
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        for field in dataclasses.fields(config):
+            factory, value = field.default_factory, vars(config)[field.name]
+            default = field.default if factory is dataclasses.MISSING else factory()
+            ours = not field.name.startswith("base_model_name") and field.name not in (
+                "peft_type",
+                "task_type",
+                "peft_version",
+            )
+            if ours and (value != default or field.name in ("r", "lora_alpha")) and _is_plain(value):
+                kind = str(config.peft_type).rpartition(".")[2].lower()
+                found[f"{kind}: {field.name}"] = ", ".join(sorted(value)) if isinstance(value, set) else value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    texts = isinstance(value, (set, list)) and all(isinstance(one, str) for one in value)
+    return texts or isinstance(value, (str, int, float))
 
 
 def framework_versions() -> dict[str, str]:
@@ -82,6 +143,10 @@ def model_card(
     tasks: str | Iterable[str] | None = (),
     library_name: str | None = "transformers",
     best_step: int | None = None,
+    rows: Sequence[str] = (),
+    hardware: Mapping[str, str] | None = None,
+    curve: str | None = None,
+    loading: str | None = None,
 ) -> str:
     """The card of a trained model: Markdown, with the Hub's metadata as YAML in front.
 
@@ -94,10 +159,12 @@ def model_card(
         method: how it was trained, such as "SFT".
         tasks: the Hub's names of tasks, such as ``"text-generation"``.
         best_step: the optimizer step of the model's weights; None: that of the last evaluation.
+        rows: what became of the rows, in lines. hardware: a table to show. curve: the file of a picture of the loss.
+        loading: a Python program that loads the model.
     """
     datasets, tasks, part = names(datasets), names(tasks), ", ".join(names(dataset_args))
-    rows = results(log_history)
-    evaluations = [row for row in rows if any(name not in _COLUMNS for name in row)]
+    records = results(log_history)
+    evaluations = [row for row in records if any(name not in _COLUMNS for name in row)]
     best = [row for row in evaluations if best_step is not None and row.get("Step") == best_step]
     metrics = {k: v for k, v in (best or evaluations)[-1].items() if k not in _COLUMNS} if evaluations else {}
     metadata = {
@@ -119,6 +186,8 @@ def model_card(
     data = f", on {', '.join(_link(name, 'datasets/') for name in datasets)}" if datasets else ""
     data += f" ({part})" if datasets and part else ""
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
+    if loading:
+        parts.append(f"## Usage\n\n```python\n{loading}\n```\n")
     if metrics:
         pairs = [{"Metric": name, "Value": value} for name, value in metrics.items()]
         parts.append(f"## Evaluation\n\n{_table(pairs)}")
@@ -126,9 +195,14 @@ def model_card(
         pairs = [{"Argument": f"`{name}`", "Value": value} for name, value in hyperparameters.items()]
         parts.append(f"## Training\n\n### Hyperparameters\n\n{_table(pairs)}")
     if rows:
-        step = -(-len(rows) // _MAX_ROWS)
-        shown = rows[::-1][::step][::-1]  # thinned from the end, so that the last one stays
-        parts.append(f"### Training results\n\n{_table(shown)}")
+        parts.append("### Data\n\n" + "".join(f"- {_cell(line)}\n" for line in rows))
+    if records:
+        step = -(-len(records) // _MAX_ROWS)
+        shown = records[::-1][::step][::-1]  # thinned from the end, so that the last one stays
+        picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
+        parts.append(f"### Training results\n\n{picture}{_table(shown)}")
+    if hardware:
+        parts.append("### Hardware\n\n" + "".join(f"- {name}: {_cell(v)}\n" for name, v in hardware.items()))
     if versions:
         parts.append("### Framework versions\n\n" + "".join(f"- {name} {v}\n" for name, v in versions.items()))
     return "\n".join(parts)
@@ -166,7 +240,8 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
             ``dataset_tags`` and ``dataset``; `versions` defaults to those of this process.
 
     Returns:
-        The file, or None if there is a card that somebody wrote, which stays.
+        The file, or None if there is a card that a person wrote, which stays. Facts of the run that is recorded in the
+        directory, and a picture of its loss, are added.
     """
     path = Path(directory) / "README.md"
     if path.is_file():
@@ -175,13 +250,89 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
             logger.info("%s was not written by posttrain; it is not changed.", path)
             return None
     fields = _with_datasets(fields)
+    for field, value in _of_record(path.parent).items():
+        fields[field] = fields.get(field) or value
     base = fields.get("base_model")
     if base and os.path.isdir(base):  # a local folder is no name on the Hub, even if it looks like one
         fields["base_model"] = os.path.join(".", Path(base).name)
     fields.setdefault("versions", framework_versions())
     path.parent.mkdir(parents=True, exist_ok=True)
+    if picture := loss_picture(fields.get("log_history", ())):
+        (path.parent / CURVE).write_text(picture, encoding="utf-8")
+        fields["curve"] = CURVE
     path.write_text(model_card(model_name or path.parent.absolute().name, **fields), encoding="utf-8")
     return path
+
+
+def _of_record(directory: Path) -> dict[str, Any]:
+    """What the record of a run in `directory` adds to its card; nothing where there is none."""
+    try:
+        record = read_json(directory / RECORD)["starts"][-1]
+    except (CheckpointError, KeyError, IndexError, TypeError):  # no record, or a damaged one, which its reader reports
+        return {}
+    settings, model = (record.get("asked") or {}).get("settings", {}), record.get("model") or {}
+    repo = (record.get("arguments") or {}).get("hub_model_id") or str(directory)
+    return {
+        "datasets": [name if not os.path.exists(name) else f"./{name}" for name in names(settings.get("dataset_name"))],
+        "rows": [line for lines in (record.get("data_reports") or {}).values() for line in lines],
+        "hardware": record.get("hardware"),
+        "loading": _loading(repo, model.get("class") or ""),
+    }
+
+
+def _loading(name: str, kind: str) -> str | None:
+    """A program that loads the model `name` of the class `kind`."""
+    if kind.endswith("ForCausalLM"):
+        return (
+            f'from transformers import pipeline\n\nwriter = pipeline("text-generation", "{name}")\n'
+            'messages = [{"role": "user", "content": "Hello!"}]\n'
+            'print(writer(messages, max_new_tokens=100)[0]["generated_text"])'
+        )
+    for task in ("SequenceClassification", "Seq2SeqLM", "ConditionalGeneration"):
+        if kind.endswith(f"For{task}"):
+            auto = {"ConditionalGeneration": "ImageTextToText"}.get(task, task)
+            return (
+                f'from transformers import AutoModelFor{auto}\n\nmodel = AutoModelFor{auto}.from_pretrained("{name}")'
+            )
+    return None
+
+
+def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = None) -> str | None:
+    """The losses of training (line) and of evaluations (dashed) by optimizer step, as SVG; None of fewer than two."""
+    width, height = 640, 240
+    curves = [
+        [(r["step"], r[key]) for r in log_history if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
+        for key in ("loss", "eval_loss")
+    ]
+    points = [point for curve in curves for point in curve]
+    if len(curves[0]) < 2:
+        return None
+    (left, low), (right, high) = (tuple(edge(one) for one in zip(*points, strict=True)) for edge in (min, max))
+
+    def place(point: tuple[float, float]) -> str:
+        x = 60 + (point[0] - left) / ((right - left) or 1) * (width - 80)
+        return f"{x:.1f},{20 + (high - point[1]) / ((high - low) or 1) * (height - 60):.1f}"
+
+    text = '<text font-family="sans-serif" font-size="12" fill="#777"'
+    lines = [
+        f'<polyline fill="none" stroke="{color}" stroke-width="2" {dashes}points="{" ".join(map(place, curve))}"/>'
+        for curve, color, dashes in zip(curves, ("#3b6fe0", "#e07b39"), ("", 'stroke-dasharray="6 4" '), strict=True)
+        if curve
+    ]
+    legend = title or "loss by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+            *lines,
+            f'{text} x="4" y="24">{high:.4g}</text>',
+            f'{text} x="4" y="{height - 36}">{low:.4g}</text>',
+            f'{text} x="60" y="{height - 20}">{left}</text>',
+            f'{text} x="{width - 20}" y="{height - 20}" text-anchor="end">{right}</text>',
+            f'{text} x="{width / 2}" y="{height - 4}" text-anchor="middle">{legend}</text>',
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _with_datasets(fields: dict[str, Any]) -> dict[str, Any]:

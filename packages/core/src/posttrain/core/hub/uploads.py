@@ -12,6 +12,7 @@ import logging
 import re
 import shlex
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,7 @@ STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 RESUME_FILES = ("optimizer*", "scheduler*", "rank-*", "manifest.json", "trainer_state.json")
 #: Seconds to wait before the second, third, ... attempt of an upload.
 RETRY_WAITS = (1.0, 4.0, 16.0)
-#: Seconds that the end of a run waits for uploads. They do not end by themselves where a server accepts and stays
-# silent.
+#: Seconds that the end of a run waits for uploads, which do not end by themselves where a server stays silent.
 FINISH_TIMEOUT = 3600.0
 # Refusals that may pass: timeout, conflict, another commit came first, locked, too early, too many requests.
 _MAY_PASS = {408, 409, 412, 423, 425, 429}
@@ -71,6 +71,18 @@ class HubArguments:
     )
     hub_always_push: bool = opt(False, "Upload every save; otherwise a newer save replaces one that is still waiting.")
     hub_revision: str | None = opt(None, "Branch to upload to, made where it does not exist; None: main.")
+
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``push_to_hub_organization``, which becomes the owner in `hub_model_id`."""
+        if (owner := kwargs.get("push_to_hub_organization")) is None:
+            return kwargs
+        rest = {name: value for name, value in kwargs.items() if name != "push_to_hub_organization"}
+        name = rest.pop("push_to_hub_model_id", None) or rest.pop("hub_model_id", None)
+        model_id = f"{owner}/{name or Path(rest.get('output_dir') or 'trainer_output').name}"
+        warning = f"{cls.__name__}: push_to_hub_organization={owner!r} is now hub_model_id={model_id!r}"
+        warnings.warn(warning, FutureWarning, stacklevel=3)
+        return rest | {"hub_model_id": model_id}
 
     def _problems(self) -> Iterator[str]:
         name = self.hub_model_id
@@ -227,9 +239,14 @@ class Uploader:
         """
         args = self.args
         upload = Upload(
-            Path(folder), path_in_repo, message, tuple(ignore), revision or args.hub_revision,
-            token or args.hub_token, args.hub_private_repo if private is None else private,
-        )  # fmt: skip
+            Path(folder),
+            path_in_repo,
+            message,
+            tuple(ignore),
+            revision or args.hub_revision,
+            token or args.hub_token,
+            args.hub_private_repo if private is None else private,
+        )
         if self not in USED:
             USED.append(self)
         with self._changed:
@@ -307,10 +324,9 @@ class Uploader:
         upload.error = reason
         self._failed[upload.place] = upload
         logger.warning(
-            "%s was not uploaded to %s: %s. The run is not affected, and the files are on this machine. "
-            "To upload them later: %s",
-            upload.folder, self.repo_name, reason.rstrip("."), upload.command(self.repo_name),
-        )  # fmt: skip
+            f"{upload.folder} was not uploaded to {self.repo_name}: {reason.rstrip('.')}. The run is not affected, and "
+            f"the files are on this machine. To upload them later: {upload.command(self.repo_name)}"
+        )
 
     def _send(self, upload: Upload) -> str:
         from huggingface_hub import HfApi

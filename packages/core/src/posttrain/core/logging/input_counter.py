@@ -18,8 +18,8 @@ class InputCounter:
     Args:
         main_input: the column that holds the tokens.
         pad_token_id: marks padding where a batch has no attention mask; None: only the mask does.
-        needs_padding: somebody reads the count without padding (`include_num_input_tokens_seen="non_padding"`).
-            Elsewhere only the mask is looked at, since looking for pad tokens costs one more kernel a micro-batch.
+        needs_padding: the count without padding is logged (`include_num_input_tokens_seen="non_padding"`). Elsewhere
+            only the mask is read, since a search for pad tokens costs one more kernel a micro-batch.
     """
 
     def __init__(self, main_input: str, pad_token_id: int | None, needs_padding: bool) -> None:

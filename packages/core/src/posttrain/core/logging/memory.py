@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -42,21 +42,28 @@ def free_memory() -> int | None:
     return free
 
 
+@runtime_checkable
+class CutsItself(Protocol):
+    """A batch whose rows do not lie one below the other."""
+
+    def halves(self) -> tuple[Any, Any]: ...
+
+
 def halves(batch: Any) -> tuple[Any, Any]:
     """The first and second half of the rows of `batch`, with the same types; of one packed row, of its documents.
 
     Args:
-        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves. One
-            whose rows do not lie one below the other has a method ``halves`` of its own.
+        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves; or
+            a batch that cuts itself.
 
     Raises:
         ValueError: it has one row that is not packed or has one document, or its values have different numbers of
             rows.
     """
-    if hasattr(batch, "halves"):
+    if isinstance(batch, CutsItself):
         return batch.halves()
     inner = batch.values() if isinstance(batch, Mapping) else ()
-    if any(hasattr(value, "halves") for value in inner):
+    if any(isinstance(value, CutsItself) for value in inner):
         raise ValueError("the batch holds images of prompts for several completions, and cannot be cut by rows")
     sizes = {name: len(value) for name, value in _columns(batch) if _has_rows(value)}
     if len(set(sizes.values())) != 1:
@@ -142,11 +149,13 @@ def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, An
         "gradients": [(name, p.grad) for name, p in parameters if p.grad is not None],
         "optimizer state": [
             (f"{key} of {names.get(id(p), 'a parameter')}", value)
-            for p, values in list(state.items()) if isinstance(values, Mapping)
-            for key, value in values.items() if isinstance(value, torch.Tensor)
+            for p, values in list(state.items())
+            if isinstance(values, Mapping)
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
         ],
         "other tensors": [("", value) for value in gc.get_objects() if issubclass(type(value), torch.Tensor)],
-    }  # fmt: skip
+    }
     device, seen, largest = torch.device(device), set(), []
     owners = dict.fromkeys((*found, "the rest"), 0)
     for owner, tensors in found.items():
@@ -173,10 +182,8 @@ def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, An
 def live_in_words(found: Mapping[str, Any]) -> str:
     """`live` as sentences."""
     owners = ", ".join(f"{owner} {_size(size)}" for owner, size in found["owners"].items() if size)
-    largest = "; ".join(
-        f"{one['owner']}{' ' * bool(one['name'])}{one['name']} {tuple(one['shape'])} in {one['dtype']}, "
-        f"{_size(one['bytes'])}" for one in found["largest"]
-    )  # fmt: skip
+    named = [(f"{one['owner']} {one['name']}".strip(), one) for one in found["largest"]]
+    largest = "; ".join(f"{n} {tuple(x['shape'])} in {x['dtype']}, {_size(x['bytes'])}" for n, x in named)
     return f"What held memory: {owners}. The largest tensors: {largest}."
 
 

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ import torch
 
 from posttrain.core.state import strict
 
-# Names among the metrics that no user gives: input tokens (not padding, and all), and operations done with them.
+# Metrics of the trainer itself: input tokens (without padding, and all), and operations done with them.
 TOKENS, FLOPS = "input/tokens", "input/flops"
 #: Begins the names of metrics that are reduced over an epoch.
 OF_EPOCH = "of epoch/"
 REDUCTIONS = ("mean", "sum", "min", "max")
+#: Reduces a tensor to one value.
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 class Metrics:
-    """Running (sum, count) pairs by name, plain sums, and extremes. Adding only enqueues; `drain` alone waits for the
-    device.
+    """Running (sum, count) pairs by name, plain sums, and extremes. Only `drain` waits for the device.
 
     Args:
         has_epochs: whether what is logged of an epoch is kept until it ends.
@@ -38,7 +39,7 @@ class Metrics:
         self._extremes: dict[str, tuple[Any, str]] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
-        """Take in a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
+        """Add a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
         if isinstance(value, torch.Tensor):
             value = value.detach()
             if value.ndim:
@@ -47,7 +48,7 @@ class Metrics:
         self.add_sum(name, value if isinstance(weight, int) and weight == 1 else value * weight, weight)
 
     def log(self, name: str, value: Any, weight: Any, reduce: str, per_epoch: bool) -> None:
-        """Take in a value as `Trainer.log_metric` has it."""
+        """Add a value with the arguments of `Trainer.log_metric`."""
         if reduce not in REDUCTIONS:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
         name = f"{OF_EPOCH}{name}" if per_epoch and self.has_epochs else name
@@ -56,11 +57,11 @@ class Metrics:
         if not (isinstance(weight, int) and weight == 1):
             raise ValueError(f"log_metric({name!r}): a {reduce} has no weight; leave weight out, or set reduce='mean'.")
         if isinstance(value, torch.Tensor) and value.ndim:
-            value = getattr(value, {"sum": "sum", "min": "amin", "max": "amax"}[reduce])()
+            value = _REDUCE[reduce](value)
         self.add_extreme(name, value, reduce)
 
     def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
-        """Take in a sum over `count` items."""
+        """Add a sum over `count` items."""
         if name in self._pairs:
             before, number = self._pairs[name]
             self._pairs[name] = (before + total, number + count)
@@ -82,7 +83,7 @@ class Metrics:
         self._extremes[name] = (before + value if which == "sum" else _further(before, value, which), which)
 
     def update(self, state: Mapping[str, tuple[Any, Any]]) -> None:
-        """Take in the sums and extremes of others, as `state_dict` gives them."""
+        """Add the sums and extremes in a `state_dict`."""
         for name, (total, count) in state.items():
             if isinstance(count, str):
                 self.add_extreme(name, total, count)
@@ -98,6 +99,20 @@ class Metrics:
         other = Metrics(self.has_epochs)
         other._pairs, other._extremes = dict(self._pairs), dict(self._extremes)
         return other
+
+    def restore(self, snapshot: Metrics) -> None:
+        """Take the sums of a `copy`, which may be restored again."""
+        self._pairs, self._extremes = dict(snapshot._pairs), dict(snapshot._extremes)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Metrics]:
+        """What is added in this context belongs to an evaluation, not to the training step around it."""
+        training = self._pairs, self._extremes, self.has_epochs
+        self._pairs, self._extremes, self.has_epochs = {}, {}, False
+        try:
+            yield self
+        finally:
+            self._pairs, self._extremes, self.has_epochs = training
 
     def drain(
         self,
@@ -174,11 +189,29 @@ def means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 # Dense 16-bit matrix operations a second, as the makers' data sheets have them, by a part of the device's name.
 PEAK_FLOPS = {
-    "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
-    "A100": 312e12, "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "L40S": 362e12,
-    "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-    "MI300X": 1307e12, "MI250X": 191.5e12,  # a device is one of its two dies
-}  # fmt: skip
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "A40": 150e12,
+    "A6000": 155e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 5090": 210e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # a device is one of its two dies
+}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -236,8 +269,7 @@ class Clock:
         self._mark = time.perf_counter() if self._device is None else self._event()
 
     def lap(self, phase: str, last: bool = False) -> None:
-        """What has passed since `begin` or the last lap was `phase`; after the `last`, nothing is timed until
-        `begin`."""
+        """Add the time since `begin` or the last lap to `phase`. After the `last` lap, `begin` starts again."""
         if self._mark is None:
             return
         self.has_laps = True
@@ -255,9 +287,7 @@ class Clock:
         return event
 
     def count(self, tokens: float, slots: float, flops: float = 0) -> None:
-        """Take in, for the next `performance`, tokens that are not padding, all `slots`, and operations, over all
-        processes.
-        """
+        """Add, for the next `performance`, tokens without padding, all `slots`, and operations, over all processes."""
         self._tokens += tokens
         self._slots += slots
         self._flops += flops
@@ -273,7 +303,7 @@ class Clock:
         the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
         Args:
-            steps: optimizer steps since the last record. steps_left: to the end of the run; None: nobody knows.
+            steps: optimizer steps since the last record. steps_left: to the end of the run; None: unknown.
         """
         if self._laps:
             self._laps[-1][2].synchronize()
@@ -336,9 +366,7 @@ def speed_metrics(
 
 
 def formatted(metrics: dict[str, Any]) -> dict[str, Any]:
-    """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), other fractions to four
-    places.
-    """
+    """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), fractions to four places."""
     return {name: _formatted(name, value) for name, value in metrics.items()}
 
 
@@ -387,17 +415,17 @@ def is_timing(name: str) -> bool:
 
 
 class Appended:
-    """What trl's trainers call ``_metrics``: ``_metrics["train"]["kl"].append(value)`` logs the mean of such values.
+    """trl's ``_metrics`` of a trainer: ``_metrics["train"]["kl"].append(value)`` logs the mean of such values.
 
     Args:
-        log_metric: of the trainer. It knows whether an evaluation is under way, so that "train" and "eval" are one.
+        log_metric: of the trainer, which knows whether it evaluates, so that "train" and "eval" are treated alike.
     """
 
     def __init__(self, log_metric: Callable[[str, Any], None], name: str | None = None) -> None:
         self._log, self._name = log_metric, name
 
     def __getitem__(self, name: str) -> Appended:
-        """Of a mode, of which a name is asked next; or of a name."""
+        """The metrics of a mode, "train" or "eval"; of these, the values of a name."""
         return Appended(self._log, name)
 
     def __setitem__(self, name: str, values: Iterable[Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,10 +35,44 @@ def write(text: str) -> None:
         print(text, flush=True)
 
 
+def draws_bars() -> bool:
+    """Whether progress bars are of use: on a terminal and in a notebook, not in a file."""
+    return "ipykernel" in sys.modules or sys.stderr.isatty()
+
+
+class Repeats:
+    """Counts warnings; those that differ in their numbers alone are one."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def count(self, record: logging.LogRecord) -> int:
+        """How many times the message of `record` has come, this time included."""
+        self.counts[self._text(record)] += 1
+        return self.times(record)
+
+    def times(self, record: logging.LogRecord) -> int:
+        return self.counts[self._text(record)]
+
+    def _text(self, record: logging.LogRecord) -> str:
+        return re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "0", record.getMessage())
+
+
 class Handler(logging.StreamHandler):
-    """Writes log messages to stderr, above the bars."""
+    """Writes log messages to stderr, above the bars. A warning that repeats is written once, and counted when it has
+    come 10, 100, 1000, ... times.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.repeats = Repeats()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING and (times := self.repeats.count(record)) > 1:
+            if not re.fullmatch("10+", str(times)):
+                return
+            text = f"{record.getMessage()} (the {times:,}th time)"
+            record = logging.makeLogRecord(record.__dict__ | {"msg": text, "args": None})
         with bars_aside():
             super().emit(record)
 
@@ -60,6 +96,25 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
         chosen.append(name)
     parts = [texts[name] for name in names if name in chosen]
     return "  ".join(parts + [f"({len(names) - len(parts)} more in log.jsonl)"] * (len(names) > len(parts)))
+
+
+def with_speed(logs: dict[str, Any]) -> str:
+    """The line of a log record, with the speed at its end."""
+    progress = f"  ({summary(logs).partition(', ')[2]})" if "perf/tokens_per_second" in logs else ""
+    return line(logs) + progress
+
+
+def summary(logs: dict[str, Any]) -> str:
+    """Loss, tokens a second and time left of a log record that has a loss."""
+    parts = [f"loss {logs['loss']:.4g}"]
+    if "perf/tokens_per_second" in logs:
+        parts.append(f"{logs['perf/tokens_per_second']:,.0f} tok/s")
+    if "perf/real_token_share" in logs:
+        parts.append(f"{logs['perf/real_token_share']:.0%} real")
+    if "perf/time_left_seconds" in logs:
+        minutes, seconds = divmod(int(logs["perf/time_left_seconds"]), 60)
+        parts.append(f"{minutes}:{seconds:02d} left")
+    return ", ".join(parts)
 
 
 def _width() -> int:

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
-from posttrain.core.callbacks import EVENTS, ClosingCallback
-from posttrain.core.callbacks import _hears as hears
+from posttrain.core.callbacks import EVENTS, ClosingCallback, hears
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.redaction import redact
@@ -31,14 +30,18 @@ LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critica
 class LoggingArguments:
     """The arguments of logging."""
 
-    logging_strategy: str = opt("steps", "Log never, every `logging_steps` optimizer steps, or after each epoch.",
-                                choices=("no", "steps", "epoch"))  # fmt: skip
+    logging_strategy: str = opt(
+        "steps",
+        "Log never, every `logging_steps` optimizer steps, or after each epoch.",
+        choices=("no", "steps", "epoch"),
+    )
     logging_steps: float | str = opt(
         500, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
     )
     logging_first_step: bool = opt(False, "Also log after the first optimizer step.")
-    log_level: str = opt("passive", "Level of messages on the main process; passive keeps the program's own (INFO).",
-                         choices=LOG_LEVELS)  # fmt: skip
+    log_level: str = opt(
+        "passive", "Level of messages on the main process; passive keeps the program's own (INFO).", choices=LOG_LEVELS
+    )
     log_level_replica: str = opt("warning", "Level of messages on all other processes.", choices=LOG_LEVELS)
     log_on_each_node: bool = opt(True, "Use `log_level` on the first process of each machine, not of the first alone.")
     include_num_input_tokens_seen: str | bool = opt(
@@ -113,6 +116,9 @@ def set_verbosity(level: int) -> None:
         handler = terminal.Handler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         log.addHandler(handler)
+    for known in log.handlers:
+        if isinstance(known, terminal.Handler):  # what another run has said, this one says again
+            known.repeats = terminal.Repeats()
 
 
 class JSONLinesCallback(ClosingCallback):
@@ -121,6 +127,10 @@ class JSONLinesCallback(ClosingCallback):
     A run touches the file with its first record, not before. A new run renames the log of an earlier run to
     ``log-1.jsonl`` and so on. A resumed run drops the records after its checkpoint, so that no step appears twice.
     """
+
+    def __init__(self) -> None:
+        self.folder: str | None = None
+        self.file: TextIO | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
@@ -145,7 +155,7 @@ class JSONLinesCallback(ClosingCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # Only in the folder in which training began: a search restores the trainer's own folder after the trials.
-        if state.is_world_process_zero and getattr(self, "folder", None) == args.output_dir:
+        if state.is_world_process_zero and self.folder == args.output_dir:
             if self.history is not None:
                 self._take_over()
             line = _json({**(logs or {}), "step": state.global_step}) + "\n"
@@ -160,7 +170,7 @@ class JSONLinesCallback(ClosingCallback):
 
     def close(self) -> None:
         """Close the file; records that follow, of evaluations after training, open it for themselves."""
-        if getattr(self, "file", None) is not None:
+        if self.file is not None:
             self.file.close()
             self.file = None
 
@@ -229,8 +239,8 @@ def _is_installed(name: str) -> bool:
 def apart(name: str, callback: Any) -> Any:
     """Keep a failing tracker from ending the run: `callback` itself, its methods guarded.
 
-    What goes wrong when training begins is raised, for then nothing is lost and the remedy is at hand. What goes wrong
-    later (a network that is down, a full disk) is warned of once; ``log.jsonl`` has every record in any case.
+    An error when training begins is raised, since nothing is lost yet. A later one (the network is down, the disk is
+    full) is a warning, once; ``log.jsonl`` has every record in any case.
     """
     failed = False
 
@@ -251,9 +261,9 @@ def apart(name: str, callback: Any) -> Any:
                     ) from error
                 if not failed:
                     logger.warning(
-                        "%s failed in %s (%s). Training continues, and this is logged once; the records are in %s.",
-                        name, event, what, Path(args.output_dir) / "log.jsonl",
-                    )  # fmt: skip
+                        f"{name} failed in {event} ({what}). Training continues, and this is logged once; the records "
+                        f"are in {Path(args.output_dir) / 'log.jsonl'}."
+                    )
                 failed = True
 
         return guarded
@@ -265,10 +275,8 @@ def apart(name: str, callback: Any) -> Any:
     return callback
 
 
-def afresh(callback: Any) -> Any:
-    """A tracker as new where `callback` is one, for it may serve one run alone (MLflow's does); else `callback`
-    itself.
-    """
+def as_new(callback: Any) -> Any:
+    """A new tracker in place of one, which may serve only one run (MLflow's does); any other `callback` as it is."""
     name = getattr(callback, "kept_apart_as", None)
     return callback if name is None else apart(name, type(callback)())
 
@@ -283,15 +291,15 @@ def _begin(name: str, callback: Any, method: Any, args: Any, state: Any, control
     if name == "tensorboard" and callback.logging_dir is None:
         callback.logging_dir = args.logging_dir
     if saved is not None and state.is_world_process_zero:
-        arguments = _go_on(saved, name, callback, args, state)
+        arguments = _resume(saved, name, callback, args, state)
     method(_TrackerArguments(args, arguments), state, control, **kwargs)
     run = _run_of(name, callback, args) if state.is_world_process_zero else None
     if run is not None:
         state.tracker_runs[name] = run
-        logger.info("%s %s the run %s.", name, "goes on with" if run == saved else "reports to", run)
+        logger.info("%s %s the run %s.", name, "continues" if run == saved else "reports to", run)
 
 
-def _go_on(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[str, Any]:
+def _resume(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[str, Any]:
     """Point a tracker to the run `saved`, unless the user has pointed it to one; returns arguments to show to it."""
     if name == "wandb" and callback._wandb.run is None and "WANDB_RUN_ID" not in os.environ:
         project = os.environ.get("WANDB_PROJECT", "huggingface")  # where its callback would have begun a run
@@ -311,15 +319,15 @@ def _go_on(saved: str, name: str, callback: Any, args: Any, state: Any) -> dict[
 def _run_of(name: str, callback: Any, args: Any) -> str | None:
     """The id of a tracker's run; None for trackers that cannot resume one."""
     if name == "wandb":
-        run = getattr(callback._wandb, "run", None)
-        return getattr(run, "id", None)
+        run = callback._wandb.run
+        return None if run is None else run.id
     if name == "mlflow":
         run = callback._ml_flow.active_run()
         return None if run is None else run.info.run_id
     if name == "trackio":
         run = callback._trackio.context_vars.current_run.get()
-        return getattr(run, "name", None)
-    folder = getattr(callback, "logging_dir", None) if name == "tensorboard" else None
+        return None if run is None else run.name
+    folder = callback.logging_dir if name == "tensorboard" else None
     return None if folder is None else os.path.relpath(folder, args.output_dir)  # the folder of a run may be moved
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from posttrain.core.data.batch_limits import explain_failure
+from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model
-from posttrain.lm.loss import language_modeling
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -64,20 +64,19 @@ class Objective:
         #: Whether what was measured may change, because a term of the loss was 0.
         self.may_change = False
         self._is_due = self._is_frozen = False
+        self._look()
 
-    @property
-    def may_be_mean(self) -> bool:
-        """Whether the next loss may be a mean; True while unknown."""
-        return self.returns_mean is not False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the kind of loss is unknown, or to be measured again."""
-        return (self.returns_mean is None or self._is_due) and not self._is_frozen
+    def _look(self) -> None:
+        #: Whether the kind of loss is unknown, or to be measured again.
+        self.is_open = (self.returns_mean is None or self._is_due) and not self._is_frozen
+        #: Whether the items of the next micro-batch are needed: its loss may be a mean, or is to be measured.
+        self.needs_items = self.returns_mean is not False or self.is_open
 
     def begin_step(self, step: int) -> None:
         """What was measured is measured again at steps 2, 4, 8, ..."""
-        self._is_due = self.may_change and step & (step - 1) == 0
+        if self.may_change:
+            self._is_due = step & (step - 1) == 0
+            self._look()
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
@@ -85,16 +84,19 @@ class Objective:
             return False
         self._is_due, self.returns_mean, self.own_count = False, kind != "sum", kind == "mixed"
         self.may_change = not (for_good or self.own_count)
+        self._look()
         return self.own_count
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Within this context nothing is measured, because processes out of step cannot agree."""
         before, self._is_frozen = self._is_frozen, True
+        self._look()
         try:
             yield
         finally:
             self._is_frozen = before
+            self._look()
 
     def __call__(
         self,
@@ -109,11 +111,16 @@ class Objective:
         if self.own_count and num_items is not None and items is not None:
             given = scalar(items, num_items.device).clamp(min=1)
         loss = compute_loss(model, inputs, **({"num_items_in_batch": given} if self.takes_count else {}))
-        if (pair := as_pair(loss)) is not None:
+        if isinstance(loss, torch.Tensor):
+            loss = loss if loss.ndim == 0 else loss.mean()
+        elif (pair := as_pair(loss)) is not None:
             total, self._count = pair
             self.terms = {}
             return (mean_of(*pair) if num_items is None else total / num_items.clamp(min=1)), False
-        return self._scalar(loss), num_items is None or self.may_be_mean
+        else:
+            loss, terms = split_terms(loss)
+            self.terms = terms or None
+        return loss, num_items is None or self.returns_mean is not False
 
     def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
         """Add the terms of the last loss to those of the accumulation window.
@@ -131,7 +138,7 @@ class Objective:
             self._of_window[name] = self._of_window[name] + value if name in self._of_window else value
 
     def take_terms(self) -> dict[str, torch.Tensor]:
-        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then start afresh."""
+        """The terms of the accumulation window by name, shape () each, in the scale of its loss; then forget them."""
         terms, self._of_window, self._counts = self._of_window, {}, None
         return terms
 
@@ -166,25 +173,33 @@ class Objective:
     def in_evaluation(
         self, compute_loss: Callable[..., Any], num_items: torch.Tensor | int, log: Callable[[str, Any, Any], None]
     ) -> Callable[..., Any]:
-        """`compute_loss` for one evaluation batch, see `with_items`; `take_weight` tells how many items its loss is a
-        mean over."""
+        """`compute_loss` for one evaluation batch: with its count of items, if it takes it, and a tensor instead of a
+        dict or a pair. `take_weight` says how many items that is a mean over.
 
-        def keep(count: torch.Tensor) -> None:
-            self._evaluated = count
+        Args:
+            log: called with (name, mean over the batch, items) for each term of a dict.
+        """
+        call = compute_loss
+        if accepts(compute_loss, "num_items_in_batch"):
+            call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
 
-        return with_items(compute_loss, num_items, log, keep)
+        def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
+            result = call(model, inputs, **options)
+            loss, outputs = result if options.get("return_outputs") else (result, None)
+            if (pair := as_pair(loss)) is not None:
+                self._evaluated = pair[1]
+            if (isinstance(loss, Mapping) and "loss" in loss) or pair is not None:
+                loss, terms = split_terms(loss)
+                for name, value in terms.items():
+                    log(name, value if num_items else 0.0, num_items)
+            return (loss, outputs) if options.get("return_outputs") else loss
+
+        return compute
 
     def take_weight(self, items: torch.Tensor | int) -> torch.Tensor | int:
         """The weight of the last evaluation batch: its own count, where its loss came as (sum, count), else `items`."""
         count, self._evaluated = self._evaluated, None
         return items if count is None else count
-
-    def _scalar(self, loss: Any) -> torch.Tensor:
-        if isinstance(loss, torch.Tensor):
-            return loss if loss.ndim == 0 else loss.mean()
-        loss, terms = split_terms(loss)
-        self.terms = terms or None
-        return loss
 
 
 def weighted(
@@ -363,9 +378,7 @@ class LabelSmoother:
         self, outputs: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        return language_modeling.cross_entropy(
-            logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon
-        )
+        return cross_entropy(logits, labels, num_items_in_batch, shift=shift_labels, label_smoothing=self.epsilon)
 
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
@@ -373,40 +386,12 @@ def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     if factor and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         warnings.warn(
             f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
-            "classification, whose classes are no alternatives.", UserWarning, stacklevel=2,
-        )  # fmt: skip
+            "classification, whose classes are no alternatives.",
+            UserWarning,
+            stacklevel=2,
+        )
         return None
     return LabelSmoother(factor) if factor else None
-
-
-def with_items(
-    compute_loss: Callable[..., Any],
-    num_items: torch.Tensor | int,
-    log: Callable[[str, Any, Any], None] = lambda name, value, weight: None,
-    keep_count: Callable[[torch.Tensor], None] = lambda count: None,
-) -> Callable[..., Any]:
-    """`compute_loss` with the item count of its only batch, if it takes it, and a tensor instead of a dict or a pair.
-
-    Args:
-        log: called with (name, mean over the batch, items) for each term of a dict.
-        keep_count: called with the count of a (sum, count), shape ().
-    """
-
-    def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:
-        result = call(model, inputs, **options)
-        loss, outputs = result if options.get("return_outputs") else (result, None)
-        if (pair := as_pair(loss)) is not None:
-            keep_count(pair[1])
-        if (isinstance(loss, Mapping) and "loss" in loss) or pair is not None:
-            loss, terms = split_terms(loss)
-            for name, value in terms.items():
-                log(name, value if num_items else 0.0, num_items)
-        return (loss, outputs) if options.get("return_outputs") else loss
-
-    call = compute_loss
-    if accepts(compute_loss, "num_items_in_batch"):
-        call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
-    return compute
 
 
 def _tensors_in(inputs: Mapping[str, Any]) -> bool:
@@ -434,7 +419,7 @@ def model_loss(
         label_smoothing: share of the target spread over the vocabulary; above 0, the labels are kept from the model.
         shifted: see `count_items`; used with label smoothing.
     """
-    if type(inputs) is not dict and not isinstance(inputs, Mapping) or not _tensors_in(inputs):
+    if (type(inputs) is not dict and not isinstance(inputs, Mapping)) or not _tensors_in(inputs):
         raise TypeError(
             f"The data_collator gave a {type(inputs).__name__} without tensors; it must give a dict of tensors for "
             "the model's forward."

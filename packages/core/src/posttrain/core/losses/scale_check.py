@@ -113,11 +113,10 @@ def restored(model: nn.Module, owner: Any) -> Iterator[None]:
     attributes = [(thing, dict(vars(thing))) for thing in (owner, *modules.values())]
     values = [value for _, names in attributes for name, value in names.items() if name not in (*DATA, "_parameters")]
     contents = [keep for value in values for keep in _contents(value, DEPTH)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    tensors += [value for _, inner in contents for value in (inner.values() if isinstance(inner, dict) else inner)
-                if isinstance(value, torch.Tensor)]  # fmt: skip
-    held = [parameter for module in modules.values() for parameter in module._parameters.values()]
-    tensors += [parameter for parameter in held if parameter is not None]
+    held = [value for _, inner in contents for value in (inner.values() if isinstance(inner, dict) else inner)]
+    tensors = [value for value in (*values, *held) if isinstance(value, torch.Tensor)]
+    parameters = [parameter for module in modules.values() for parameter in module._parameters.values()]
+    tensors += [parameter for parameter in parameters if parameter is not None]
     if hasattr(owner, "log"):
         owner.log = lambda *args, **kwargs: None
     if hasattr(owner, "metrics"):

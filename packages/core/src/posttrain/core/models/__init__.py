@@ -1,1 +1,1 @@
-"""Loading models, adapters, the output head, attention over packed rows, and weight averaging."""
+"""What is done to a model before and while it trains: unwrapping, compiling, checkpointing of activations, kernels."""

@@ -83,7 +83,7 @@ def _body(base: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Within this context nothing that is compiled runs, and nothing is compiled."""
-    if "torch._dynamo" not in sys.modules:  # to import it takes seconds
+    if "torch._dynamo" not in sys.modules:  # its import takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -61,6 +61,6 @@ def use_float8(model: nn.Module, emulate: bool = False, compiled: bool = True) -
     config = torchao.Float8LinearConfig(emulate=emulate)
     torchao.convert_to_float8_training(model, module_filter_fn=fits, config=config)
     left = sum(type(module) is nn.Linear for module in model.modules())
-    logger.info("%d linear layers multiply in float8; %d do not (the head, adapters and odd shapes).",
-                before - left, left)  # fmt: skip
-    return before - left
+    changed = before - left
+    logger.info("%d linear layers multiply in float8; %d do not (the head, adapters and odd shapes).", changed, left)
+    return changed

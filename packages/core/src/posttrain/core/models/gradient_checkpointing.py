@@ -15,9 +15,16 @@ from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 
 #: What activation_checkpointing_kwargs may hold: options of torch.utils.checkpoint, two of transformers, and our own.
 CHECKPOINT_OPTIONS = (
-    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "every_n_layers",
-    "offload", "mlp_tile",
-)  # fmt: skip
+    "use_reentrant",
+    "preserve_rng_state",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "every_n_layers",
+    "offload",
+    "mlp_tile",
+)
 
 
 def checkpointing_problem(model: nn.Module) -> str | None:
@@ -89,10 +96,10 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
 
 
 def _reads_tokens_alone(module: nn.Module) -> bool:
-    """Whether `module` makes one tensor of one, and of each token something that no other token changes.
+    """Whether `module` maps one tensor to one, each token independently of the others.
 
-    Known by transformers' name of such modules. Some of that name choose experts, and give back their choice too;
-    others read a residual beside.
+    Such modules are known by their name in transformers. Some of that name choose experts and return their choice too;
+    others take a residual as a second input.
     """
     is_named = type(module).__name__.endswith("MLP") and not hasattr(module, "experts")
     return is_named and len(inspect.signature(module.forward).parameters) == 1

@@ -28,7 +28,7 @@ def ensure_pad_token(processing_class: Any) -> str | None:
     Returns:
         A sentence about the change, or None.
     """
-    tokenizer = _tokenizer_of(processing_class)
+    tokenizer = tokenizer_of(processing_class)
     if tokenizer.pad_token is not None:
         return None
     vocabulary = tokenizer.get_vocab()
@@ -54,7 +54,7 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
     """
     base = base_model(model)
     config, generation = getattr(base, "config", None), getattr(base, "generation_config", None)
-    tokenizer = _tokenizer_of(processing_class)
+    tokenizer = tokenizer_of(processing_class)
     if config is None or not hasattr(tokenizer, "eos_token_id"):
         return {}
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -80,5 +80,6 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
     return changed
 
 
-def _tokenizer_of(processing_class: Any) -> Any:
+def tokenizer_of(processing_class: Any) -> Any:
+    """The tokenizer itself, also where a processor holds it."""
     return getattr(processing_class, "tokenizer", processing_class)

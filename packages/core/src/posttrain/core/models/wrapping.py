@@ -51,13 +51,23 @@ def text_part(base: PretrainedModel) -> PretrainedModel:
     return base if base.config.get_text_config() is base.config else base.get_decoder()
 
 
+def sees_images(config: Any) -> bool:
+    """Whether a model with this config has a vision part."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def sees(model: nn.Module) -> bool:
+    """Whether `model` has a vision part."""
+    return sees_images(getattr(base_model(model), "config", None))
+
+
 def configs(model: nn.Module) -> list[Any]:
     """The configs that forwards of `model` read: its own, that of its decoder of text where it has other parts too, and
     the copy that the decoder of some models has.
     """
     base, own = base_model(model), getattr(model, "config", None)
     found = [own]
-    if own is not None and getattr(own, "vision_config", None) is not None:
+    if own is not None and sees_images(own):
         found.append(own.get_text_config())
     if getattr(own, "is_encoder_decoder", False) and hasattr(base, "get_decoder"):
         found.append(getattr(base.get_decoder(), "config", None))

@@ -17,8 +17,7 @@ class OneKernelAdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         # torch wraps the step of each class in hooks and a profiler's range when it first makes an instance. This step
-        # has
-        # been wrapped so already; AdamW's own, where a plain AdamW was made too, would be a second time.
+        # is wrapped already; AdamW's own, where a plain AdamW was made too, would wrap it a second time.
         step: Any = torch.optim.AdamW.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         groups = self.param_groups

@@ -31,7 +31,7 @@ class BF16AdamW(torch.optim.Optimizer):
     """AdamW that computes in float32 and keeps both moments in bfloat16; weights in bfloat16 are rounded likewise.
 
     The random bits of a step depend on `seed`, the step and the place of the weight alone. So all processes round
-    alike, a resumed run goes on with the same bits, and no other random number changes.
+    alike, a resumed run continues with the same bits, and no other random number changes.
 
     Args:
         lr, betas, eps, weight_decay: as in AdamW.

@@ -27,10 +27,10 @@ from posttrain.core.optim.by_name import (
     ClassAndArguments,
     Factory,
     package_of,
-    plain,
     stable_adamw_problem,
 )
 from posttrain.core.optim.layerwise import Layerwise
+from posttrain.core.optim.lr_scheduler import plain
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +83,6 @@ class OptimizerArguments:
                 re.compile(target)
             except (re.error, TypeError) as error:
                 yield f"optim_target_modules: {target!r} is no regular expression ({error}); write '.*' for any text"
-        if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
-            yield from _layerwise_problems(self, name)
-        if name in ("schedule_free_adamw", "schedule_free_sgd"):
-            warmup = getattr(self, "warmup_steps", 0)
-            if isinstance(warmup, str) or (0 < warmup < 1 and getattr(self, "max_steps", 0) <= 0):
-                yield (
-                    f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
-                    f"a number of steps instead of {warmup}, or set max_steps"
-                )
 
 
 def package_problems(args: Any) -> Iterator[ImportError | str]:
@@ -104,14 +95,27 @@ def package_problems(args: Any) -> Iterator[ImportError | str]:
             yield problem
 
 
+def problems_with_others(args: Any) -> Iterator[str]:
+    """Why the optimizer of `args`, a `TrainingArguments`, does not go with its other arguments, as sentences."""
+    name, warmup = plain(args.optim), args.warmup_steps
+    if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        yield from _layerwise_problems(args, name)
+    elif name in ("schedule_free_adamw", "schedule_free_sgd"):
+        if isinstance(warmup, str) or (0 < warmup < 1 and args.max_steps <= 0):
+            yield (
+                f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
+                f"a number of steps instead of {warmup}, or set max_steps"
+            )
+
+
 def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
     why = f"optim={name!r} updates in the backward pass, and"
-    accumulation = getattr(args, "gradient_accumulation_steps", 1)
-    if accumulation != 1:
-        yield f"{why} no gradient is left to accumulate: set gradient_accumulation_steps=1 (it is {accumulation})"
-    if getattr(args, "auto_find_batch_size", False):
+    if args.gradient_accumulation_steps != 1:
+        given = args.gradient_accumulation_steps
+        yield f"{why} no gradient is left to accumulate: set gradient_accumulation_steps=1 (it is {given})"
+    if args.auto_find_batch_size:
         yield f"{why} cannot make up for a smaller batch by accumulation: set auto_find_batch_size=False"
-    if getattr(args, "fp16", False):
+    if args.fp16:
         yield f"{why} would use gradients that still carry the loss scale of fp16: set bf16=True instead"
     if distributed.world_size() > 1:
         alternative = f"; use {name.removesuffix('_layerwise')!r}" if name.endswith("_layerwise") else ""
@@ -246,7 +250,7 @@ def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> Cla
     """The optimizer class that ``args.optim`` names, and its arguments but for the parameters.
 
     Args:
-        args: `OptimizerArguments`, or anything with its fields.
+        args: a `posttrain.core.TrainingArguments`.
         model: needed by optimizers that treat layers differently.
 
     Raises:
@@ -254,7 +258,7 @@ def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> Cla
         ImportError: it needs a library that is not installed.
     """
     name = plain(args.optim)
-    problems = list(OptimizerArguments._problems(args))
+    problems = [*OptimizerArguments._problems(args), *problems_with_others(args)]
     if name not in OPTIMIZERS:
         problems = [f"optim={name!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}"]
     if problems:
@@ -271,7 +275,7 @@ def build(
     """An optimizer of the trainable parameters of `model`.
 
     Args:
-        args: `OptimizerArguments`, or anything with its fields.
+        args: a `posttrain.core.TrainingArguments`.
         decay_names: parameters that weight decay shrinks; None: `decay_parameter_names`.
         class_and_kwargs: an optimizer class and its arguments, instead of the one in `args`. ``"params"`` or
             ``"model"`` among the arguments replaces the usual two parameter groups. A class that is no optimizer is
@@ -283,16 +287,16 @@ def build(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("optim", ["no parameter of the model requires a gradient, so there is nothing to train"])
     optimizer_class, kwargs = class_and_kwargs or optimizer_class_and_kwargs(args, model)
-    if getattr(args, "optim_target_modules", None) and plain(getattr(args, "optim", "")) in WITHOUT_TARGETS:
+    if args.optim_target_modules and plain(args.optim) in WITHOUT_TARGETS:
         logger.warning(
-            "optim=%r trains all layers alike, so optim_target_modules=%r has no effect. Leave it out, or choose "
-            "an optimizer that treats those layers apart: galore_adamw, apollo_adamw or muon.", plain(args.optim),
-            args.optim_target_modules,
-        )  # fmt: skip
+            f"optim={plain(args.optim)!r} trains all layers alike, so optim_target_modules="
+            f"{args.optim_target_modules!r} has no effect. Leave it out, or choose an optimizer that treats those "
+            "layers apart: galore_adamw, apollo_adamw or muon."
+        )
     kwargs = dict(kwargs)
     is_optimizer = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     given = [kwargs.pop(name) for name in ("params", "model", "optimizer_dict") if is_optimizer and name in kwargs]
-    ratio = getattr(args, "loraplus_lr_ratio", None)
+    ratio = args.loraplus_lr_ratio
     if ratio is not None and (given or not is_optimizer):
         what = f"loraplus_lr_ratio={ratio} has no effect on an optimizer that is given its own parameters"
         raise ConfigError("optim", [f"{what}; leave it out, or set the learning rate of its groups"])
@@ -303,7 +307,7 @@ def build(
         decay_names = decay_parameter_names(model)
     rate_of_b = None if ratio is None else ratio * args.learning_rate
     params = given[0] if given else parameter_groups(model, decay_names, args.weight_decay, rate_of_b)
-    if not given and deepspeed.is_asked_for(getattr(args, "deepspeed", None)):
+    if not given and deepspeed.is_asked_for(args.deepspeed):
         params = [group for group in params if group["params"]]  # it drops empty groups, which the schedule counts
     if optimizer_class is torch.optim.AdamW and kwargs.get("fused"):
         optimizer_class = OneKernelAdamW
@@ -319,46 +323,43 @@ def _keep_embeddings_in_32_bits(model: nn.Module, optimizer: torch.optim.Optimiz
     manager = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager.get_instance()
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
     overrides = [{"optim_bits": 32} for _ in embeddings]
-    # The manager is global and identifies weights by position, so overrides of another model would apply to this one
-    # too.
-    _forget(
-        manager, [known for known in manager.index2config.values() if known == {"optim_bits": 32}], ("index2config",)
-    )
+    # The manager is global and knows weights by their place, so overrides of another model would apply to this one.
+    _forget([known for known in manager.index2config.values() if known == {"optim_bits": 32}], [manager.index2config])
     for module, override in zip(embeddings, overrides, strict=True):
         manager.override_config(module.weight, key_value_dict=override)
         if not isinstance(optimizer, Layerwise):  # each of its parameters is the first of a separate optimizer
             manager.register_module_override(module, "weight", override)
-    weakref.finalize(optimizer, _forget, manager, overrides, ("index2config", "pid2config"))
+    tables, triples = [manager.index2config, manager.pid2config], manager.module_weight_config_triple
+    weakref.finalize(optimizer, _forget, overrides, tables, triples)
 
 
-def _forget(manager: Any, overrides: list[dict[str, int]], tables: tuple[str, ...]) -> None:
+def _forget(overrides: list[dict[str, int]], tables: list[dict[Any, Any]], triples: Any = ()) -> None:
+    """Take `overrides`, these objects and not equal ones, out of the manager's tables and triples."""
     identities = {id(override) for override in overrides}
-    for table in (getattr(manager, name) for name in tables):
+    for table in tables:
         for key in [key for key, override in table.items() if id(override) in identities]:
             del table[key]
-    if "pid2config" in tables:
-        triples = manager.module_weight_config_triple
+    if triples:
         triples[:] = [triple for triple in triples if id(triple[2]) not in identities]
 
 
 def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
     """Log how the parameters were divided, and settings that have no effect."""
     counts = [f"{sum(p.numel() for p in group['params']):,}" for group in optimizer.param_groups]
-    asked_for = any("rank" in group for group in optimizer.param_groups)  # a division that somebody chose
-    level = logging.INFO if asked_for else logging.DEBUG
+    is_low_rank = any("rank" in group for group in optimizer.param_groups)  # the user chose which layers
+    level = logging.INFO if is_low_rank else logging.DEBUG
     logger.log(level, "%s trains %s parameters, by group.", type(optimizer).__name__, " + ".join(counts))
-    name = plain(getattr(args, "optim", ""))
+    name, schedule = plain(args.optim), plain(args.lr_scheduler_type)
     if isinstance(optimizer, Layerwise) and args.max_grad_norm:
         logger.warning(
-            "optim=%r uses each gradient up in the backward pass, so max_grad_norm=%s has no effect; set it to None.",
-            name, args.max_grad_norm,
-        )  # fmt: skip
-    schedule = plain(getattr(args, "lr_scheduler_type", "constant"))
+            f"optim={name!r} uses each gradient up in the backward pass, so max_grad_norm={args.max_grad_norm} has no "
+            "effect; set it to None."
+        )
     if name.startswith("schedule_free_") and schedule != "constant":
         logger.warning(
-            "optim=%r replaces a schedule, but lr_scheduler_type=%r changes its learning rate too; set 'constant'.",
-            name, schedule,
-        )  # fmt: skip
+            f"optim={name!r} replaces a schedule, but lr_scheduler_type={schedule!r} changes its learning rate too; "
+            "set 'constant'."
+        )
 
 
 def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -373,7 +374,7 @@ def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise ValueError(
             f"The optimizer that was given ({type(optimizer).__name__}) holds none of the parameters that are "
             "trained, so nothing would be learned: it was made from another model, or before this one got its "
-            "adapters or was made anew. Make it from trainer.model.parameters() and set trainer.optimizer, or pass "
+            "adapters or was replaced. Make it from trainer.model.parameters() and set trainer.optimizer, or pass "
             "optimizer_cls_and_kwargs."
         )
 
@@ -396,9 +397,7 @@ def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment that it
-    keeps.
-    """
+    """About how many bytes the state of `optimizer` will have: a copy of the parameters for each moment."""
     total = 0
     for group in optimizer.param_groups:
         moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
@@ -406,11 +405,12 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def rates_of_groups(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all rates are equal.
+def named_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> dict[str, float]:
+    """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all are equal.
 
-    Rates that are tensors are left out, for reading one may wait for the device.
+    Args:
+        rates: one for each group; those that are tensors are left out, for reading one may wait for the device.
     """
-    groups = optimizer.param_groups
-    rates = {f"learning_rate/{g.get('name', i)}": g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], float)}
-    return rates if len(set(rates.values())) > 1 else {}
+    groups = zip(optimizer.param_groups, rates, strict=False)
+    named = {f"learning_rate/{g.get('name', i)}": r for i, (g, r) in enumerate(groups) if isinstance(r, float)}
+    return named if len(set(named.values())) > 1 else {}

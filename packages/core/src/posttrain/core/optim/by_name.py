@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import ConfigError, did_you_mean, require
+from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
@@ -25,6 +26,7 @@ from posttrain.core.optim.bf16 import BF16AdamW
 from posttrain.core.optim.galore import SIDES, galore
 from posttrain.core.optim.grokadamw import GrokAdamW
 from posttrain.core.optim.layerwise import Layerwise
+from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.optim.muon import MuonWithAdamW
 from posttrain.core.optim.torchao import torchao_adamw
 
@@ -80,9 +82,7 @@ def _is_all(target: str) -> bool:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Trainable 2-D weights that are neither an embedding nor the layer that makes the output."""
     outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    find_head: Any = getattr(model, "get_output_embeddings", None)
-    head = None if find_head is None else find_head()
-    outer.add(id(getattr(head, "weight", None)))
+    outer.add(id(getattr(output_embedding(model), "weight", None)))
     return [
         p
         for name, p in model.named_parameters()
@@ -102,10 +102,6 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError("optim_args", [f"{name}={value!r} is not one of {known}"])
 
 
-def plain(name: str) -> str:
-    return str(getattr(name, "value", name))  # an enum of strings hashes by its own name
-
-
 # ------------------------------------------------------------------------------------------------------ torch's own
 
 
@@ -120,7 +116,7 @@ def adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
 
 def bf16_adamw(args: Any, model: Any, *, stochastic_rounding: bool = True) -> ClassAndArguments:
     """AdamW with its state in bfloat16, rounded stochastically; weights in bfloat16 too."""
-    return BF16AdamW, _adam(args) | {"stochastic_rounding": stochastic_rounding, "seed": getattr(args, "seed", 0)}
+    return BF16AdamW, _adam(args) | {"stochastic_rounding": stochastic_rounding, "seed": args.seed}
 
 
 def fused_adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
@@ -323,7 +319,7 @@ def schedule_free(
     if kind != "RAdam":
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
-    return getattr(library, f"{kind}ScheduleFree"), kwargs
+    return vars(library)[f"{kind}ScheduleFree"], kwargs
 
 
 def stable_adamw(
@@ -361,13 +357,10 @@ def anyprecision_adamw(
     compensation_buffer_dtype: str = "bfloat16",
 ) -> ClassAndArguments:
     library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
-    kwargs = {
-        "use_kahan_summation": use_kahan_summation,
-        "momentum_dtype": getattr(torch, momentum_dtype),
-        "variance_dtype": getattr(torch, variance_dtype),
-        "compensation_buffer_dtype": getattr(torch, compensation_buffer_dtype),
-    }
-    return library.AnyPrecisionAdamW, _adam(args) | kwargs
+    names = {"momentum_dtype": momentum_dtype, "variance_dtype": variance_dtype}
+    names |= {"compensation_buffer_dtype": compensation_buffer_dtype}
+    dtypes = {option: getattr(torch, name) for option, name in names.items()}
+    return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
 
 
 def xla_adamw(args: Any, model: Any) -> ClassAndArguments:
@@ -425,7 +418,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "schedule_free_sgd": partial(schedule_free, "SGD"),
     "stable_adamw": stable_adamw,
 }
-#: Those that train all layers alike. What users add reads `optim_target_modules` or not, which is its own business.
+#: Those that train all layers alike. One that a user adds may read `optim_target_modules`.
 WITHOUT_TARGETS = frozenset(n for n in OPTIMIZERS if n != "muon" and not n.startswith(("galore_", "apollo_")))
 
 

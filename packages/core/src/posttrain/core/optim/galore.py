@@ -81,8 +81,7 @@ class GaLore(torch.optim.Optimizer):
     ) -> None:
         options = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
         super().__init__(split_groups(params, low_rank_parameters, **options), **kwargs)
-        # A gradient scaler must skip a non-finite step itself, because the projection runs before the kernel that
-        # could.
+        # A gradient scaler must skip a non-finite step itself: the projection runs before the kernel that could.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ class GrokAdamW(torch.optim.Optimizer):
         lamb: lambda, how much the slow part counts.
         gamma: the i-th parameter of a group, from 0, has the first beta times ``(1 - gamma)^i``.
         grokking_signal_decay_rate: k; alpha is multiplied by exp(-k s), where s is how much higher ``"eval_loss"`` is
-            than ``"train_loss"``, next to itself. Who wants that sets the two in the parameter groups; else s is 0.
+            than ``"train_loss"``, relative to itself. Set the two in the parameter groups; without them, s is 0.
         gradient_clipping: norm to which the gradient of each parameter alone is clipped; 0 for none.
     """
 

@@ -8,6 +8,7 @@ is the number of warm-up steps and N the length of the run. By default the warm-
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields import durations
-from posttrain.core.optim.greedy_lr import GreedyLR
 
 #: Schedules that are stepped by the metric of an evaluation.
 FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -243,7 +243,15 @@ def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
 # ------------------------------------------------------------------------------------------------------------- by name
 
 
-SCHEDULES: dict[str, Callable[..., Curve] | type[LRScheduler]] = {
+def greedy() -> Any:
+    """A class that lowers the rate while a metric does not improve, else raises it: https://arxiv.org/abs/2512.14527."""
+    from transformers.optimization import GreedyLR  # takes seconds to import: the curves above are not from there
+
+    return GreedyLR
+
+
+#: Curves, and classes of schedulers, by name; `greedy` gives its class when it is asked for.
+SCHEDULES: dict[str, Callable[..., Any]] = {
     "linear": linear,
     "cosine": cosine,
     "cosine_with_restarts": cosine_with_restarts,
@@ -255,7 +263,7 @@ SCHEDULES: dict[str, Callable[..., Curve] | type[LRScheduler]] = {
     "cosine_with_min_lr": cosine_with_min_lr,
     "cosine_warmup_with_min_lr": cosine_warmup_with_min_lr,
     "warmup_stable_decay": warmup_stable_decay,
-    "greedy": GreedyLR,
+    "greedy": greedy,
 }
 
 
@@ -284,12 +292,12 @@ class ScheduleArguments:
             # YAML 1.1 reads 1e-6, without a point, as a string.
             self.lr_scheduler_kwargs = {key: _number(value) for key, value in self.lr_scheduler_kwargs.items()}
         self.warmup_steps = _number(self.warmup_steps)
-        with contextlib.suppress(ValueError):  # which `_problems` tells
+        with contextlib.suppress(ValueError):  # which `_problems` reports
             if isinstance(self.warmup_steps, str) and (given := durations.parse(self.warmup_steps)).unit == "steps":
                 self.warmup_steps = int(given.value)
 
     def _problems(self) -> Iterator[str]:
-        name, options = _plain(self.lr_scheduler_type), self.lr_scheduler_kwargs or {}
+        name, options = plain(self.lr_scheduler_type), self.lr_scheduler_kwargs or {}
         if not isinstance(options, dict):
             yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
         elif name in SCHEDULES:
@@ -352,7 +360,8 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
     Args:
         lr: the peak learning rate.
     """
-    schedule, known = SCHEDULES[name], _options(SCHEDULES[name])
+    schedule = _schedule(name)
+    known = _options(schedule)
     open_ended = any(option.kind is option.VAR_KEYWORD for option in known.values())
     unknown = [] if open_ended else [key for key in options if key not in known]
     missing = [key for key, option in known.items() if option.default is option.empty and key not in options]
@@ -370,9 +379,7 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
 
 
 def follows_a_metric(scheduler: Any) -> bool:
-    """Whether `scheduler` is stepped with the metric of an evaluation: torch's plateau, and any whose ``step`` needs
-    one.
-    """
+    """Whether `scheduler` is stepped with the metric of an evaluation, which its ``step`` then needs."""
     return _needs_metrics(scheduler.__class__)  # cached, because each step asks for it
 
 
@@ -391,8 +398,7 @@ def build(
     scheduler_class: type[LambdaLR] = LambdaLR,
     **options: Any,
 ) -> LRScheduler:
-    """The scheduler called `name`. Step it once per optimizer step; metric schedules with the metric after an
-    evaluation.
+    """The scheduler called `name`. Step it after each optimizer step, or with the metric after each evaluation.
 
     Args:
         name: a key of `SCHEDULES`.
@@ -403,17 +409,20 @@ def build(
     Raises:
         ConfigError: no such schedule, or options that it does not take.
     """
-    name = _plain(name)
+    name = plain(name)
     if name not in SCHEDULES:
         known = f"{', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
         raise ConfigError("schedules", [f"lr_scheduler_type={name!r} is not one of {known}"])
-    schedule, lr = SCHEDULES[name], optimizer.defaults["lr"]
-    wrong = list(problems(name, options, lr))
-    if wrong:
+    schedule, lr = _schedule(name), optimizer.defaults["lr"]
+    if wrong := list(problems(name, options, lr)):
         raise ConfigError("schedules", wrong)
     if isinstance(schedule, type):
         return schedule(optimizer, **options)
     return scheduler_class(optimizer, schedule(num_warmup_steps, num_training_steps, **_peak(schedule, lr), **options))
+
+
+def _schedule(name: str) -> Any:
+    return greedy() if SCHEDULES[name] is greedy else SCHEDULES[name]
 
 
 def _options(schedule: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -426,8 +435,9 @@ def _peak(schedule: Callable[..., Curve], lr: float) -> dict[str, float]:
     return {"lr": lr} if "lr" in inspect.signature(schedule).parameters else {}
 
 
-def _plain(name: str) -> str:
-    return getattr(name, "value", name)  # an enum of strings hashes by its own name
+def plain(name: str) -> str:
+    """`name` as a plain string, of an enum of strings too, which hashes by its own name."""
+    return str(name.value if isinstance(name, enum.Enum) else name)
 
 
 def _number(value: Any) -> Any:

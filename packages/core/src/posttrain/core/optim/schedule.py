@@ -33,7 +33,7 @@ def counts_tokens(args: Any) -> bool:
 
 def problems(args: Any) -> Iterator[str]:
     """Why the lengths of the schedule cannot be compared, as sentences."""
-    name, warmup = lr_scheduler._plain(args.lr_scheduler_type), args.warmup_steps
+    name, warmup = lr_scheduler.plain(args.lr_scheduler_type), args.warmup_steps
     if math.isfinite(args.max_tokens) and not isinstance(warmup, str) and warmup >= 1:
         yield (
             f"warmup_steps={warmup:g} counts optimizer steps, but max_duration={args.max_duration!r} lets the schedule "

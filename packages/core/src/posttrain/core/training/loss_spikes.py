@@ -100,10 +100,10 @@ class SpikeWatch:
         logger.warning("%s%s", text, " The step was left out." if self.policy == "skip" else "")
         return self.policy != "skip"
 
-    def count(self) -> int:
-        """Spikes since the last call."""
+    def logged(self) -> dict[str, int]:
+        """``{"loss_spikes": how many}`` since the last call, where there were any."""
         count, self.since_log = self.since_log, 0
-        return count
+        return {"loss_spikes": count} if count else {}
 
     def _height(self, loss: float) -> float | None:
         """How many standard deviations `loss` is above the mean; None while too few losses are known."""

@@ -106,7 +106,6 @@ class FiniteGuard:
             together.
         total: the sum of a number or a tensor over all processes.
         lag: steps after which a flag is read.
-        spikes: also looks at each step, and may leave it out: a `posttrain.core.training.loss_spikes.SpikeWatch`.
     """
 
     def __init__(
@@ -116,9 +115,8 @@ class FiniteGuard:
         report: Callable[[Update, bool, int, bool], str] | None = None,
         total: Callable[[Any], Any] | None = None,
         lag: int = LAG,
-        spikes: Any = None,
     ) -> None:
-        self.policy, self.limit, self.lag, self._spikes = policy, limit, lag, spikes
+        self.policy, self.limit, self.lag = policy, limit, lag
         self._report = report or (lambda update, stops, late, is_first: describe(update, policy, late))
         self._total = total
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
@@ -138,12 +136,6 @@ class FiniteGuard:
         Raises:
             NonFiniteError: this step or an earlier one is not finite, and the run must stop.
         """
-        may = self._before_step(optimizer, update, loss_scale)
-        return may and (self._spikes is None or self._spikes.may_step(update))
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None
-    ) -> bool:
         if loss_scale is not None:
             bad = not math.isfinite(update.loss.item())
             bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
@@ -181,8 +173,6 @@ class FiniteGuard:
         try:
             while self._pending:
                 self._judge_oldest()
-            if self._spikes is not None:
-                self._spikes.settle()
         finally:
             self._pending.clear()
             if self._flagged is not None:  # or a step that somebody makes by hand would be skipped too
@@ -237,19 +227,15 @@ class FiniteGuard:
             )
 
     def logged(self) -> dict[str, int]:
-        """``{"nonfinite_steps": how many, "loss_spikes": how many}`` since the last call, of which there were any."""
-        found = {"nonfinite_steps": self.since_log, "loss_spikes": 0 if self._spikes is None else self._spikes.count()}
-        self.since_log = 0
-        return {name: count for name, count in found.items() if count}
+        """``{"nonfinite_steps": how many}`` since the last call, where there were any."""
+        count, self.since_log = self.since_log, 0
+        return {"nonfinite_steps": count} if count else {}
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"in_a_row": self.in_a_row, "since_log": self.since_log, "count": self.count}
-        spikes = {} if self._spikes is None else {"spikes": self._spikes.state_dict()}
-        return counts | {"seen_labels": self._seen_labels} | spikes
+        return counts | {"seen_labels": self._seen_labels}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._spikes is not None and "spikes" in state:
-            self._spikes.load_state_dict(state["spikes"])
         self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
         self._seen_labels = bool(state.get("seen_labels", True))  # earlier checkpoints do not have it
 

@@ -1,4 +1,4 @@
-"""Running out of memory in a step: what to set, or the same optimizer step in smaller micro-batches."""
+"""Running out of memory in a step: the same optimizer step in smaller micro-batches (`auto_find_batch_size`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class BatchSplitter:
     The optimizer step stays the same, since a loss is a mean over its accumulation window however that is split.
 
     Args:
-        splits: whether to split at all (`auto_find_batch_size`); else the error gets a note that says what to set.
         batch_size: rows of a micro-batch of the loader, on each process.
         accumulation: micro-batches of a window, as configured.
 
@@ -28,8 +27,8 @@ class BatchSplitter:
         origins: for each micro-batch of the last window, which one of the loader's it is a part of; None: itself.
     """
 
-    def __init__(self, splits: bool = False, batch_size: int = 1, accumulation: int = 1) -> None:
-        self.splits, self.batch_size, self.accumulation = splits, batch_size, accumulation
+    def __init__(self, batch_size: int, accumulation: int) -> None:
+        self.batch_size, self.accumulation = batch_size, accumulation
         self.cuts = 0
         self.origins: list[int] | None = None
 
@@ -56,13 +55,6 @@ class BatchSplitter:
             torch.OutOfMemoryError: a micro-batch that does not fit cannot be split.
         """
         self.origins = None
-        if not self.splits:
-            try:
-                return window, attempt(window)
-            except Exception as error:
-                if memory.is_out_of_memory(error):
-                    error.add_note(memory.advice(self.batch_size, len(window)))
-                raise
         for _ in range(self.cuts):
             window = self._halved(window, step, None)
         undo = checkpoint()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.core.fields.durations import NEVER, parse
+from posttrain.core.fields.durations import NEVER, as_steps, parse
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +167,14 @@ def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]
     stream = iter(batches)
     while window := list(islice(stream, accumulation)):
         yield window
+
+
+def number_of_saves(plan: Plan, args: Any) -> int:
+    """Checkpoints that a run writes as often as `args` say, or as many as one may be sure of."""
+    if plan.is_open:
+        return 1
+    every = {"steps": as_steps(args.save_steps, plan.max_steps), "epoch": plan.steps_per_epoch}
+    return -(-plan.max_steps // max(every.get(str(args.save_strategy)) or plan.max_steps, 1))
 
 
 def steps_left(state: Any, max_tokens: float) -> float | None:

@@ -21,7 +21,7 @@ import torch
 
 from posttrain.core.config import opt
 from posttrain.core.data import workers
-from posttrain.core.distributed.maximum import Maximum
+from posttrain.core.distributed.collectives import Maximum
 from posttrain.core.fields import durations
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -6,19 +6,23 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import SequentialSampler
 
-from posttrain.core.checkpoint import elastic, sharded
+from posttrain.core.checkpoint import elastic, manager, sharded
 from posttrain.core.checkpoint.foreign import Taken
 from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
+from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
 from posttrain.core.optim import schedule
 from posttrain.core.state import TrainerState
+from posttrain.core.training import argument_changes, ema
 from posttrain.core.training.plan import Plan, resumed
-from posttrain.core.training.run import RunState
+
+if TYPE_CHECKING:
+    from posttrain.core.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> 
 
 
 def without_position(
-    checkpoint: Path, plan: Plan, state: TrainerState, run: RunState, lr_scheduler: Any, taken: Taken, skips_data: bool
+    checkpoint: Path, plan: Plan, state: TrainerState, run: Run, lr_scheduler: Any, taken: Taken, skips_data: bool
 ) -> None:
     """Move `run` and `lr_scheduler` to where `checkpoint` stands, which holds no position: it is of `save_only_model`
     or of another trainer.
@@ -138,7 +142,7 @@ def without_position(
     logger.warning("%s %s The schedule continues at step %d, and the data %s.", checkpoint, known, step, data)
 
 
-def _seek(run: RunState, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
+def _seek(run: Run, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
     """Let the data continue after `state`; what it does, in words."""
     run.progress.epoch, rows = position(plan, run.loader, state, checkpoint)
     run.loader.set_epoch(run.progress.epoch)
@@ -161,3 +165,35 @@ def drop_missing_best(state: TrainerState, metric: str | None, is_there: bool) -
         "better than that.", state.best_model_checkpoint, metric, state.best_metric,
     )  # fmt: skip
     state.best_model_checkpoint = None
+
+
+def resume(run: Run, checkpoint: Path) -> None:
+    """Set state, optimizer, schedule, callbacks and data to where `checkpoint` stands."""
+    owner, args, plan, fresh = run.owner, run.owner.args, run.plan, run.owner.state
+    saved = owner.checkpoints
+    run.is_new = False
+    ema.load(run.ema, checkpoint)
+    owner.state = state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
+    for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
+        setattr(state, name, getattr(fresh, name))
+    if (best := state.best_model_checkpoint) is not None:
+        is_there = owner.dist.on_main(lambda: Path(best).is_dir() or owner.store.is_remote(best))
+        drop_missing_best(state, args.metric_for_best_model, is_there)
+    if args.restore_callback_states_from_checkpoint:
+        owner.callback_handler.restore(state.stateful_callbacks)
+    options = argument_changes.group_options(owner.optimizer)
+    if not manager.has_training_state(checkpoint):
+        taken = saved.read_foreign(checkpoint, owner._contents())
+        changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
+        argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
+        skips = not args.ignore_data_skip
+        return without_position(checkpoint, plan, state, run, owner.lr_scheduler, taken, skips)
+    changed = argument_changes.found(checkpoint, args, state.epoch)
+    position = saved.read(checkpoint, owner._contents(), args.seed, state.global_step, pipeline.set_seed)
+    argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
+    owner.load_state_dict(position["trainer"])
+    if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):
+        if not args.ignore_data_skip:  # a micro-batch holds another number of rows now
+            run.progress.batches = (plan.batches_per_epoch or 0) - plan.resized_at[2]
+    run.loader.number(run.progress.batches)
+    run.rng = position["rng"]

@@ -51,8 +51,9 @@ def with_offloading(context: contextlib.AbstractContextManager, offload: Offload
 
 
 class OffloadActivations:
-    """Within this context, tensors saved for the backward pass are moved to the host and fetched when needed, with
-    identical gradients. The object can be reused for the next micro-batch::
+    """A context that keeps tensors saved for the backward pass on the host until needed; gradients stay identical.
+
+    The object can be reused for the next micro-batch::
 
         offload = OffloadActivations(model, device)
         with offload:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,23 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy, send
+from posttrain.core.distributed.collectives import WHOLE_ROWS, whole_rows
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, in_one_type, piece_by_piece
 from posttrain.lm.attention.segments import Segments
-
-_WHOLE: ContextVar[bool] = ContextVar("whether forwards compute whole rows", default=False)
-
-
-@contextlib.contextmanager
-def whole_rows() -> Iterator[None]:
-    """Within this context each process computes whole rows, and need not keep in step with the others."""
-    token = _WHOLE.set(True)
-    try:
-        yield
-    finally:
-        _WHOLE.reset(token)
-
 
 # ----------------------------------------------------------------------------------------------------- slicing a model
 
@@ -122,7 +109,7 @@ def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     slicing.current = None
     cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
     replaced = not body.config._attn_implementation.startswith(varlen_attention.PREFIX)  # while it generates
-    if _WHOLE.get() or replaced or (cached and not torch.is_grad_enabled()):
+    if WHOLE_ROWS.get() or replaced or (cached and not torch.is_grad_enabled()):
         return None
     if kwargs.get("past_key_values") is not None:
         raise ValueError(
@@ -310,20 +297,15 @@ _all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.dis
 _reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
 
 
-def _gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    tensor = tensor.contiguous()
-    found = tensor.new_empty(tensor.shape[0] * torch.distributed.get_world_size(group), *tensor.shape[1:])
-    _all_gather(found, tensor, group=group)
-    return found
-
-
 class _Gather(torch.autograd.Function):
     """(P * N, ...) of the (N, ...) of each process; each part's gradient is the sum of those of all processes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
-        return _gather(tensor, group)
+        found = tensor.new_empty(tensor.shape[0] * torch.distributed.get_world_size(group), *tensor.shape[1:])
+        _all_gather(found, tensor.contiguous(), group=group)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -333,13 +315,8 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-class _Join(torch.autograd.Function):
+class _Join(_Gather):
     """As `_Gather`, where every process goes on to compute the same: a part's gradient is its own, times P."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return _gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

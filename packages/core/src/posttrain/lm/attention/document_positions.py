@@ -29,11 +29,24 @@ class DocumentPositions:
         return plain if self._axes is None else torch.cat([plain, self._axes(document)[:, :-1]])
 
 
+def invocation_problem(model: nn.Module) -> str | None:
+    """Why no two texts can share a row of `model`, whose adapter begins at tokens of theirs (aLoRA); None if they can.
+
+    peft looks for those tokens once in each row, so the adapter would change the last text alone.
+    """
+    configs = getattr(model, "peft_config", None) or {}  # peft leaves it on the base too
+    if not any(vars(config).get("alora_invocation_tokens") for config in configs.values()):
+        return None
+    return "The adapter has alora_invocation_tokens, which peft looks for once in each row."
+
+
 def check_packing(model: nn.Module, max_length: int | None) -> None:
     """Raise ValueError if documents of up to `max_length` tokens (None: any number) cannot share a row of `model`.
 
     RoPE of the types longrope and dynamic takes its frequencies by the longest document of a batch, for all of them.
     """
+    if max_length != 0 and (problem := invocation_problem(model)):
+        raise ValueError(f"{problem} Set packing=False and padding_free=False, so that each text has its own.")
     base = base_model(model)
     config = base.config.get_text_config()
     found = getattr(config, "rope_parameters", None) or {}

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.lm.attention.block_mask import block_mask
 from posttrain.lm.attention.document_kernels import bounds_of, document_kernel
@@ -73,6 +74,8 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
         return "The model is compiled, and would be compiled anew for each batch."
+    if problem := document_positions.invocation_problem(model):
+        return problem
     if problem := reading_problem(base, example):
         return problem
     if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
@@ -297,15 +300,15 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
     raise ValueError(f"{type(module).__name__} has no eager_attention_forward in its file; load the model with sdpa.")
 
 
-def layer_window(module: nn.Module, told: int | None) -> int | None:
+def layer_window(module: nn.Module, window: int | None) -> int | None:
     """The sliding window of a layer. Some models apply it only in their masks, which are not used here."""
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else None
     expected = kind == "sliding_attention" or (not kinds and getattr(config, "sliding_window", None) is not None)
-    if expected and told is None:
+    if expected and window is None:
         raise ValueError("its sliding window is not passed to its attention function")
-    return told
+    return window
 
 
 # ------------------------------------------------------------------------------------------------------ the computation

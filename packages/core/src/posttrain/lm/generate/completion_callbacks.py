@@ -14,6 +14,7 @@ from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.lm.generate import samples
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, described, has_images, read_images
@@ -35,7 +36,7 @@ class _Answers(TrainerCallback):
     def answer(self) -> list[tuple[str, str]]:
         """(prompt, completion) of each row, on every process, which all must call."""
         trainer, tokenizer = self.trainer, self.trainer.processing_class
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        tokenizer = tokenizer_of(tokenizer)
         reads = _reader(trainer) if has_images(self.rows) else None
         prompts = [_prompt_of(row, tokenizer) if reads is None else _shown_prompt(row, *reads) for row in self.rows]
         dist = getattr(trainer, "dist", None)

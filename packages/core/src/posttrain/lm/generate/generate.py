@@ -24,6 +24,7 @@ from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import EpochSampler, is_stream
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.models.wrapping import unwrap
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ class GenerationArguments:
         False, "Let evaluations that compute metrics, and predict, generate: `compute_metrics` then gets token ids."
     )
     generation_max_length: int | None = opt(
-        None, "Maximum tokens of an output (without the prompt); None: as in the model's config.",
-        min=1, needs="predict_with_generate")  # fmt: skip
+        None,
+        "Maximum tokens of an output (without the prompt); None: as in the model's config.",
+        min=1,
+        needs="predict_with_generate",
+    )
     generation_num_beams: int | None = opt(
         None,
         "Number of beams: more search more widely and take proportionally longer; None: as in the model's config.",
@@ -243,7 +247,7 @@ def padding_id(processing_class: Any, model: nn.Module) -> int:
     Raises:
         ValueError: there is neither.
     """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer = tokenizer_of(processing_class)
     for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(source, name, None)
@@ -412,9 +416,10 @@ def samples(
         shown.append(
             {
                 name: tokenizer.decode([int(t) for t in row[name] if t >= 0], skip_special_tokens=True)
-                for name in ("input", "target", "output") if row.get(name) is not None
+                for name in ("input", "target", "output")
+                if row.get(name) is not None
             }
-        )  # fmt: skip
+        )
     return shown
 
 

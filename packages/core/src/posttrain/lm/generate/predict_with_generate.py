@@ -16,6 +16,7 @@ from torch import nn
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, PredictionOutput
 from posttrain.lm.generate import generate
 from posttrain.lm.generate import samples as written
@@ -146,7 +147,7 @@ class GeneratesText(Trainer):
     @property
     def text_tokenizer(self) -> Any:
         """The tokenizer: `processing_class`, or the one in it."""
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
+        return tokenizer_of(self.processing_class)
 
     def check_generation(self) -> None:
         """What an evaluation would fail on, before training. For the end of a constructor."""

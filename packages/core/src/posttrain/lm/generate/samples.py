@@ -66,7 +66,7 @@ def _different(rows: Iterable[Row]) -> list[Row]:
 
 
 def _rollouts(folder: Path, last_step: int, since: float) -> dict[str, dict[int, Path]]:
-    """{name: {step: file}}"""
+    """{name: {step: file}}."""
     found: dict[str, dict[int, Path]] = {}
     for path in sorted(folder.glob("*_*")) if folder.is_dir() else ():
         name, _, step = path.stem.rpartition("_")

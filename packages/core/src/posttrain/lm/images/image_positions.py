@@ -2,7 +2,7 @@
 
 Models with M-RoPE (Qwen2-VL: Wang et al. 2024, https://arxiv.org/abs/2409.12191, section 2.1) give each token a time, a
 height and a width, and count on after an image from its larger side. In a row that is no single text they would count
-through it, and are told the positions instead.
+through it, and are given the positions instead.
 """
 
 from __future__ import annotations

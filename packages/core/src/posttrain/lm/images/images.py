@@ -160,7 +160,7 @@ class ImageReader:
         return (height, width) if lies else (width, height)
 
     def _checked(self, value: Any) -> tuple[Any, str, bool]:
-        """(image of a size that is allowed, not decoded yet; its name in messages; whether it was opened here)"""
+        """(image of a size that is allowed, not decoded yet; its name in messages; whether it was opened here)."""
         image_module = require("PIL.Image", "pillow", why="rows with images")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", image_module.DecompressionBombWarning)  # the size is checked below

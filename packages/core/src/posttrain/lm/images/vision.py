@@ -23,10 +23,12 @@ from posttrain.lm.text.chat_template import Template
 from posttrain.lm.text.tokenization import Span
 
 #: Attributes of processors and configs that hold the ids of image placeholders and their edges.
-PLACEHOLDERS = (
-    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",
-    "vision_end_token_id", "boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index",
-)  # fmt: skip
+PLACEHOLDERS = tuple(
+    (
+        "image_token_id image_token_index video_token_id video_token_index vision_start_token_id vision_end_token_id "
+        "boi_token_id eoi_token_id boi_token_index eoi_token_index"
+    ).split()
+)
 #: A text that stands in for a turn, to see what a chat template puts after it.
 ENDS_HERE = "posttrain8c2e"
 #: Words around the image with which a model is tried.
@@ -314,7 +316,7 @@ class VisionProcessor:
 
 
 def _as_frames(videos: Sequence[Video]) -> dict[str, Any]:
-    """What a processor is told of videos: all of the frames are shown."""
+    """The arguments of a processor for videos: all of the frames are shown."""
     facts = [
         {"total_num_frames": len(one.frames), "fps": one.fps, "frames_indices": list(range(len(one.frames)))}
         for one in videos

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint.weights import check_indices
+from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.lm.loading.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
@@ -67,7 +67,7 @@ def load_causal_lm(
     kwargs |= quantization_kwargs(kwargs, quantization_config)
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
-    check_indices(os.path.join(path, kwargs.get("subfolder") or ""))
+    check_files(os.path.join(path, kwargs.get("subfolder") or ""))
     if is_adapter(path):
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
         base = _base_of_adapter(path)

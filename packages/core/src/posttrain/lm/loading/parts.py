@@ -13,21 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, is_peft_model
+from posttrain.core.models.wrapping import base_model, is_peft_model, sees
 
 logger = logging.getLogger(__name__)
 
 PARTS = ("language", "vision", "both")
-
-
-def sees_images(config: Any) -> bool:
-    """Whether a model with this config has a vision part."""
-    return getattr(config, "vision_config", None) is not None
-
-
-def sees(model: nn.Module) -> bool:
-    """Whether `model` has a vision part."""
-    return sees_images(getattr(base_model(model), "config", None))
 
 
 def part_names(model: nn.Module) -> dict[str, list[str]]:

@@ -26,8 +26,10 @@ def to_one_type(model: nn.Module) -> nn.Module:
     transformers computes float8 weights in that dtype where the device does not multiply them, and leaves norms,
     embeddings and the head in the one they are stored in. What the model keeps in float32 remains.
     """
-    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ()),
-            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}  # fmt: skip
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
     config: Any = model.config
     for name, parameter in model.named_parameters():
         stays = parameter.dtype == torch.float32 and any(part in name.split(".") for part in kept)

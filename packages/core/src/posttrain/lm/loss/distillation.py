@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.lm.loss.language_modeling import (
-    IGNORE_INDEX,
     Gradients,
     Options,
     Tiles,

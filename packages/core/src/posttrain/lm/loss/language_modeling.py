@@ -14,17 +14,17 @@ Shapes: N tokens, H hidden size, V vocabulary. Softmax and sums are in float32 (
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.host_copies import host_copy, know, places_of
+from posttrain.core.losses.logits import dynamic_weights, statistics_dtype
 from posttrain.lm.loss import vocabulary_slices
 from posttrain.lm.loss.vocabulary_slices import Slice
 
-IGNORE_INDEX = -100
 BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
 BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
 ARGMAX_WIDTH = 128
@@ -47,102 +47,10 @@ class LossStats(NamedTuple):
 TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
 
 
-# --------------------------------------------------------------------------------------------------------------- labels
-
-
-def shift_labels(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """Align (B, T) labels with the logits of a causal model: position t holds the token that t predicts, t + 1.
-
-    The last position predicts nothing and holds `ignore_index`.
-    """
-    shifted, copy = F.pad(labels[..., 1:], (0, 1), value=ignore_index), host_copy(labels)
-    return shifted if copy is None else know(shifted, F.pad(copy[..., 1:], (0, 1), value=ignore_index))
-
-
 def labelled_places(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
     """(M,) where the flattened `labels` hold one; waits for the device only where the host knows nothing of them."""
     copy = host_copy(labels)
     return places_of(know(labels != ignore_index, None if copy is None else copy != ignore_index))
-
-
-def count_targets(labels: torch.Tensor, shifted: bool, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """How many positions of (B, T) `labels` a loss is taken at, as a 0-d integer tensor.
-
-    Args:
-        shifted: the labels are aligned with the logits already (`shift_labels`, encoder-decoder models). If not, the
-            first position of each row does not count: nothing predicts it.
-    """
-    return ((labels if shifted else labels[..., 1:]) != ignore_index).sum()
-
-
-# ------------------------------------------------------------------------------------------------------ on whole logits
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    num_items: torch.Tensor | int | None = None,
-    shift: bool = True,
-    label_smoothing: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
-    dft: bool = False,
-) -> torch.Tensor:
-    r"""Cross-entropy of logits that are there already, in float32.
-
-    With smoothing :math:`\epsilon` (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7) a target costs
-    :math:`-(1-\epsilon)\log p_y - \frac{\epsilon}{V}\sum_v \log p_v`.
-
-    Args:
-        logits: (B, T, V) or (N, V). labels: (B, T) or (N,).
-        num_items: what the sum is divided by; the number of targets in `labels` when None.
-        shift: the logits at t predict the label at t + 1 (a causal model); False when labels are aligned already.
-        dft: weight each loss as `dynamic_weights` has it.
-
-    Returns:
-        0-d. Zero, with zero gradients, where no position has a label.
-    """
-    labels = shift_labels(labels, ignore_index) if shift else labels
-    labels = labels.reshape(-1).to(logits.device)
-    logits = logits.reshape(-1, logits.shape[-1]).to(statistics_dtype(logits.dtype))
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    if dft:
-        losses = F.cross_entropy(logits, labels, reduction="none", **options)
-        total = (losses * dynamic_weights(losses)).sum()
-    else:
-        total = F.cross_entropy(logits, labels, reduction="sum", **options)
-    return total / _divisor(count_targets(labels, True, ignore_index) if num_items is None else num_items, total.device)
-
-
-def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) ->
-    (...).
-    """
-    logits = logits.to(statistics_dtype(logits.dtype))
-    return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-
-
-def dynamic_weights(losses: torch.Tensor) -> torch.Tensor:
-    r"""What Dynamic Fine-Tuning multiplies cross-entropies with, Wu et al. 2025, https://arxiv.org/abs/2508.05629, eq.
-    9.
-
-    .. math:: L = -\sum_t \operatorname{sg}(p_t) \log p_t, \quad p_t = \exp(-\mathrm{loss}_t)
-
-    The gradient of cross-entropy is that of a policy whose reward is 1 / p, which is large where the model finds the
-    target improbable; the weight p, a constant to the gradient (sg), takes that out.
-
-    Args:
-        losses: of any shape, -log p of each target.
-
-    Returns:
-        p, detached, in the shape of `losses`.
-    """
-    return losses.detach().neg().exp()
-
-
-def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """`count` on `device`, with 1 for 0: a sum over no target is 0, and stays 0."""
-    count = torch.as_tensor(count, device=device)
-    return torch.where(count == 0, torch.ones_like(count), count)
 
 
 # --------------------------------------------------------------------------------------------------- from hidden states
@@ -309,10 +217,6 @@ def _scatter(values: torch.Tensor, rows: torch.Tensor | None, like: torch.Tensor
     if rows is not None:
         values = values.new_zeros(like.numel()).index_copy(0, rows, values)
     return values.view(like.shape)
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.core.data.collators import IGNORE_INDEX
+from posttrain.core.distributed.collectives import whole_rows
+from posttrain.core.losses.logits import shift_labels
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, output_embedding, unwrap
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
 from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence
 from posttrain.lm.loss.language_modeling import (
-    IGNORE_INDEX,
     labelled_places,
     linear_cross_entropy,
     product_dtype,
-    shift_labels,
     token_logps,
 )
 from posttrain.lm.loss.vocabulary_slices import Slice
@@ -67,16 +68,6 @@ class CausalHead:
         return None if self.linear.bias is None else _whole(self.linear.bias)
 
 
-def causal_head(model: nn.Module) -> CausalHead | None:
-    """The output embedding of `model` if it determines the logits exactly and its weight is not sharded, else None.
-
-    Test: the model runs with known numbers instead of its head's output, and its logits must equal these, up to a
-    softcap and a scale in its config. The result is cached while the head exists.
-    """
-    head, _ = _find_head(model)
-    return None if head is None or _is_sharded(model) or head.linear.weight.device.type == "meta" else head
-
-
 def supports_loss_in_head(model: nn.Module) -> str | None:
     """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
     wrapped = cast("PretrainedModel", model)
@@ -88,7 +79,7 @@ def supports_loss_in_head(model: nn.Module) -> str | None:
         wrapped = wrapped.module
     if getattr(wrapped, "_compiled_call_impl", None) is not None:
         return "The model is compiled: its head is part of the compiled graph."
-    head, reason = _find_head(model)
+    head, reason = find_head(model)
     if head is not None and head.softcap is not None and head.softcap_switch is None:
         return f"{type(base_model(model)).__name__} caps its logits, and no field of its config turns that off."
     return reason
@@ -119,7 +110,7 @@ def loss_in_head(
     Args:
         labels: (B, T), for the inputs of the forward.
         shifted: the labels are aligned with the logits already, as after `shift_labels`.
-        dft: weight each loss as `posttrain.lm.loss.language_modeling.dynamic_weights` has it.
+        dft: weight each loss as `posttrain.core.losses.logits.dynamic_weights` has it.
         groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
 
     Raises:
@@ -251,10 +242,17 @@ def divergence_in_head(
         options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
         return torch.stack(
             linear_divergence(
-                hidden, head.weight, aligned, teacher, measure,
-                bias=head.bias, softcap=head.softcap, scale=head.scale, **options,
+                hidden,
+                head.weight,
+                aligned,
+                teacher,
+                measure,
+                bias=head.bias,
+                softcap=head.softcap,
+                scale=head.scale,
+                **options,
             )
-        )  # fmt: skip
+        )
 
     with _head_replaced(model, loss):
         yield
@@ -330,7 +328,7 @@ def _head_replaced_for_slices(
 @contextlib.contextmanager
 def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHead], torch.Tensor]) -> Iterator[None]:
     """Let the head return ``function(hidden, head)`` as the logits."""
-    head, reason = _find_head(model)
+    head, reason = find_head(model)
     reason = supports_loss_in_head(model) or reason
     if head is None or reason:
         raise ValueError(reason)
@@ -352,8 +350,12 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
 _HEADS: WeakKeyDictionary[nn.Module, tuple[float | None, float, str | None, str | None]] = WeakKeyDictionary()
 
 
-def _find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
-    """The head of `model`, or None and why not. The trial is made once for each head."""
+def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
+    """The output embedding of `model` if it determines the logits exactly, or None and why not.
+
+    Test: the model runs with known numbers instead of its head's output, and its logits must equal these, up to a
+    softcap and a scale in its config. The trial is made once for each head.
+    """
     linear = output_embedding(model)
     if linear is None:
         return None, f"{_name(model)} names no output embedding (get_output_embeddings())."
@@ -445,7 +447,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
     handle = linear.register_forward_hook(put, prepend=True)
     try:
         base.eval()
-        with context_parallel.whole_rows(), skipped if body is not base else contextlib.nullcontext():
+        with whole_rows(), skipped if body is not base else contextlib.nullcontext():
             logits = base(**inputs).logits
     finally:
         handle.remove()

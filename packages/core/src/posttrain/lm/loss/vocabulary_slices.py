@@ -79,7 +79,7 @@ def score(
 
     Args:
         logits: (n, width) of this slice. labels: (n,) of the whole vocabulary.
-        smoothing: of the labels, as in `language_modeling.cross_entropy`.
+        smoothing: of the labels, as in `posttrain.core.losses.cross_entropy`.
         out: (n, width), in which the probabilities are left.
     """
     own_highest = _highest(logits)

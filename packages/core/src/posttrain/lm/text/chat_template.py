@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.errors import DataError
-from posttrain.lm.text import call_arguments, turn_closers
+from posttrain.lm.text import call_arguments, layouts, turn_closers
 from posttrain.lm.text.tokenization import (
     Encoding,
     Span,
@@ -89,7 +89,9 @@ def detect_format(columns: Iterable[str], among: Iterable[str] = FORMATS) -> str
     wanted = "; ".join(
         f"{name}: " + " or ".join("+".join(sorted(columns)) for columns in FORMATS[name]) for name in among
     )
-    raise DataError(f"The columns {sorted(names)} fit no format. Rename them to one of: {wanted}.")
+    fits = {"prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected")}
+    hint = next((hint for one in among if (hint := layouts.rename_hint(columns, fits.get(one, ())))), "")
+    raise DataError(f"The columns {sorted(names)} fit no format. Rename them to one of: {wanted}.{hint}")
 
 
 def is_conversational(row: Mapping[str, Any]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,19 +89,25 @@ def encode_fast(tokenizer: Any, texts: list[str], positions: bool = True) -> lis
         backend.post_processor = processor
 
 
+def unreadable(text: str) -> str:
+    """Why no tokenizer can read `text`: it has half of a surrogate pair, which UTF-8 does not have. Empty: all can."""
+    if text.isascii() or re.search("[\ud800-\udfff]", text) is None:
+        return ""
+    return (
+        "a text holds half of a surrogate pair, which is no character; repair such texts by "
+        "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+    )
+
+
 def explain_unreadable(texts: Iterable[Any]) -> None:
-    """Say which of `texts` a tokenizer cannot read, after it failed on them; return if all hold characters alone.
+    """Say that a tokenizer cannot read one of `texts`, after it failed on them; return if all hold characters alone.
 
     Raises:
-        DataError: a text has half of a surrogate pair, which UTF-8 does not have.
+        DataError: one cannot be read, see `unreadable`.
     """
     for text in texts:
-        if isinstance(text, str) and (half := re.search("[\ud800-\udfff]", text)) is not None:
-            around = text[max(half.start() - 20, 0) : half.end() + 20]
-            raise DataError(
-                f"{around!r} holds half of a surrogate pair, which is no character; repair such texts by "
-                "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-            )
+        if isinstance(text, str) and (fault := unreadable(text)):
+            raise DataError(f"{fault}. The text is {reprlib.repr(text)}")
 
 
 def token_at(encoding: Any, position: int, length: int) -> tuple[int, bool]:
@@ -116,13 +124,11 @@ def _encode_pieces(
     tokenizer: Any, text: str, spans: list[Span], whole: list[int], mask: np.ndarray | None = None
 ) -> Encoding:
     edges = sorted({0, len(text), *(edge for span in spans for edge in span)})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     encoded = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
     ids = [token for piece in encoded for token in piece]
     if ids == whole or tokenizer.decode(ids) == tokenizer.decode(whole):
-        inside = [
-            any(start <= a and b <= stop for start, stop in spans) for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        inside = [any(start <= a and b <= stop for start, stop in spans) for a, b in itertools.pairwise(edges)]
         return Encoding(ids, np.repeat(inside, [len(piece) for piece in encoded]), ids != whole)
     if mask is None:
         raise DataError("this slow tokenizer has no offsets to find the trained tokens; use its fast version")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from posttrain.core.errors import did_you_mean
-from posttrain.core.models.special_tokens import ensure_pad_token
+from posttrain.core.models.special_tokens import ensure_pad_token, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
         raise problem
     if (path := getattr(args, "chat_template_path", None)) is not None:
         tokenizer.chat_template = load_template(path, args.trust_remote_code)
-    words = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+    words = tokenizer_of(tokenizer)  # a processor's
     for name in ("eos_token", "pad_token"):
         if (token := getattr(args, name, None)) is not None:
             setattr(words, name, token)
@@ -62,7 +62,7 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
 
 def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
     """Problems: special tokens in `args` that the tokenizer does not have."""
-    words = getattr(tokenizer, "tokenizer", tokenizer)
+    words = tokenizer_of(tokenizer)
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name, None)
         if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):

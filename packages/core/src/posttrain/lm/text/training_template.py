@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.core.errors import DataError
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text import turn_closers
 from posttrain.lm.text.chat_template import GENERATION_TAG, PLACEHOLDER, Message, Template
 
@@ -126,7 +127,7 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     Raises:
         ValueError: there is no chat template, or it does not show where the turns start and stop.
     """
-    words = getattr(processing_class, "tokenizer", processing_class)
+    words = tokenizer_of(processing_class)
     source = getattr(processing_class, "chat_template", None) or getattr(words, "chat_template", None)
     source = source.get("default") if isinstance(source, dict) else source
     if not source:

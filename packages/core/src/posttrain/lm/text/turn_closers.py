@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.errors import DataError
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text.tokenization import Span
 
 _QUESTION, _ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
@@ -24,7 +25,7 @@ def find(render: Callable[[list[dict[str, Any]]], str], tokenizer: Any) -> dict[
         render: messages -> their text; raises `DataError` where the template refuses them.
         tokenizer: or a processor; its added tokens are those that may open a message.
     """
-    words = getattr(tokenizer, "tokenizer", tokenizer)
+    words = tokenizer_of(tokenizer)
     tokens = [token.content for token in getattr(words, "added_tokens_decoder", {}).values()]
 
     def opening(turn: dict[str, Any], following: dict[str, Any], ending: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Environments, tasks and checkers of other projects as arguments of an online trainer, in one line:
+"""Environments, tasks and checkers of other projects as arguments of an online trainer, in one line.
 
     GRPOTrainer("Qwen/Qwen3-0.6B", args=args, **reasoning_gym("leg_counting", size=500))
     GRPOTrainer("Qwen/Qwen3-0.6B", args=args, **verifiers("gsm8k-v1"))

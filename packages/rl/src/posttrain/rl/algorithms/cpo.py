@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.algorithms.dpo import alpha_score
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer
@@ -91,7 +91,7 @@ class CPOTrainer(ReferenceFreeTrainer):
 
     config_class = CPOConfig
     args: CPOConfig
-    tag_names = ("trl", "cpo")
+    tag_names = ("posttrain", "cpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of each pair, (B,). The likelihood is that of a token of the chosen completion, on average."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from posttrain.core import TrainingArguments
 from posttrain.core.config import JSONObject, opt
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.fields.old_names import Removed
@@ -33,7 +34,6 @@ from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import Measure, divergence_terms
-from posttrain.lm.loss.language_modeling import IGNORE_INDEX
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.transformers import TransformersGenerator
@@ -139,7 +139,7 @@ class DistillationTrainer(RolloutTrainer):
 
     config_class: type[DistillationConfig] = DistillationConfig
     args: DistillationConfig
-    tag_names = ("trl", "distillation")
+    tag_names = ("posttrain", "distillation")
     signature_columns = ("prompt", "completion", "messages", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
     average = "tokens"
     learns_from_rewards = False

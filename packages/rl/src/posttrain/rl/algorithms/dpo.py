@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.losses import normalization
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import CompletionScores
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
@@ -331,9 +331,12 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
 
 
 @reads_from_arguments(
-    "beta", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing", "ld_alpha", "loss_weights",
-    "padding_free", "use_weighting", loss_types="loss_type", precompute_ref_logps="precompute_ref_log_probs",
-)  # fmt: skip
+    *"beta f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_weights".split(),
+    "padding_free",
+    "use_weighting",
+    loss_types="loss_type",
+    precompute_ref_logps="precompute_ref_log_probs",
+)
 class DPOTrainer(PreferenceTrainer):
     """Trains a policy to prefer the chosen completion of each pair, relative to a reference: its initial weights.
 
@@ -356,7 +359,7 @@ class DPOTrainer(PreferenceTrainer):
 
     config_class = DPOConfig
     args: DPOConfig
-    tag_names = ("trl", "dpo")
+    tag_names = ("posttrain", "dpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.fields.old_names import Removed
-from posttrain.lm.loss.language_modeling import IGNORE_INDEX
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
 
 
@@ -63,7 +63,7 @@ class GKDTrainer(DistillationTrainer):
 
     config_class: type[GKDConfig] = GKDConfig
     args: GKDConfig
-    tag_names = ("trl", "gkd")
+    tag_names = ("posttrain", "gkd")
 
     @staticmethod
     @torch.no_grad()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core.config import opt
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan
 from posttrain.rl.generation.protocol import shares_weights
 from posttrain.rl.losses import policy_losses
@@ -124,7 +124,7 @@ class GRPOTrainer(RolloutTrainer):
 
     config_class = GRPOConfig
     args: GRPOConfig
-    tag_names = ("trl", "grpo")
+    tag_names = ("posttrain", "grpo")
     corrects_itself = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

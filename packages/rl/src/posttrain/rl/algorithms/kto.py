@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
-from posttrain.core.training.argument_attributes import reads_from_arguments
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
@@ -167,11 +168,11 @@ class KTOTrainer(PreferenceTrainer):
 
     config_class = KTOConfig
     args: KTOConfig
-    tag_names = ("trl", "kto")
+    tag_names = ("posttrain", "kto")
     data_kind = "unpaired_preference"
-    signature_columns: tuple[str, ...] | None = (
-        "prompt_ids", "completion_ids", "label", "kl_ids", "ref_logps", "ref_kl_logps",
-    )  # fmt: skip
+    signature_columns: tuple[str, ...] | None = tuple(
+        "prompt_ids completion_ids label kl_ids ref_logps ref_kl_logps".split()
+    )
     fixed_at_construction: tuple[str, ...] = (*PreferenceTrainer.fixed_at_construction, "loss_type")
 
     _kl: torch.Tensor | None = None
@@ -266,11 +267,12 @@ class KTOTrainer(PreferenceTrainer):
         with self.reference.use() as model:
             return self.completion_logp(score_completions(model, inputs["kl"]))
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
-        ready = super()._prepare(dataset, name)
+    def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
+        """As the base's; warns where all rows have one verdict."""
+        ready = super().prepare_dataset(dataset, role, name)
         # Rows with images are prepared when they are read, and have their labels all the same.
         labels = _labels(ready) or _labels(dataset)
-        if name == "train" and self.dist.is_main and (problem := one_sided(labels)):
+        if role == "train" and self.dist.is_main and (problem := one_sided(labels)):
             logger.warning("train: %s", problem)
         return ready
 
@@ -326,7 +328,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
         """What makes a batch of prepared rows."""
-        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        pad = tokenizer_of(tokenizer).pad_token_id
         flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
         return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl, self._encoder)
 
@@ -334,18 +336,9 @@ class KTOTrainer(PreferenceTrainer):
         """The rows of a micro-batch."""
         return 0 if pipeline.is_filler(inputs) else len(inputs["label"])
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, rewards (B,), verdicts (B,))."""
-        inputs = self.prepare_inputs(inputs)
-        compute_loss = self.evaluation_loss(inputs)
-        options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
-        with self.compute_loss_context_manager():
-            loss, logits, _ = eval_loop.predict_batch(
-                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
-            )
-        return loss, logits, None if prediction_loss_only else inputs["label"].long()
+    def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(B,) 1 for a good completion, 0 for a bad one."""
+        return inputs["label"].long()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the core's; the margin is between the mean rewards of good and bad completions, which are no pairs."""

@@ -101,7 +101,7 @@ class OnlineDPOTrainer(RolloutTrainer):
 
     config_class: type[OnlineDPOConfig] = OnlineDPOConfig
     args: OnlineDPOConfig
-    tag_names = ("trl", "online-dpo")
+    tag_names = ("posttrain", "online-dpo")
 
     def __init__(
         self,
@@ -169,10 +169,7 @@ class OnlineDPOTrainer(RolloutTrainer):
         beta, mask, side = self.current_beta, inputs["loss_mask"], inputs["advantages"]
         ratios = ((policy.logps - inputs["ref_logps"]) * mask).sum(1)
         margins = (ratios * side).view(-1, 2).sum(1, keepdim=True)
-        if self.args.loss_type == "ipo":
-            losses = (margins - 1 / (2 * beta)).square()
-        else:
-            losses = -F.logsigmoid(beta * margins)
+        losses = (margins - 1 / (2 * beta)).square() if self.args.loss_type == "ipo" else -F.logsigmoid(beta * margins)
         self._log_pairs(policy.logps.detach(), ratios.detach(), margins.detach(), mask, side)
         return (losses * (side.view(-1, 2)[:, :1] != 0)).expand(-1, 2).reshape(-1, 1)
 

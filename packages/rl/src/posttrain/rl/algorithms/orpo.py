@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer
 from posttrain.rl.preference.trainer import Completions
@@ -52,7 +52,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
 
     config_class = ORPOConfig
     args: ORPOConfig
-    tag_names = ("trl", "orpo")
+    tag_names = ("posttrain", "orpo")
 
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """Eq. 6 of each pair, (B,)."""

@@ -42,7 +42,7 @@ class ReinforcePlusPlusTrainer(GRPOTrainer):
 
     config_class = ReinforcePlusPlusConfig
     args: ReinforcePlusPlusConfig
-    tag_names = ("trl", "reinforce++")
+    tag_names = ("posttrain", "reinforce++")
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Equations 10 to 12 of the paper."""

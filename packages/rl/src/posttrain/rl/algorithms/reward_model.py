@@ -28,13 +28,11 @@ from posttrain.core.data.collators import pad_rows
 from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.images.image_features import features_once
-from posttrain.lm.loading import adapters
-from posttrain.lm.loading.loading import load_tokenizer
 from posttrain.rl.policy.overrides import has_own_loss
 from posttrain.rl.preference.arguments import PreferenceConfig
 from posttrain.rl.preference.batches import SidedBatch
-from posttrain.rl.preference.images import check_images
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer, whole_texts
 from posttrain.rl.preference.rows import LONG, PAIR
 from posttrain.rl.rewards.score_heads import TASK, load_reward_model, set_pad_token
@@ -112,7 +110,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     config_class = RewardConfig
     args: RewardConfig
-    tag_names = ("trl", "reward-trainer")
+    tag_names = ("posttrain", "reward-trainer")
     signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
 
     def compute_loss(
@@ -124,7 +122,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss over the pairs of the window, shape (). With `return_outputs` also ``{"rewards": (B, 2)}``."""
         given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-        if self._sees:
+        if self.sees:
             given = {name: value for name, value in inputs.items() if name not in ("margin", "image_copies")}
         with features_once(model, inputs.get("image_copies"), given) as shown:
             outputs = model(**shown)
@@ -175,9 +173,10 @@ class RewardTrainer(ReferenceFreeTrainer):
         """The pairs of a micro-batch."""
         return 0 if pipeline.is_filler(inputs) else len(inputs["input_ids"]) // 2
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
-        _check_margins(dataset, name)
-        return super()._prepare(_with_prompt_ids(dataset), name)
+    def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
+        """As the base's; also checks the margins of pairs."""
+        _check_margins(dataset, name or role)
+        return super().prepare_dataset(_with_prompt_ids(dataset), role, name)
 
     def arrange(self, dataset: Any) -> Any:
         """Rows with each text whole as `chosen_ids` and `rejected_ids`: the model reads nothing else."""
@@ -185,7 +184,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
-        return RewardCollator(getattr(tokenizer, "tokenizer", tokenizer).pad_token_id, args.pad_to_multiple_of)
+        return RewardCollator(tokenizer_of(tokenizer).pad_token_id, args.pad_to_multiple_of)
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
@@ -193,23 +192,22 @@ class RewardTrainer(ReferenceFreeTrainer):
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
             model = load_reward_model(model, args.model_init_kwargs, quantization_config, args.trust_remote_code)
+        model, tokenizer = super().load(model, tokenizer, args, quantization_config, peft_config)
+        set_pad_token(model, tokenizer_of(tokenizer).pad_token_id)
+        return model, tokenizer
+
+    def check_model(self, model: Any) -> None:
+        """Raise ValueError for a model that gives no single number for a text."""
         base: Any = wrapping.base_model(model)
         config: Any = getattr(base, "config", None)
         if getattr(config, "num_labels", 1) != 1 or "SequenceClassification" not in type(base).__name__:
             raise ValueError(
                 f"The model is a {type(base).__name__} with "
                 f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
-                f"number for a text. {HOW_TO_SEE if self._sees else HOW_TO_READ}"
+                f"number for a text. {HOW_TO_SEE if self.sees else HOW_TO_READ}"
             )
-        tokenizer = tokenizer or load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
-        if self._sees:
-            check_images(args, tokenizer, base)
-        tokenizer = self.set_tokens(tokenizer, args)
-        set_pad_token(model, getattr(tokenizer, "tokenizer", tokenizer).pad_token_id)
-        model = adapters.set_trained(model, peft_config, args.train_parts)
-        return model, tokenizer
 
-    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any, tokenizer: Any) -> None:
+    def _choose_layout(self, models: list[nn.Module], args: Any, tokenizer: Any) -> None:
         self._shared, self.router_aux_loss_coef, self.aux_loss_enabled = False, 0.0, False
         self._own_loss = has_own_loss(type(self))
 
@@ -249,8 +247,10 @@ def _with_prompt_ids(dataset: Any) -> Any:
         if set(earlier) <= set(columns):
             warnings.warn(
                 f"The columns {' and '.join(earlier)} are called {' and '.join(earlier.values())} now; the earlier "
-                "names will not be supported in v1.", FutureWarning, stacklevel=2,
-            )  # fmt: skip
+                "names will not be supported in v1.",
+                FutureWarning,
+                stacklevel=2,
+            )
             masks = [column for column in columns if column.startswith("attention_mask_")]
             dataset = dataset.map(_tokens_of, remove_columns=[*earlier, *masks], fn_kwargs={"columns": earlier})
             columns = dataset.column_names

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import renamed_arguments
 from posttrain.core.config import Resolved, opt
 from posttrain.core.fields.old_names import Removed, Renamed
-from posttrain.core.training.argument_attributes import reads_from_arguments
-from posttrain.core.training.hf_compat import renamed_arguments
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.losses.policy_losses import clipped
 from posttrain.rl.online.arguments import RolloutConfig
@@ -72,7 +72,7 @@ class RLOOTrainer(RolloutTrainer):
 
     config_class = RLOOConfig
     args: RLOOConfig
-    tag_names = ("trl", "rloo")
+    tag_names = ("posttrain", "rloo")
     average = "sequences"
     needs_kl_of_samples = True
     OLD_ARGUMENTS: ClassVar[dict[str, str]] = RolloutTrainer.OLD_ARGUMENTS | {

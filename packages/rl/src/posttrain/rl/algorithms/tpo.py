@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.losses import normalization
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.rl.algorithms import cpo
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.batches import PreferenceCollator
@@ -60,7 +60,7 @@ class TPOTrainer(ReferenceFreeTrainer):
 
     config_class = TPOConfig
     args: TPOConfig
-    tag_names = ("trl", "tpo")
+    tag_names = ("posttrain", "tpo")
     data_kind = "triple_preference"
     signature_columns = ("prompt_ids", "chosen_ids", "rejected_ids", "reference_ids")
 

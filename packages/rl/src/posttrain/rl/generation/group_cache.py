@@ -130,10 +130,7 @@ def _attention_function(
         raise HandsNothingOn
     scaling = kwargs.get("scaling", args[0] if args else None)
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = value.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     with torch.autocast(device, enabled=False):
         out = decoding.attend(
             module.layer_idx,

@@ -21,6 +21,7 @@ from torch import nn
 
 from posttrain.core.data.host_copies import send
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, SeenPrompt
@@ -356,6 +357,8 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
         return f"{name} is no model of transformers, whose attention can be replaced."
     if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
         return f"{name} overrides generate."
+    if problem := invocation_problem(model):
+        return problem
     if problem := reading_problem(base, example):
         return problem
     if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):

@@ -125,7 +125,7 @@ def filters(sampling: Sampling) -> bool:
 
 def prefers_probable(sampling: Sampling) -> bool:
     """Whether improbable or repeated tokens are filtered; tokens that are never drawn are not looked at."""
-    asked = 0 < sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
+    asked = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
     return bool(asked)
 
 

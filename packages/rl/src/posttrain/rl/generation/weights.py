@@ -13,6 +13,7 @@ from torch import nn
 
 from posttrain.core.distributed import is_in_pieces, sharding, whole, whole_shape
 from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.transformers import evaluating, is_float32
 
@@ -131,6 +132,11 @@ def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
         raise ValueError(
             f"{engine} generates with the model's weights alone, without the virtual tokens of "
             f"{names[0]}. Use the local engine, or an adapter such as LoRA."
+        )
+    if invocation_problem(model):
+        raise ValueError(
+            f"{engine} generates with the model's weights alone, in which an adapter with alora_invocation_tokens "
+            "cannot begin in the middle of a text. Use the local engine, or leave them out."
         )
 
 

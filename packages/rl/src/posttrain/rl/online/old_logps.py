@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from posttrain.core.distributed.processes import Distributed
+from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging.metrics import Metrics
 from posttrain.rl.generation import Generator
 from posttrain.rl.generation.engines import cause_of_gap, settings_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.distributed.processes import Distributed
+from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.logging.trackers import show_table
@@ -376,7 +376,7 @@ def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]
         {
             key: value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
             for key, value in row.items()
-        }  # fmt: skip
+        }
         for row in rows
     ]
     show_table(cells, name, list(report_to))

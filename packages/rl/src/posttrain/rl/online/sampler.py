@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.core.data.samplers import mix
-from posttrain.core.distributed.processes import Distributed
+from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.errors import DataError
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
@@ -101,7 +101,7 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------ the engine
 
-    def weights_to_generate(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def weights_to_generate(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """The context in which the engine generates: with gathered weights, because completions differ in length
         between processes; or with the engine's own copy, without gathering.
         """

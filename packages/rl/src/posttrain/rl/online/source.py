@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from posttrain.core.data.samplers import mix
-from posttrain.core.distributed.processes import Distributed
+from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
 from posttrain.rl.losses.advantages import equal_groups, total_rewards

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.host_copies import host_copy, know, places_of, send
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_features import ImageCopies, features_once
 from posttrain.lm.images.vision import check_model, image_token_id
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import HeadStates, TopK
-from posttrain.lm.loss.language_modeling import IGNORE_INDEX
 from posttrain.rl.generation.server import RETRIES, Server
 from posttrain.rl.policy.logprobs import FOR_THE_MODEL
 from posttrain.rl.policy.reference import FrozenReference

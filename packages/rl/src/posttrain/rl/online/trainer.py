@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
+from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import mix
@@ -25,7 +26,6 @@ from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
-from posttrain.core.training.argument_attributes import reads_from_arguments
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
@@ -384,7 +384,7 @@ class RolloutTrainer(Trainer):
         with self.source.running():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
         """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row."""
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}: training requires a train_dataset.")
@@ -396,7 +396,7 @@ class RolloutTrainer(Trainer):
         size = self.train_batch_size * self.args.steps_per_generation
         return self.make_dataloader(dataset, "Training", size, is_training=True)
 
-    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler | None:
+    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """Groups of completions next to each other; None for a stream, whose rows come grouped."""
         if pipeline.is_stream(dataset):
             return None
@@ -599,7 +599,7 @@ class RolloutTrainer(Trainer):
     def _score(self, samples: list[Sample]) -> Scores:
         """The scores of completed samples, once for the processes that have the same ones; logs them."""
         with self._scoring, self.clock("score"):
-            scores = self.dist.on_first(lambda: self.score(samples))
+            scores: Scores = self.dist.on_first(lambda: self.score(samples))
         self.environments.give_back(samples)
         reporting.log_scores(self.metrics, self.clock, scores, self.reward_func_names)
         return scores

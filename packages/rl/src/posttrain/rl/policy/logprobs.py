@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from posttrain.core.data.collators import IGNORE_INDEX
+from posttrain.core.losses import selective_log_softmax
 from posttrain.lm.attention.router_replay import ROUTES
 from posttrain.lm.images.image_features import features_once
-from posttrain.lm.loss.language_modeling import IGNORE_INDEX, labelled_places, selective_log_softmax
+from posttrain.lm.loss.language_modeling import labelled_places
 from posttrain.lm.loss.lm_head import logps_in_head, supports_loss_in_head
 from posttrain.rl.policy.shared_prefix import shared_rows
 

@@ -23,13 +23,13 @@ from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.data.host_copies import host_copy, know
+from posttrain.core.losses import shift_labels
 from posttrain.core.models import wrapping
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.image_positions import shared_positions
 from posttrain.lm.loss import lm_head
-from posttrain.lm.loss.language_modeling import shift_labels
 from posttrain.lm.text import chat_template
 
 Ids = Sequence[int]

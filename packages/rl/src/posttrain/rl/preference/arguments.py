@@ -70,9 +70,10 @@ class PreferenceConfig(ImageArguments, TrainingArguments):
     )
     max_length: int | None = opt(1024, "Most tokens of a prompt with one completion; None: any number.", min=2)
     truncation_mode: str = opt(
-        "keep_start", "keep_start cuts long completions at their end, keep_end cuts the prompt at its beginning.",
+        "keep_start",
+        "keep_start cuts long completions at their end, keep_end cuts the prompt at its beginning.",
         choices=("keep_start", "keep_end"),
-    )  # fmt: skip
+    )
     long_rows: str = opt("truncate", "What becomes of rows longer than max_length.", choices=LONG)
     faulty_rows: str = opt(
         "drop", "How equal and empty completions are handled; each is counted and reported.", choices=FAULTY

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, shared_rows
-from posttrain.rl.preference.data import REFERENCE_COLUMNS
-from posttrain.rl.preference.rows import PAIR
+from posttrain.rl.preference.rows import PAIR, REFERENCE_COLUMNS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ The images of a prompt are in a batch once, whatever the number of its completio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from posttrain.core.data.pipeline import Filler, check_dataset
+from posttrain.core.data.batches import Filler
+from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.lm.images import image_tokens
 from posttrain.lm.images.image_features import ImageCopies
@@ -28,9 +29,10 @@ from posttrain.lm.images.vision import (
     join_tensors,
     place_images,
 )
+from posttrain.lm.preparation.pipeline import counts_of
+from posttrain.lm.preparation.rows import ReadsImages, check_row
 from posttrain.rl.preference.batches import read_length, read_lengths
-from posttrain.rl.preference.data import KEPT_COLUMNS, facts_of
-from posttrain.rl.preference.rows import PAIR, PreferencePreparation, Tokens, to_unpaired
+from posttrain.rl.preference.rows import PAIR, PreferencePreparation, Tokens, preparation_options, to_unpaired
 
 #: The key under which `WithOthers` adds another row.
 OTHER_ROW = "other_row"
@@ -117,33 +119,22 @@ class EmptyBatch(CountedBatch, Filler):
     """A batch none of whose rows can be trained on."""
 
 
-class ImagePreparation(PreferencePreparation):
-    """Turns rows with and without images into tokens.
+class ImagePreparation(ReadsImages, PreferencePreparation):
+    """Turns rows with and without images into tokens; arguments as for `ReadsImages`."""
 
-    Args:
-        vision: asks the processor. reader: reads images. drops_bad_images: a row with an image that cannot be read is
-            dropped and counted, else an error. options: see `PreferencePreparation`.
-    """
-
-    def __init__(self, vision: VisionProcessor, reader: ImageReader, drops_bad_images: bool = False, **options: Any):
-        self.vision, self.reader, self.drops_bad_images = vision, reader, drops_bad_images
-        options["chat_template_kwargs"] = vision.template_kwargs(options.get("chat_template_kwargs"))
-        super().__init__(vision.tokenizer, **options)
-
-    def _read(self, row: Any, index: int) -> Tokens:
+    def _read(self, row: Any, index: int) -> list[Tokens]:
         try:
-            if not isinstance(row, Mapping):
-                raise DataError(f"the row is not a dict but of type {type(row).__name__}")
+            check_row(row)
             if "prompt_ids" in row:
                 raise DataError("the row has images and tokens; give its messages or texts instead")
             row, given = place_images(self.with_prompt(row), ("prompt",))
             row, more = place_images(row, self.names)
             if more:
                 raise DataError("a completion shows an image; only prompts may")
-            draft = super()._read(row, index)
-            return draft if draft.fault else self._show(draft, given)
+            (draft,) = super()._read(row, index)
+            return [draft if draft.fault else self._show(draft, given)]
         except DataError as error:
-            return Tokens(index, fault=fault_of(error, index, self.drops_bad_images))
+            return [Tokens(index, fault=fault_of(error, index, self.drops_bad_images))]
 
     def _show(self, draft: Tokens, given: Sequence[Any]) -> Tokens:
         """The draft with the tokens of the images that the row has `given`, which are read here."""
@@ -196,7 +187,7 @@ class ImageCollator:
         numbers = [int(row.get(ROW_NUMBER, place)) for place, row in enumerate(rows)]
         drafts = self.prepare(rows, numbers)
         kept = [(draft, row) for draft, row in zip(drafts, rows, strict=True) if not draft.fault]
-        made = [self._columns(draft) | {k: row[k] for k in KEPT_COLUMNS if k in row} for draft, row in kept]
+        made = [self._columns(draft) | draft.kept for draft, _ in kept]
         self._add_others(made, [row for _, row in kept])
         shown = [draft.shown or Shown("") for draft, _ in kept]
         if not kept:  # the shortest row that there is, which keeps the step and counts for nothing
@@ -210,7 +201,7 @@ class ImageCollator:
         self._add_images(batch, shown, made)
         if "kl" in batch:  # of KTO: the same prompts with others' completions
             self._add_images(batch["kl"], shown, made)
-        batch.row_facts = facts_of(drafts)
+        batch.row_facts = counts_of(drafts, self.prepare)
         return batch
 
     def _add_others(self, made: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
@@ -288,10 +279,7 @@ def image_collator(
     Args:
         collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
     """
-    options = {"max_length": args.max_length, "truncation": args.truncation_mode}
-    options |= {"long_rows": args.long_rows, "faulty_rows": args.faulty_rows}
-    vision, reader = VisionProcessor.of_run(processor, model, args), ImageReader.of(args)
-    drops = args.bad_images == "drop"
-    prepare = ImagePreparation(vision, reader, drops, kind=kind, **options)
-    answers = AnswerPreparation(vision, reader, drops, kind=kind, **options)
+    given = VisionProcessor.of_run(processor, model, args), ImageReader.of(args), args.bad_images == "drop"
+    options = {"kind": kind} | preparation_options(args)
+    prepare, answers = ImagePreparation(*given, **options), AnswerPreparation(*given, **options)
     return ImageCollator(prepare, collate, once, answers, ImagePositions.of(model) if shared else None)

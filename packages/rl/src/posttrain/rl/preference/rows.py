@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from posttrain.core.errors import DataError
 from posttrain.lm.images.vision import Shown
+from posttrain.lm.preparation.rows import RowPreparation, check_row, conversation, whole_numbers
 from posttrain.lm.text import chat_template, tokenization
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -25,11 +28,11 @@ TOKEN_COLUMNS = {
     "triple_preference": ("prompt_ids", "chosen_ids", "rejected_ids", "reference_ids"),
 }
 #: The completions of a row of each format.
-COMPLETIONS = {
-    "preference": PAIR,
-    "unpaired_preference": ("completion",),
-    "triple_preference": (*PAIR, "reference"),
-}
+COMPLETIONS = {"preference": PAIR, "unpaired_preference": ("completion",), "triple_preference": (*PAIR, "reference")}
+#: Log-probabilities under the reference, summed over a completion, that were computed before.
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+#: Numeric columns that are kept; `margin` is the target difference of a pair's rewards.
+KEPT_COLUMNS = (*REFERENCE_COLUMNS, "ref_logps", "ref_kl_logps", "margin")
 LONG = ("truncate", "drop", "error")
 FAULTY = ("drop", "keep", "error")
 
@@ -58,6 +61,8 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
             length -= 1
         if length < 1:
             raise DataError("chosen and rejected have no message in common, and there is no prompt")
+    if not length and "prompt" in row and row["prompt"] is None:  # rows beside it have prompts
+        raise DataError("prompt is null, and chosen and rejected do not begin with the same words")
     made = {**row, "prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
     if row.get("reference") is not None and row.get("prompt") is None:  # of a triple
         gold = row["reference"]
@@ -98,7 +103,7 @@ def to_pairs(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 class Tokens:
     """A row in preparation: texts with the end of the prompt, or tokens; one completion or two."""
 
-    index: int
+    row: int
     texts: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     is_chat: bool = False
@@ -115,30 +120,94 @@ class Tokens:
     prompt_cut: bool = False
     shown: Shown | None = None
     """What stands for the images of the prompt."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """The row's `KEPT_COLUMNS`."""
+
+
+def preparation_options(args: Any) -> dict[str, Any]:
+    """The arguments of `PreferencePreparation` that `args`, a `PreferenceConfig`, sets."""
+    return {
+        "max_length": args.max_length,
+        "truncation": args.truncation_mode,
+        "long_rows": args.long_rows,
+        "faulty_rows": args.faulty_rows,
+    }
 
 
 @dataclass
-class PreferencePreparation:
-    """Turns raw rows into tokens; the arguments are those of `prepare_preferences`."""
+class PreferencePreparation(RowPreparation):
+    """Turns raw rows of preferences into tokens.
 
-    tokenizer: Any
+    Args:
+        truncation: "keep_start" cuts completions at their end; "keep_end" cuts the prompt at its beginning, equally for
+            both completions, and completions only if they alone are too long.
+        kind: "preference", "unpaired_preference" or "triple_preference".
+        long_rows: how a row longer than `max_length` is handled: "truncate", "drop" or "error". A row whose prompt
+            alone is too long is dropped where completions are to be cut.
+        faulty_rows: how a pair of equal completions or an empty completion is handled: "drop", "keep" or "error".
+    """
+
     kind: str = "preference"
-    max_length: int | None = None
-    truncation: str = "keep_start"
     long_rows: str = "truncate"
     faulty_rows: str = "drop"
-    chat_template_kwargs: dict[str, Any] | None = None
+
+    facts: ClassVar[dict[str, str]] = RowPreparation.facts | {"oddity": "string", "prompt_cut": "bool"}
 
     def __post_init__(self) -> None:
-        for name, known in (("long_rows", LONG), ("faulty_rows", FAULTY), ("kind", tuple(TOKEN_COLUMNS))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
-        self.tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # a processor holds its tokenizer
-        self.before, self.after = chat_template.special_tokens_around(self.tokenizer)
-        end = self.tokenizer.eos_token_id
-        if end is not None and self.after[-1:] != [end]:
-            self.after = [*self.after, end]
+        for name, value, known in (
+            ("long_rows", self.long_rows, LONG),
+            ("faulty_rows", self.faulty_rows, FAULTY),
+            ("kind", self.kind, tuple(TOKEN_COLUMNS)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        super().__post_init__()
         self.names = COMPLETIONS[self.kind]
+        self.splits_pairs = False  # whether the rows are pairs, and unpaired ones are wanted
+
+    def columns_made(self, columns: Iterable[str] = ()) -> dict[str, str]:
+        made = {name: "bool" if name == "label" else "tokens" for name in TOKEN_COLUMNS[self.kind]}
+        return made | {name: "float32" for name in columns if name in KEPT_COLUMNS and not self.splits_pairs}
+
+    def format_of(self, columns: Iterable[str], name: str) -> str:
+        """The format of the rows of dataset `name`, "preference" or "unpaired_preference" in place of one another.
+
+        Raises:
+            DataError: the columns fit no format that can be converted to the `kind` that is prepared.
+        """
+        columns = list(columns)
+        if seen := {"image", "images"} & set(columns):
+            raise DataError(
+                f"{name}: the column {min(seen)!r} is vision-related, and this trainer reads texts alone, also with a "
+                "vision-language model. Remove the column to train on the texts."
+            )
+        if self.kind == "triple_preference":
+            if {"reference", "reference_ids"} & set(columns):
+                return self.kind
+            raise DataError(
+                f"{name} has no column 'reference' with the completion to imitate. It has {', '.join(columns)}."
+            )
+        for kind, wanted in TOKEN_COLUMNS.items():
+            if set(wanted) <= set(columns):
+                return kind
+        try:
+            return chat_template.detect_format(columns, among=("preference", "unpaired_preference"))
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from None
+
+    def columns_read(self, columns: list[str], name: str) -> list[str]:
+        """As the base's; pairs are taken apart where unpaired rows are wanted."""
+        self.splits_pairs = self.format_of(columns, name) != self.kind
+        if self.splits_pairs and self.kind != "unpaired_preference":
+            raise DataError(f"{name}: unpaired rows cannot be paired in a stream. Load them with streaming=False.")
+        texts = ("prompt", "completion", "label", *PAIR, "reference", "tools", "chat_template_kwargs")
+        tokens = [f"{part}_ids" for part in ("prompt", "completion", *PAIR, "reference")]
+        return [column for column in columns if column in (*texts, *tokens, *KEPT_COLUMNS)]
+
+    def values_of(self, draft: Tokens) -> Mapping[str, Any]:
+        ids = (draft.prompt, *draft.completions) if not draft.fault else ()
+        tokens = {name: np.array(one, np.int32) for name, one in zip(self.token_columns, ids, strict=bool(ids))}
+        return vars(draft) | draft.kept | tokens
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Tokens]:
         """Prepare a batch of rows, the dataset's `indices`.
@@ -146,9 +215,14 @@ class PreferencePreparation:
         Raises:
             DataError: a row is faulty, and faulty rows are errors.
         """
-        drafts = [self._read(row, index) for row, index in zip(rows, indices, strict=True)]
+        drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
+        for draft in drafts:
+            draft.fault = draft.fault or next(filter(None, map(tokenization.unreadable, draft.texts)), "")
         texts = [
-            (draft, text, start) for draft in drafts for text, start in zip(draft.texts, draft.starts, strict=True)
+            (draft, text, start)
+            for draft in drafts
+            if not draft.fault
+            for text, start in zip(draft.texts, draft.starts, strict=True)
         ]
         spans = [[(start, len(text))] if start < len(text) else [] for _, text, start in texts]
         encodings = chat_template.encode_texts(self.tokenizer, [text for _, text, _ in texts], spans)
@@ -163,21 +237,20 @@ class PreferencePreparation:
                 self._judge(draft)
         return drafts
 
-    def content(self) -> str:
-        """Everything that affects the prepared rows, the tokenizer included, as a string to hash."""
-        fast = getattr(self.tokenizer, "is_fast", False)
-        if fast:
-            self.tokenizer.backend_tokenizer.no_truncation()
-            self.tokenizer.backend_tokenizer.no_padding()
-        words = self.tokenizer.backend_tokenizer.to_str() if fast else sorted(self.tokenizer.get_vocab().items())
-        options = {k: v for k, v in vars(self).items() if k != "tokenizer"}
-        special = sorted(self.tokenizer.special_tokens_map.items())
-        return repr((tokenization.REVISION, words, self.tokenizer.chat_template, special, options))
-
-    def _read(self, row: Any, index: int) -> Tokens:
+    def _read(self, row: Any, index: int) -> list[Tokens]:
+        """The drafts of a row: two of a pair that is taken apart, else one."""
         try:
-            if not isinstance(row, Mapping):
-                raise DataError(f"the row is not a dict but of type {type(row).__name__}")
+            check_row(row)
+            parts = to_unpaired([row]) if self.splits_pairs else [row]
+        except DataError as error:
+            return [Tokens(index, fault=str(error))]
+        drafts = [self._read_one(part, index * len(parts) + place) for place, part in enumerate(parts)]
+        if not self.splits_pairs:
+            drafts[0].kept = {name: row[name] for name in KEPT_COLUMNS if name in row}
+        return drafts
+
+    def _read_one(self, row: Mapping[str, Any], index: int) -> Tokens:
+        try:
             label = self._label(row) if self.kind == "unpaired_preference" else None
             if "prompt_ids" in row:
                 return self._read_tokens(row, index, label)
@@ -205,12 +278,11 @@ class PreferencePreparation:
 
     def with_prompt(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """`row`, of a pair with its prompt, also where that is what both completions begin with."""
-        if self.kind != "unpaired_preference" and (
-            row.get("prompt") is None or isinstance(row["prompt"], str) and isinstance(row["chosen"], list)
-            and (row["chosen"] or [{}])[0].get("role") == "user"
-        ):  # fmt: skip
-            return extract_prompt(row)
-        return row
+        if self.kind == "unpaired_preference":
+            return row
+        prompt, chosen = row.get("prompt"), row["chosen"]
+        begins = isinstance(prompt, str) and isinstance(chosen, list) and (chosen or [{}])[0].get("role") == "user"
+        return extract_prompt(row) if prompt is None or begins else row
 
     def _label(self, row: Mapping[str, Any]) -> bool:
         if row.get("label") is None:
@@ -220,14 +292,18 @@ class PreferencePreparation:
         return bool(row["label"])
 
     def _read_tokens(self, row: Mapping[str, Any], index: int, label: bool | None) -> Tokens:
-        ids: list[Any] = [row.get(f"{name}_ids") for name in ("prompt", *self.names)]
-        for name, value in zip(("prompt", *self.names), ids, strict=True):
+        names = ("prompt", *self.names)
+        ids: list[Any] = [row.get(f"{name}_ids") for name in names]
+        for name, value in zip(names, ids, strict=True):
             if value is None:
                 raise DataError(f"{name}_ids is null")
         empty = next((n for n, value in zip(self.names, ids[1:], strict=True) if not len(value)), None)
         if empty:
             raise DataError(f"{empty} is empty")
-        return Tokens(index, prompt=list(ids[0]), completions=[list(value) for value in ids[1:]], label=label)
+        numbers = [
+            list(value) and whole_numbers(value, f"{n}_ids").tolist() for n, value in zip(names, ids, strict=True)
+        ]
+        return Tokens(index, prompt=numbers[0], completions=numbers[1:], label=label)
 
     def _read_chat(self, row: Mapping[str, Any], index: int, label: bool | None) -> Tokens:
         def messages(name: str, role: str) -> list[chat_template.Message]:
@@ -236,18 +312,12 @@ class PreferencePreparation:
                 [{"role": role, "content": value}] if isinstance(value, str) else chat_template.to_messages(value, name)
             )
 
-        own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-        template = chat_template.Template(
-            self.tokenizer, chat_template.to_tools(row.get("tools")), (self.chat_template_kwargs or {}) | own
-        )
+        template = self.template_of(row)
         prompt = messages("prompt", "user")
         draft = Tokens(index, is_chat=True, label=label)
         for name in self.names:
             completion = messages(name, "assistant")
-            whole = prompt + completion
-            if prompt[-1]["role"] == completion[0]["role"] == "assistant":  # it continues the prompt
-                turn = completion[0] | {"content": prompt[-1]["content"] + completion[0]["content"]}
-                whole = [*prompt[:-1], turn, *completion[1:]]
+            whole = conversation(prompt, completion)
             require_calls(template, whole, [i >= len(whole) - len(completion) for i in range(len(whole))])
             draft.texts.append(template.render(whole))
             draft.starts.append(template.prompt_length(prompt, draft.texts[-1]))
@@ -257,12 +327,8 @@ class PreferencePreparation:
 
     def _add(self, draft: Tokens, encoding: chat_template.Encoding) -> None:
         """One text's tokens, with those around it that the tokenizer or the template puts there."""
-        ids, before, after, doubled = encoding.ids, [], [], 0
-        if draft.is_chat:  # a template writes its own bos and ends of turns
-            doubled = int(chat_template.has_doubled_bos(self.tokenizer, ids))
-        else:
-            before = [] if self.before and ids[: len(self.before)] == self.before else self.before
-            after = [] if self.after and ids[-len(self.after) :] == self.after else self.after
+        ids, (before, after, has_bos) = encoding.ids, self.around(encoding.ids, draft.is_chat)
+        doubled = int(has_bos and draft.is_chat)
         assert encoding.mask is not None  # spans were given
         first = int(encoding.mask.argmax()) if encoding.mask.any() else len(ids)
         draft.completions.append([*before, *ids[doubled:], *after])
@@ -283,7 +349,7 @@ class PreferencePreparation:
             return
         if self.long_rows == "error":
             raise DataError(
-                f"Row {draft.index} has {len(draft.prompt) + longest} tokens, more than max_length={most}. Raise "
+                f"Row {draft.row} has {len(draft.prompt) + longest} tokens, more than max_length={most}. Raise "
                 "max_length, or set long_rows to truncate or drop."
             )
         if self.long_rows == "drop":
@@ -307,6 +373,6 @@ class PreferencePreparation:
         if any(len(ids) + bool(draft.prompt) < 2 for ids in draft.completions):
             draft.fault = "a completion has no token to predict"
         if draft.oddity and self.faulty_rows == "error":
-            raise DataError(f"Row {draft.index}: {draft.oddity}. Correct the row, or set faulty_rows to drop or keep.")
+            raise DataError(f"Row {draft.row}: {draft.oddity}. Correct the row, or set faulty_rows to drop or keep.")
         if draft.oddity and self.faulty_rows == "drop":
             draft.fault = draft.fault or draft.oddity

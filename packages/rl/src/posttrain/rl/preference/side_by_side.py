@@ -11,6 +11,7 @@ from torch import nn
 from posttrain.core.data.collators import pad_rows
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.rl.policy.reference import Reference
 
 
@@ -35,7 +36,7 @@ def compare(
     policy: nn.Module, reference: Reference | None, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int
 ) -> list[dict[str, str]]:
     """``{"prompt", "policy", "reference"}`` for each prompt; without "reference" if it no longer exists."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    tokenizer = tokenizer_of(tokenizer)
     columns = {"prompt": tokenizer.batch_decode(prompts)}
     with eval_mode(policy):
         columns["policy"] = continuations(policy, tokenizer, prompts, max_new_tokens)

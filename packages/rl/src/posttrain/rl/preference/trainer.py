@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments
+from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import embeddings, regularization, wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import TrainOutput
 from posttrain.core.training import preflight as checks
 from posttrain.lm.attention import varlen_attention
-from posttrain.lm.attention.activation_offloading import offloading, with_offloading
 from posttrain.lm.generate import samples as written
-from posttrain.lm.images.images import columns_of, has_images
-from posttrain.lm.images.vision import CountedBatch, VisionProcessor
-from posttrain.lm.loading import adapters, loading
-from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.lm.images.images import columns_of
+from posttrain.lm.images.vision import VisionProcessor
+from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
-from posttrain.lm.text import chat_template
+from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
@@ -40,23 +39,24 @@ from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, score_c
 from posttrain.rl.preference import precomputed, side_by_side
 from posttrain.rl.preference.arguments import PreferenceConfig, as_config
 from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics, start_problem
-from posttrain.rl.preference.data import REFERENCE_COLUMNS, PreferenceReport, prepare_preferences
+from posttrain.rl.preference.data import PreferenceReport, prepare_preferences
 from posttrain.rl.preference.images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
+from posttrain.rl.preference.rows import REFERENCE_COLUMNS, preparation_options
 
 logger = logging.getLogger(__name__)
 
 
-class PreferenceTrainer(Trainer):
+class PreferenceTrainer(LanguageModelTrainer):
     """The shared half of the trainers of preferences; see `posttrain.rl.algorithms.dpo.DPOTrainer` for the arguments.
 
     Attributes:
         reference: where reference log-probabilities come from; None where they are not needed.
         ref_model: the reference, called like the model; None where they are precomputed, or not needed.
-        data_reports: what became of the rows of each dataset, by name.
     """
 
     config_class = PreferenceConfig
     args: PreferenceConfig
+    report_class = PreferenceReport
     evaluation_metrics = None
     logs_num_tokens = True
     signature_columns: tuple[str, ...] | None = ("prompt_ids", "chosen_ids", "rejected_ids", *REFERENCE_COLUMNS)
@@ -74,8 +74,6 @@ class PreferenceTrainer(Trainer):
 
     #: Whether the loss compares the policy with a reference.
     needs_reference = True
-    #: Whether prompts may have images.
-    reads_images = True
     INSTEAD = PREFERENCE_METHODS
     _model_hash: str | None = None
     _starts_at_reference = False
@@ -97,64 +95,29 @@ class PreferenceTrainer(Trainer):
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
-        self._sees = self.reads_images and data_collator is None and any(map(has_images, (train_dataset, eval_dataset)))
-        self._auto_classes = loading.SEEING if self._sees else loading.READING
-        parts = checks.Parts.of(
-            old_names, model=model, ref_model=ref_model, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=processing_class, data_collator=data_collator, compute_metrics=compute_metrics,
-            callbacks=callbacks, optimizers=optimizers,
-            optimizer_cls_and_kwargs=old_names.get("optimizer_cls_and_kwargs"),
-            quantization_config=quantization_config, peft_config=peft_config, auto_class=self._auto_classes[1],
-        )  # fmt: skip
-        self.run_preflight(args, parts)
-        pipeline.set_seed(args.seed)  # an adapter's first weights are random
-        model, tokenizer = self.load(model, parts.processing_class, args, quantization_config, peft_config)
-        if isinstance(ref_model, (str, os.PathLike)):
-            loaded = (args.model_init_kwargs, None, args.trust_remote_code, self._auto_classes[0])
-            ref_model = loading.load_causal_lm(ref_model, *loaded)
-        for one in (model, ref_model) if args.disable_dropout else ():
-            regularization.disable_dropout(one) if one is not None else None
-        self._encoder = Encoder.of(model, tokenizer)
-        self._choose_layout(model, ref_model, args, tokenizer)
-        self.data_reports: dict[str, PreferenceReport] = {}
-        self._prepared: list[Any] = []
-        if self._sees:
-            self.signature_columns = (*COLUMNS, *columns_of(train_dataset, eval_dataset))
-            collate = self.make_collator(tokenizer, args)
-            layout = collate, not self._own_loss, self._shared
-            data_collator = image_collator(tokenizer, model, args, self.data_kind, *layout)
-        super().__init__(
+        parts = checks.Parts(
             model=model,
-            args=args,
-            data_collator=data_collator or self.make_collator(tokenizer, args),
+            ref_model=ref_model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=None if "tokenizer" in old_names and processing_class is None else tokenizer,
+            processing_class=processing_class,
+            data_collator=data_collator,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
-            **old_names,
+            optimizer_cls_and_kwargs=old_names.pop("optimizer_cls_and_kwargs", None),
+            quantization_config=quantization_config,
+            peft_config=peft_config,
         )
-        self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
+        super().__init__(args, parts, **old_names)
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
         if self.needs_reference:
-            is_fresh = peft_config is not None and not loading.is_adapter(parts.model)
-            self._set_reference(ref_model, fresh_adapter=is_fresh)
-        if train_dataset is not None:
-            self.train_dataset = self._prepare(train_dataset, "train")
-        if eval_dataset is not None:
-            ready = {name: self._prepare(part, name) for name, part in _named(eval_dataset)}
-            self.eval_dataset = ready if isinstance(eval_dataset, Mapping) else ready["eval"]
+            is_fresh = peft_config is not None and not loading.is_adapter(model)
+            self._set_reference(parts.ref_model, fresh_adapter=is_fresh)
+        self.prepare_datasets(train_dataset, eval_dataset)
 
     # ------------------------------------------------------------------------------------------------ for algorithms
-
-    @classmethod
-    def preflight(cls, args: TrainingArguments, parts: checks.Parts) -> Iterator[checks.Problem]:
-        yield from model_problems(args, parts, "pass a language model, or the name of one.")
-        yield from super().preflight(args, parts)
-        yield from checks.no_dataset_problems(parts)
-        yield from tokenizer_problems(args, parts)
 
     @property
     def token_stats(self) -> tuple[str, ...]:
@@ -176,38 +139,31 @@ class PreferenceTrainer(Trainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
-        pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+        pad = tokenizer_of(tokenizer).pad_token_id
         return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
 
-    def prepare_inputs(self, inputs: Any) -> Any:
-        """As the core's; what became of rows with images goes into their data report."""
-        if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
-            name = "train" if self.model.training else "eval"
-            rows = len(self.train_dataset) if name == "train" and pipeline.has_length(self.train_dataset) else None
-            report = self.data_reports.setdefault(name, PreferenceReport(name))
-            report.add_read({"facts": facts}, self.args.on_bad_rows, logger, rows)
-        return super().prepare_inputs(inputs)
-
-    def load(
-        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
-    ) -> tuple[nn.Module, Any]:
-        """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
-        if isinstance(model, (str, os.PathLike)):
-            options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
-            model = loading.load_causal_lm(model, *options)
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError for a model without a head for tokens."""
         refuse_other_models(model, needs_config=True)
-        if tokenizer is None:
-            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
-        if self._sees:
-            check_images(args, tokenizer, wrapping.base_model(model))
-        tokenizer = self.set_tokens(tokenizer, args)
-        model = adapters.set_trained(model, peft_config, args.train_parts)
-        return model, tokenizer
 
-    def set_tokens(self, tokenizer: Any, args: Any) -> Any:
-        """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
-        chat_template.set_up_tokenizer(tokenizer, args)
-        return tokenizer
+    def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: checks.Parts) -> Any:
+        """Also loads the reference."""
+        if self.sees:
+            check_images(args, tokenizer, wrapping.base_model(model))
+        if isinstance(parts.ref_model, (str, os.PathLike)):
+            auto_class = (loading.SEEING if self.sees else loading.READING)[0]
+            loaded = (args.model_init_kwargs, None, args.trust_remote_code, auto_class)
+            parts.ref_model = loading.load_causal_lm(parts.ref_model, *loaded)
+        both = [one for one in (model, parts.ref_model) if one is not None]
+        for one in both if args.disable_dropout else ():
+            regularization.disable_dropout(one)
+        self._encoder = Encoder.of(model, tokenizer)
+        self._choose_layout(both, args, tokenizer)
+        collate = parts.data_collator or self.make_collator(tokenizer, args)
+        if not self.sees:
+            return collate
+        self.signature_columns = (*COLUMNS, *columns_of(parts.train_dataset, parts.eval_dataset))
+        return image_collator(tokenizer, model, args, self.data_kind, collate, not self._own_loss, self._shared)
 
     def arrange(self, dataset: Any) -> Any:
         """Prepared rows plus whatever else the collator needs; called before anything is computed from them."""
@@ -302,25 +258,19 @@ class PreferenceTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, rewards (B, 2), zeros (B,)): the label of a pair is the column of its chosen completion."""
+        """(loss, rewards, labels) of an evaluation batch."""
         inputs = self.prepare_inputs(inputs)
-        pairs, compute_loss = self.count_items(inputs), self.evaluation_loss(inputs)
+        compute_loss = self.evaluation_loss(inputs)
         options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
         with self.compute_loss_context_manager():
             loss, logits, _ = eval_loop.predict_batch(
                 model, inputs, compute_loss, loss_only=prediction_loss_only, **options
             )
-        return loss, logits, None if prediction_loss_only else torch.zeros(pairs, dtype=torch.long)
+        return loss, logits, None if prediction_loss_only else self._verdicts(inputs)
 
-    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
-        """Moves activations to host memory if ``activation_offloading`` is set."""
-        return with_offloading(super().compute_loss_context_manager(), self._offload)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
-        """As the core's; rows that were not prepared at construction are prepared here."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepare(eval_dataset, "eval")
-        return super().get_eval_dataloader(eval_dataset)
+    def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """(B,) the label of each pair: the column of its chosen completion, 0."""
+        return torch.zeros(self.count_items(inputs), dtype=torch.long)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -333,23 +283,21 @@ class PreferenceTrainer(Trainer):
             self._write_samples(self.callback_handler.eval_dataloader.dataset)
         return metrics
 
-    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
-        """As the core's; the rows are prepared here."""
-        return super().get_test_dataloader(self._prepare(test_dataset, "test"))
-
     # ------------------------------------------------------------------------------------------------ internals
 
     def loss_is_scaled(self) -> bool:
         return True
 
-    def _choose_layout(self, model: nn.Module, ref_model: nn.Module | None, args: Any, tokenizer: Any) -> None:
-        """Whether prompts are shared, and the reason if not."""
+    def _choose_layout(self, models: list[nn.Module], args: Any, tokenizer: Any) -> None:
+        """Whether prompts are shared, and the reason if not; `models` are the policy and the reference, if it is
+        another.
+        """
+        model = models[0]
         self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         self._own_loss, wanted = has_own_loss(type(self)), args.shared_prefix is not False
-        example = VisionProcessor(tokenizer, wrapping.base_model(model)).example() if self._sees and wanted else None
-        both = [one for one in (model, ref_model) if one is not None]
-        problem = sharing_problem(both, example, self.router_aux_loss_coef, args.torch_compile)
+        example = VisionProcessor(tokenizer, wrapping.base_model(model)).example() if self.sees and wanted else None
+        problem = sharing_problem(models, example, self.router_aux_loss_coef, args.torch_compile)
         if self._own_loss:
             problem = f"{type(self).__name__} overrides compute_loss, which gets a padded row for each completion."
         if problem and (args.shared_prefix or args.padding_free):
@@ -359,7 +307,7 @@ class PreferenceTrainer(Trainer):
         if problem and wanted:
             logger.info("Prompts are not shared between completions: %s", problem)
         if self._shared or args.padding_free:
-            for one in both:
+            for one in models:
                 varlen_attention.enable_segments(one, example)
         if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
@@ -410,34 +358,26 @@ class PreferenceTrainer(Trainer):
             )
         written.append(samples, self.state.global_step, self.args.output_dir)
 
-    def _prepare(self, dataset: Any, name: str) -> Any:
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
         """`dataset` as tokens, with the reference's log-probabilities if precomputed."""
-        if any(dataset is ready for ready in self._prepared):
-            return dataset
-        args = self.args
-        if self._sees:
+        if self.sees:
             return rows_with_images(dataset, self.data_kind, name)
+        args = self.args
         with self.dist.main_first():  # one process writes the cache, the others read it
             dataset, report = prepare_preferences(
                 dataset,
                 self.processing_class,
                 kind=self.data_kind,
-                max_length=args.max_length,
-                truncation=args.truncation_mode,
-                long_rows=args.long_rows,
-                faulty_rows=args.faulty_rows,
                 num_proc=args.dataset_num_proc,
                 limits=embeddings.id_limits(self.model),
-                on_bad_rows=self.args.on_bad_rows,
+                on_bad_rows=args.on_bad_rows,
                 name=name,
+                **preparation_options(args),
             )
-        self.data_reports[name] = report
-        if self.dist.is_main and report.rows_in:
-            report.tell(logger)
+        self.report_rows({name: report})
         dataset = self.arrange(dataset)
         if self.needs_reference and references.arguments_of(args).precompute_ref_log_probs:
             dataset = self._precompute(dataset, name)
-        self._prepared.append(dataset)
         return dataset
 
     @torch.no_grad()
@@ -498,7 +438,3 @@ class PreferenceTrainer(Trainer):
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """As the core's, with the reference."""
         return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
-
-
-def _named(eval_dataset: Any) -> list[tuple[str, Any]]:
-    return list(eval_dataset.items()) if isinstance(eval_dataset, Mapping) else [("eval", eval_dataset)]

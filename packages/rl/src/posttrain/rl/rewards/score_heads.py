@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, sees_images
 from posttrain.lm.loading.loading import explain_missing, load_causal_lm, missing_folder
-from posttrain.lm.loading.parts import sees_images
 
 TASK = "AutoModelForSequenceClassification"
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from posttrain.core.data.collators import pad_rows
+from posttrain.core.models.wrapping import sees
 from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.lm.images.vision import Shown
 from posttrain.lm.loading.loading import READING, SEEING, load_tokenizer
-from posttrain.lm.loading.parts import sees
 from posttrain.rl.rewards.score_heads import load_reward_model, set_pad_token
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, same_images
 from posttrain.rl.samples.prompts import PromptCodec

@@ -16,7 +16,7 @@ from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
 from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.lm.images.images import has_images
-from posttrain.lm.text import chat_template
+from posttrain.lm.text import chat_template, layouts
 from posttrain.lm.text.tokenization import explain_unreadable
 from posttrain.rl.tools.protocol import ToolProtocol, argument_types, has_parser, parse_response
 
@@ -119,7 +119,10 @@ def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str
     row = dataset[0]
     if not isinstance(row, Mapping) or any(column not in row for column in columns):
         found = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
-        raise DataError(f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.")
+        hint = layouts.rename_hint(list(row) if isinstance(row, Mapping) else (), ("prompt",))
+        raise DataError(
+            f"{name} has no column 'prompt' (found: {found}). Rename the column that holds the questions.{hint}"
+        )
     if columns:
         _check_each(dataset, name)
 
@@ -138,20 +141,20 @@ def _check_each(dataset: Any, name: str) -> None:
     """Raise DataError where a prompt is neither a text nor messages, with the reason and the first such rows."""
     faults: dict[str, list[int]] = {}
     for number, prompt in enumerate(_prompts_of(dataset) or ()):
-        if isinstance(prompt, str):
-            continue
         try:
-            chat_template.to_messages(prompt, "prompt")
+            texts = [prompt] if isinstance(prompt, str) else chat_template.to_messages(prompt, "prompt")
+            explain_unreadable(text if isinstance(text, str) else text.get("content") for text in texts)
         except DataError as error:
             faults.setdefault(str(error), []).append(number)
     if faults:
-        listed = "; ".join(
-            f"{fault} (rows {', '.join(map(str, at[:5]))}{', ...' if len(at) > 5 else ''})"
-            for fault, at in faults.items()
-        )
+        listed = "; ".join(f"{fault} ({_listed(at)})" for fault, at in faults.items())
         raise DataError(
             f"{name}: {listed}. A prompt is a text, or messages with role and content; correct or filter those rows."
         )
+
+
+def _listed(numbers: list[int]) -> str:
+    return f"rows {', '.join(map(str, numbers[:5]))}{', ...' if len(numbers) > 5 else ''}"
 
 
 def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], context: int | None, drops: bool) -> Any:
@@ -163,9 +166,16 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
         drops: whether such prompts are left out. Else they are errors.
 
     Raises:
-        DataError: such prompts, with the first rows.
+        DataError: such prompts, or prompts without any token, with the first rows.
     """
-    if context is None or is_stream(dataset) or "prompt" not in dataset[0]:
+    if is_stream(dataset) or "prompt" not in dataset[0]:
+        return dataset
+    if empty := [number for number, prompt in enumerate(_prompts_of(dataset) or ()) if prompt == ""]:
+        try:
+            count(dataset[empty[0]])  # some tokenizers begin each text with a token
+        except DataError as error:
+            raise DataError(f"{name}: {error} Filter such rows ({_listed(empty)}).") from error
+    if context is None:
         return dataset
     long: list[int] = []
     bytes_that_fit = context - count(dataset[0])  # a template adds no more than the first prompt has
@@ -176,7 +186,7 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
         return dataset
     told = (
         f"{name}: {len(long)} of {len(dataset)} prompts leave no room for a completion, of the {context} tokens that "
-        f"the model reads (rows {', '.join(map(str, long[:5]))}{', ...' if len(long) > 5 else ''})"
+        f"the model reads ({_listed(long)})"
     )
     if not drops:
         raise DataError(f"{told}. Shorten or filter those rows, or set long_prompts=drop.")

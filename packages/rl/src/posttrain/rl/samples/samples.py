@@ -69,10 +69,8 @@ class Sample:
         self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool, versions: Sequence[int] | None = None
     ) -> Sample:
         """This sample with more tokens behind its completion, which the policy chose or not."""
-        if self.versions is not None:  # tokens of others have that of the last one before them
-            versions = [*self.versions, *(versions or self.versions[-1:] * len(ids))]
-        else:
-            versions = None
+        before = self.versions or []  # tokens of others have the version of the last one before them
+        versions = None if self.versions is None else [*before, *(versions or before[-1:] * len(ids))]
         learn = [True] * len(self.ids) if self.learn is None else self.learn
         known = self.logps is not None and logps is not None
         return replace(

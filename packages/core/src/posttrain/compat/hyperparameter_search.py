@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from posttrain.core.callbacks import CallbackHandler, TrainerCallback
 from posttrain.core.checkpoint import Store
-from posttrain.core.distributed import Distributed
+from posttrain.core.data.pipeline import set_seed
+from posttrain.core.distributed import make_strategy
 from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
-from posttrain.core.logging.trackers import afresh
+from posttrain.core.logging.trackers import as_new
 from posttrain.core.state import has_state
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ FIXED = {
     "output_dir", "resume_from_checkpoint", "report_to", "disable_tqdm", "full_determinism",
     "log_level", "log_level_replica", "log_on_each_node",
 }  # fmt: skip
+_NOT_MADE: Any = None
 OPTIONS_OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")
 
 
@@ -82,13 +86,15 @@ def search(
 ) -> BestRun | list[BestRun]:
     """Train `trainer` repeatedly with arguments that optuna suggests.
 
-    Each trial has a new model, new callback states and its own folder. Every evaluation is reported; a trial that the
-    study's pruner stops ends there, and its trackers are closed. A trial with a non-finite loss counts as failed, and
-    the search continues. With several processes, the first one runs the study and all train; then suggest everything in
-    `hp_space`, nothing in ``model_init``.
+    Each trial has a new model or the first weights, new callback states and its own folder. Every evaluation is
+    reported; a trial that the study's pruner stops ends there, and its trackers are closed. A trial with a non-finite
+    loss counts as failed, and the search continues. With several processes, the first one runs the study and all train;
+    then suggest everything in `hp_space`, nothing in ``model_init``.
 
     Args:
-        trainer: a trainer with a ``model_init``, which may take the trial. Its arguments are restored afterwards.
+        trainer: its ``model_init``, which may take the trial, makes the model of each trial. Without one, each trial
+            begins with the weights that the trainer has now. Its arguments, and then its weights, are restored
+            afterwards.
         hp_space: ``trial -> {argument: value}``; by default `default_hp_space`.
         compute_objective: ``metrics -> number``, or one number for each direction. By default the evaluation loss, or
             `default_compute_objective` where the trainer computes metrics.
@@ -112,10 +118,16 @@ def search(
     objective = compute_objective or _default_objective(trainer)
     hp_space, dist = hp_space or default_hp_space, trainer.dist
     options = {name: kwargs.pop(name) for name in OPTIONS_OF_OPTIMIZE if name in kwargs}
-    borne = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
+    caught = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
     goal = {"directions": list(direction)} if several else {"direction": direction}
 
+    start = _Start(trainer.model) if trainer.model_init is None else None
+
     def run(trial: Any, name: str, values: dict[str, Any]) -> Any:
+        if start is not None:
+            start.put_back(trainer.model)
+            trainer.optimizer = _NOT_MADE  # a new one is made, with the arguments of the trial
+            set_seed(values.get("seed", trainer.args.seed))
         reporter = _Reporter(trial, name, objective, trainer, reports=not several)
         with _lent(trainer, _trial_arguments(trainer, name, values), reporter):
             trainer.train(trial=trial)
@@ -138,17 +150,19 @@ def search(
     if not dist.is_main:
         while (message := dist.broadcast_object(None))[0] is not None:
             number, params, name, values = message[0]
-            with contextlib.suppress(optuna.TrialPruned, *borne):
+            with contextlib.suppress(optuna.TrialPruned, *caught):
                 run(optuna.trial.FixedTrial(params, number), name, values)
         if message[1] is None:
             raise RuntimeError("The search failed on the main process; see its error.")
         return message[1]
     try:
         study = optuna.create_study(**goal, **kwargs)
-        study.optimize(run_everywhere, n_trials=n_trials, catch=borne, **options)
+        study.optimize(run_everywhere, n_trials=n_trials, catch=caught, **options)
         best = _best(study, several)
     finally:
         dist.broadcast_object((None, best))
+        if start is not None:
+            start.put_back(trainer.model)
     if isinstance(best, list):
         return [one._replace(run_summary=study) for one in best]
     return best._replace(run_summary=study)
@@ -158,8 +172,15 @@ def _check(trainer: Trainer, compute_objective: Any, direction: Any, backend: An
     backend = getattr(backend, "value", backend)
     if backend not in (None, "optuna"):
         raise ValueError(f"search: backend={backend!r} is not supported; use 'optuna', or leave it out.")
-    if trainer.model_init is None:
-        raise ValueError("search: each trial needs a fresh model; build the trainer with model_init instead of model.")
+    if trainer.model_init is None and (trainer.dist.shards or trainer.dist.uses_deepspeed):
+        raise ValueError(
+            "search: each trial needs the first weights, and these are divided over the processes. Build the trainer "
+            "with model_init instead of model."
+        )
+    if trainer.model_init is None and trainer.optimizer not in (None, trainer._made_optimizer):
+        raise ValueError(
+            "search: each trial needs an optimizer of its own; leave optimizers out, or pass optimizer_cls_and_kwargs."
+        )
     if trainer.eval_dataset is None:
         raise ValueError("search: trials are compared by their evaluations; build the trainer with an eval_dataset.")
     if kwargs.pop("n_jobs", 1) != 1:
@@ -204,6 +225,22 @@ def _trial_arguments(trainer: Trainer, name: str, values: dict[str, Any]) -> Any
     return dataclasses.replace(args, **mine, resume_from_checkpoint=None, **values)
 
 
+class _Start:
+    """The values of trained parameters and of buffers when the search began, in host memory."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._values = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors(model)}
+
+    def put_back(self, model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors(model):
+                tensor.copy_(self._values[name])
+
+    def _tensors(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        yield from model.named_buffers()
+
+
 class _Reporter(TrainerCallback):
     """Reports each evaluation to the trial and ends the run when the study prunes it."""
 
@@ -231,7 +268,7 @@ class _Reporter(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         if not any(name.startswith("eval_") for name in metrics):
-            return  # of another dataset, by somebody else's wish
+            return  # of another dataset, that other code asked for
         self._parts.append(metrics)
         if len(self._parts) < self.num_sets:
             return
@@ -247,12 +284,13 @@ class _Reporter(TrainerCallback):
 @contextlib.contextmanager
 def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     """`trainer` with everything that hangs on its arguments made anew for one trial; put back at the end."""
-    names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size", "_kept_loaders")
+    names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size")
     own, handler = {name: getattr(trainer, name) for name in names}, trainer.callback_handler
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
-    fresh = [type(cb).from_state(cb.state()) if has_state(cb) else afresh(cb) for cb in handler.callbacks]
-    trainer.args, trainer.store, trainer._kept_loaders = args, Store(args.output_dir), {}
-    trainer.dist = Distributed(args)
+    fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
+    trainer.args, trainer.store = args, Store(args.output_dir)
+    kept, trainer.loaders.kept = trainer.loaders.kept, {}
+    trainer.dist = make_strategy(args)
     trainer.accelerator, trainer._train_batch_size = trainer.dist.accelerator, args.train_batch_size
     trainer.callback_handler = CallbackHandler([reporter, *fresh], processing_class=trainer.processing_class)
     try:
@@ -262,6 +300,7 @@ def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
         raise
     finally:
         vars(trainer).update(own)
+        trainer.loaders.kept = kept
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
 
 

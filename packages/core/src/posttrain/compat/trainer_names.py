@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from posttrain.core.logging.memory import MemoryTracker
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
-    from posttrain.core.training.run import RunState
+    from posttrain.core.training.run import Run
 
 
-class HFCompat:
+class TrainerNames:
     """The part of `Trainer` that no training step goes through. It reads the attributes named here."""
 
     args: TrainingArguments
@@ -47,11 +47,11 @@ class HFCompat:
     callback_handler: CallbackHandler
     evaluation_loop: Callable[..., EvalLoopOutput]
     log_metric: Callable[..., None]
-    run: RunState
+    run: Run
     _memory: MemoryTracker
     save_model: Callable[..., None]
     is_in_train: bool
-    _train_batch_size: int
+    get_total_train_batch_size: Callable[[TrainingArguments], int]
     OLD_ARGUMENTS: ClassVar[dict[str, str]]
     #: Scripts read these; a hyperparameter search sets the first two.
     hp_name, hp_search_backend = None, None
@@ -59,21 +59,6 @@ class HFCompat:
     #: Copies of old `training_step` and `prediction_step` ask these before they scale or gather anything.
     scaler = sharded_ddp = fsdp = None
     do_grad_scaling = use_apex = use_amp = use_cuda_amp = use_cpu_amp = False
-
-    @property
-    def train_batch_size(self) -> int:
-        """Rows of a micro-batch on each process."""
-        return self._train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Rows of an evaluation batch on each process."""
-        return self.args.eval_batch_size
-
-    @property
-    def data_seed(self) -> int:
-        """The seed of the order of rows."""
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     @property
     def tokenizer(self) -> Any:
@@ -161,10 +146,6 @@ class HFCompat:
         """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""
         return pipeline.num_examples(dataloader)
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Rows of one optimizer step, over all its micro-batches and all processes."""
-        return self._train_batch_size * args.gradient_accumulation_steps * self.dist.world_size
-
     def get_tp_size(self) -> int:
         """Processes that split the matrices of one layer (tensor parallelism)."""
         return self.dist.tp_size
@@ -193,7 +174,7 @@ class HFCompat:
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        return self.dist.engine is not None
+        return self.dist.uses_deepspeed
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
         """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a
@@ -255,6 +236,20 @@ class HFCompat:
         """Take down the process group. The last call of a script: nothing after it can reach other processes."""
         self.accelerator.end_training()
 
+    def _renamed(self, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
+        """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``.
+
+        Raises:
+            TypeError: `old` holds another name.
+        """
+        for name in old.keys() - self.OLD_ARGUMENTS.keys():
+            base = next(c for c in type(self).__mro__ if c.__module__ == "posttrain.core.trainer")
+            known = [*inspect.signature(base).parameters][:-1]
+            raise TypeError(f"{type(self).__name__} got an unknown argument {name!r}{did_you_mean(name, known)}")
+        given = {"processing_class": processing_class, "callbacks": callbacks} | old
+        now = renamed_arguments(type(self), given, stacklevel=5)
+        return now["processing_class"], now["callbacks"]
+
     # -------------------------------------------------------------------------------------------- searching and sharing
 
     def hyperparameter_search(
@@ -268,8 +263,8 @@ class HFCompat:
         **kwargs: Any,
     ) -> Any:
         """Train again and again with other arguments, to find the best; see
-        `posttrain.core.training.hyperparameter_search.search`."""
-        from posttrain.core.training.hyperparameter_search import search
+        `posttrain.compat.hyperparameter_search.search`."""
+        from posttrain.compat.hyperparameter_search import search
 
         self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"
         trainer: Any = self
@@ -307,7 +302,8 @@ class HFCompat:
         """
         base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
         about = {"log_history": self.state.log_history, "base_model": base or None}
-        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size)}
+        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size, self.model)}
+        about |= {"method": hub.method_of(self.args)}
         about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
         own = getattr(wrapping.base_model(self.model), "model_tags", None)
         tags = [*hub.names(card.pop("tags", None)), *(own or ())]
@@ -317,7 +313,7 @@ class HFCompat:
             )
 
 
-def renamed_arguments(trainer_class: type[HFCompat], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+def renamed_arguments(trainer_class: type[TrainerNames], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
     """The arguments of a constructor under their names of today, with one warning for each old one.
 
     Args:
@@ -337,18 +333,3 @@ def renamed_arguments(trainer_class: type[HFCompat], given: dict[str, Any], stac
         warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
         renamed[new] = given[old]
     return renamed
-
-
-def accept_old_names(owner: HFCompat, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
-    """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``, see `renamed_arguments`.
-
-    Raises:
-        TypeError: `old` holds another name.
-    """
-    for name in old.keys() - owner.OLD_ARGUMENTS.keys():
-        base = next(c for c in type(owner).__mro__ if c.__module__ == "posttrain.core.trainer")
-        known = [*inspect.signature(base).parameters][:-1]
-        raise TypeError(f"{type(owner).__name__} got an unknown argument {name!r}{did_you_mean(name, known)}")
-    given = {"processing_class": processing_class, "callbacks": callbacks} | old
-    now = renamed_arguments(type(owner), given, stacklevel=5)
-    return now["processing_class"], now["callbacks"]

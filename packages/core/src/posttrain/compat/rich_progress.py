@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.core.callbacks import TrainerCallback
-from posttrain.core.data.samplers import is_sized
+from posttrain.core.data.samplers import has_length
 from posttrain.core.errors import require
 
 COLUMNS = 2
@@ -52,7 +52,7 @@ class RichProgressCallback(TrainerCallback):
         if self._live is None or eval_dataloader is None:
             return
         if self._prediction is None:
-            total = len(eval_dataloader) if is_sized(eval_dataloader) else None
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
             self._prediction = self._bars.add_task("Evaluating", total=total)
         self._bars.advance(self._prediction)
 

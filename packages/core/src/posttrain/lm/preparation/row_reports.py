@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from posttrain.core.errors import DataError
 
 ROWS_SHOWN = 5
+#: Characters of an example row in an error.
+SHOWN = 400
 #: Rows, all of them dropped, after which a dataset that is read along the way is given up.
 ENOUGH = 256
-#: Parts of the reasons for which rows are left out as another argument says, and not for a fault of theirs.
+#: Parts of the reasons for which rows are dropped because an argument says so, and not because they are unusable.
 ASKED_FOR = ("longer than max_length", "in a piece of a row that was split")
 
 Faults = dict[str, tuple[int, list[int]]]
 
 
+@contextlib.contextmanager
+def naming_undecodable(dataset: Any, name: str) -> Iterator[None]:
+    """Name the row of a `datasets.Dataset` whose bytes are no UTF-8, if the work in this context failed on one.
+
+    Raises:
+        DataError: instead of Python's error.
+    """
+    try:
+        yield
+    except UnicodeDecodeError:
+        for number in range(len(dataset)):
+            try:
+                dataset[number]
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{name}: row {number} holds bytes that are no text in UTF-8 ({error}). Correct or filter that "
+                    "row, or convert the file to UTF-8."
+                ) from None
+        raise
+
+
 @dataclass
 class RowReport:
-    """What became of the rows of a dataset; extended by the trainers that prepare rows.
+    """Counts the rows of a dataset that were kept and dropped; extended by the trainers that prepare rows.
 
     rows_in: rows read. rows_kept: rows to train on. dropped: reason -> (count, first rows).
     """
@@ -34,7 +58,7 @@ class RowReport:
     rows_in: int = 0
     rows_kept: int = 0
     dropped: Faults = field(default_factory=dict)
-    _told: int = field(default=0, repr=False, compare=False)
+    _logged: int = field(default=0, repr=False, compare=False)
 
     @staticmethod
     def count(faults: Faults, reason: str, rows: Iterable[int]) -> None:
@@ -57,7 +81,14 @@ class RowReport:
         self.add(**facts)
         self.judge(on_bad_rows, logger, known)
         if self.rows_kept == 0 and self.rows_in >= min(rows or ENOUGH, ENOUGH):
-            raise DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:]]))
+            raise self.nothing_left()
+
+    def nothing_left(self, row: Any = None) -> DataError:
+        """What to raise where no row is kept; `row` is shown as an example."""
+        shown = str(row)
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ... ({len(shown):,} characters)"
+        example = [] if row is None else [f"  for example: {shown}"]
+        return DataError("\n".join([f"{self.name}: no row can be trained on.", *self.lines()[1:], *example]))
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -81,15 +112,15 @@ class RowReport:
         """Whether the user should look at it."""
         return bool(self.dropped)
 
-    def tell(self, logger: logging.Logger) -> None:
-        """Write the report to the log, as a warning where rows were dropped or something looks wrong."""
-        self._told = self._num_dropped
+    def log(self, logger: logging.Logger) -> None:
+        """Log the report, as a warning where rows were dropped or something looks wrong."""
+        self._logged = self._num_dropped
         logger.log(logging.WARNING if self.is_wrong else logging.INFO, "%s", "\n".join(self.lines()))
 
-    def tell_more(self, logger: logging.Logger) -> None:
-        """As `tell`, where more rows were dropped since: those of streams and images are read while training."""
-        if self._num_dropped > self._told:
-            self.tell(logger)
+    def log_more(self, logger: logging.Logger) -> None:
+        """`log` again if more rows were dropped since: those of streams and images are read while training."""
+        if self._num_dropped > self._logged:
+            self.log(logger)
 
     def judge(self, on_bad_rows: str, logger: logging.Logger | None = None, known: Iterable[str] = ()) -> None:
         """Refuse rows that were dropped for a fault, if they are to be; else warn of reasons that are not `known`.
@@ -100,8 +131,8 @@ class RowReport:
         bad = {why: rows for why, rows in self.dropped.items() if not any(part in why for part in ASKED_FOR)}
         if bad and on_bad_rows == "raise":
             total = f"{sum(count for count, _ in bad.values()):,} of {self.rows_in:,} rows"
-            told = f"{self.name}: {total} cannot be trained on, and on_bad_rows=raise. Correct or filter such rows."
-            raise DataError("\n".join([told, *self.lines_of("refused", bad)]))
+            summary = f"{self.name}: {total} cannot be trained on, and on_bad_rows=raise. Correct or filter such rows."
+            raise DataError("\n".join([summary, *self.lines_of("refused", bad)]))
         if logger is not None:
             for reason in self.dropped.keys() - set(known):
                 first = self.dropped[reason][1][0]

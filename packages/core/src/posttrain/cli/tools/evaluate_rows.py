@@ -1,0 +1,162 @@
+"""Evaluates a model on rows of the user's own: exact match, the choice that it finds likeliest, or a judge."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.cli.tools import generate, load
+from posttrain.core.errors import DataError
+from posttrain.lm.loss.language_modeling import selective_log_softmax
+from posttrain.lm.text import layouts
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One row.
+
+    Args:
+        prompt: a text, or messages that end before the answer.
+        answer: the right text; None where a judge alone decides.
+        choices: texts of which `right` is the number of the right one.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    answer: str | None = None
+    choices: tuple[str, ...] = ()
+    right: int | None = None
+
+
+def questions(rows: Any, tokenizer: Any, limit: int | None = None) -> list[Question]:
+    """The questions in `rows`: prompt and completion (or columns that `layouts.find` recognises), messages whose last
+    turn is the answer, or a prompt with choices and the number, the letter or the text of the right one.
+
+    Raises:
+        DataError: a row is none of these.
+    """
+    known = layouts.columns(rows)
+    kinds = ("prompt_only",) if "choices" in known else ("prompt_completion", "prompt_only")
+    found = []
+    for number, row in enumerate(layouts.canonical(rows, tokenizer, kinds, "data")):
+        if limit is not None and number == limit:
+            break
+        try:
+            found.append(_question(row))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            hint = layouts.rename_hint(known, ("prompt", "completion"))
+            raise DataError(
+                f"row {number} has no prompt with an answer or choices ({type(error).__name__}: {error}); its columns "
+                f"are {', '.join(row)}.{hint}"
+            ) from error
+    if not found:
+        raise DataError("there are no rows to evaluate on.")
+    return found
+
+
+def _question(row: Mapping[str, Any]) -> Question:
+    if "messages" in row and "prompt" not in row:
+        *prompt, last = row["messages"]
+        return Question(prompt, last["content"]) if last["role"] == "assistant" else Question([*prompt, last])
+    if row.get("choices") is None:
+        answer = row.get("completion")
+        return Question(row["prompt"], answer[-1]["content"] if isinstance(answer, list) else answer)
+    choices = row["choices"]
+    choices = tuple(choices["text"] if isinstance(choices, Mapping) else choices)  # AI2's ARC has texts and letters
+    right = next(row[name] for name in ("answerKey", "answer", "label", "completion") if row.get(name) is not None)
+    if right in choices:
+        right = choices.index(right)
+    elif isinstance(right, str) and right.strip() in tuple(string.ascii_uppercase):
+        right = string.ascii_uppercase.index(right.strip())
+    choices[int(right)]
+    return Question(row["prompt"], None, choices, int(right))
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    judge: Callable[[list[Any], list[str]], Sequence[float]] | None = None,
+    **options: Any,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The metrics, and what the model did with each question.
+
+    ``exact_match``: the share of answers that are written as they are, apart from white space; where the right answer
+    ends in ``#### 72``, as in GSM8K, that number is compared with the last one. ``accuracy``: the share of questions
+    whose right choice has the highest log-likelihood; ``accuracy_norm``: with the log-likelihood of a token.
+    ``judge``: the mean of its scores.
+
+    Args:
+        judge: ``(prompts, completions) -> scores``. options: of `generate.complete`.
+    """
+    rows: list[dict[str, Any]] = [{"prompt": one.prompt} for one in asked]
+    written = [place for place, one in enumerate(asked) if not one.choices]
+    texts = generate.complete(model, tokenizer, [asked[place].prompt for place in written], **options)
+    for place, text in zip(written, texts, strict=True):
+        rows[place]["completion"] = text
+        if (answer := asked[place].answer) is not None:
+            rows[place] |= {"answer": answer, "exact_match": float(matches(text, answer))}
+    for row, one in zip(rows, asked, strict=True):
+        if one.choices:
+            scores = choice_scores(model, tokenizer, one)
+            by_token = [total / count for total, count in scores]
+            best, best_norm = _largest([total for total, _ in scores]), _largest(by_token)
+            row |= {"choices": list(one.choices), "chosen": best, "right": one.right}
+            row |= {"accuracy": float(best == one.right), "accuracy_norm": float(best_norm == one.right)}
+    if judge is not None:
+        verdicts = judge([asked[place].prompt for place in written], texts)
+        for place, verdict in zip(written, verdicts, strict=True):
+            rows[place]["judge"] = float(verdict)
+    names = dict.fromkeys(n for row in rows for n in ("exact_match", "accuracy", "accuracy_norm", "judge") if n in row)
+    values = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: sum(of) / len(of) for name, of in values.items()}, rows
+
+
+def matches(text: str, answer: str) -> bool:
+    """Whether `text` is the `answer`, see `evaluate`."""
+    if "####" in answer:
+        wanted, found = _NUMBER.findall(answer.rpartition("####")[2]), _NUMBER.findall(text)
+        return bool(wanted and found) and float(wanted[0].replace(",", "")) == float(found[-1].replace(",", ""))
+    return " ".join(text.split()) == " ".join(answer.split())
+
+
+@torch.no_grad()
+def choice_scores(model: nn.Module, tokenizer: Any, question: Question) -> list[tuple[float, int]]:
+    """(log-likelihood, number of tokens) of each choice after the prompt."""
+    prompt = load.encode(tokenizer, question.prompt)
+    space = " " if isinstance(question.prompt, str) and not question.prompt[-1:].isspace() else ""
+    answers = [tokenizer(space + choice, add_special_tokens=False)["input_ids"] for choice in question.choices]
+    longest = max(map(len, answers))
+    pad = tokenizer.pad_token_id
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*prompt, *ids, *[pad] * (longest - len(ids))] for ids in answers], device=device)
+    mask = torch.tensor([[1] * (len(prompt) + len(i)) + [0] * (longest - len(i)) for i in answers], device=device)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, len(prompt) - 1 : -1]
+    logps = selective_log_softmax(logits.float(), ids[:, len(prompt) :]) * mask[:, len(prompt) :]
+    return [(float(total), len(ids)) for total, ids in zip(logps.sum(1), answers, strict=True)]
+
+
+def _largest(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def judge_of(name: str) -> Callable[[list[Any], list[str]], Sequence[float]]:
+    """The function at ``module:function``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = vars(importlib.import_module(module))[function]
+    except (ImportError, KeyError, ValueError) as error:
+        raise ValueError(f"judge={name!r} is no function: write module:function ({error})") from error
+    return found

@@ -1,0 +1,182 @@
+"""Reads rows and makes batches of them: names the rows in errors, checks ids and labels, and marks fillers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from posttrain.core.data.batch_limits import check_limits
+from posttrain.core.data.samplers import Draw, follows_epochs, seed_cpu
+from posttrain.core.data.streams import GAP
+from posttrain.core.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+#: The modules of collators that add nothing to rows but padding.
+PADDING_COLLATORS = ("posttrain.core.data.collators", "transformers.data.data_collator")
+#: Rows that an error names at most.
+ROWS_NAMED = 8
+
+
+class Read(NamedTuple):
+    """The rows of a `Draw`."""
+
+    rows: list[Any]
+    indices: list[int]
+    is_filler: bool
+
+
+class Rows(Dataset):
+    """Reads the rows of a `Draw`: in a worker, under the draw's own seed."""
+
+    def __init__(self, dataset: Any, forward_epoch: bool) -> None:
+        self.dataset = dataset
+        self.epoch: int | None = None
+        self.forwards = forward_epoch and follows_epochs(dataset)
+
+    def __getitems__(self, draw: Draw) -> Read:
+        dataset = self.dataset
+        if draw.seed is not None:
+            seed_cpu(draw.seed)
+        if self.forwards and draw.epoch != self.epoch:
+            self.epoch = draw.epoch
+            dataset.set_epoch(draw.epoch)
+        read_all = getattr(dataset, "__getitems__", None)
+        with naming_rows(draw.indices, "could not be read"):
+            rows = read_all(draw.indices) if read_all else [dataset[index] for index in draw.indices]
+        return Read(rows, draw.indices, draw.is_filler)
+
+    def batches(self, draws: Iterable[Draw], collate: Callable[[Read], Any]) -> Iterator[Any]:
+        """The batches of `draws`, read and collated in this process."""
+        for draw in draws:
+            yield collate(self.__getitems__(draw))
+
+
+class Filler(dict):
+    """A batch that only keeps this process in step with the others: it must be computed, and count for nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, *args: Any, **kwargs: Any) -> Filler:
+        moved = ((key, value.to(*args, **kwargs) if hasattr(value, "to") else value) for key, value in self.items())
+        return Filler(moved)
+
+
+class FillerList(list):
+    """A `Filler` for batches that are lists or tuples."""
+
+
+def is_filler(batch: Any) -> bool:
+    """Whether `batch` only keeps processes in step and has no weight."""
+    return isinstance(batch, (Filler, FillerList))
+
+
+def as_filler(batch: Any) -> Filler | FillerList:
+    """`batch`, marked as a filler."""
+    if isinstance(batch, Mapping):
+        return Filler(batch)
+    if isinstance(batch, (list, tuple)):
+        return FillerList(batch)
+    raise DataError(
+        f"The last rows of an epoch do not go round all processes, and a batch of type {type(batch).__name__} cannot "
+        "be marked as one that does not count. Let the collator return a dict, or set dataloader_drop_last=True."
+    )
+
+
+class Collate:
+    """Runs the user's collator, checks and marks its batch, and adds the worker that a streamed batch is from."""
+
+    def __init__(
+        self, collate_fn: Callable[[Any], Any], streamed: bool, limits: Mapping[str, int] | None = None
+    ) -> None:
+        self.collate_fn, self.streamed, self.limits = collate_fn, streamed, limits
+        collate = collate_fn
+        while hasattr(collate, "collator"):
+            collate = collate.collator
+        self.name = getattr(collate, "__name__", type(collate).__name__)
+        self.failure = f"could not be made into a batch by {self.name}"
+        module = getattr(collate, "__module__", None) or type(collate).__module__
+        self.only_pads = module in PADDING_COLLATORS
+        joins = module.startswith("posttrain.") and not self.only_pads  # prompt and target, or as the trainer sets
+        self.looks_at_labels = bool(limits and limits.get("labels_per_token")) and not joins
+
+    def __call__(self, read: Any) -> Any:
+        if not self.streamed:
+            return self._collate(read.rows, read.is_filler, read.indices)
+        if read.worker == GAP:
+            return GAP, None
+        return read.worker, self._collate(read.rows, read.is_filler, None)
+
+    def _collate(self, rows: Any, is_filler: bool, indices: list[int] | None) -> Any:
+        with naming_rows(indices, self.failure, rows):
+            batch = self.collate_fn(rows)
+            if batch is None:
+                raise DataError("it returned None. Does it lack a return statement?")
+            if self.limits:
+                check_limits(batch, self.limits, indices)
+            if self.looks_at_labels:
+                self._compare_labels(rows, batch, indices)
+        return as_filler(batch) if is_filler else batch
+
+    def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:
+        """Reject rows whose numbers of labels and tokens differ, which padding would hide.
+
+        A user's collator may add the missing labels itself, so it only gets one warning.
+        """
+        if not isinstance(batch, Mapping):
+            return
+        shapes = [getattr(batch.get(name), "shape", None) for name in ("input_ids", "labels")]
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            return
+        for place, row in enumerate(rows):
+            try:
+                tokens, labels = len(row["input_ids"]), len(row["labels"])
+            except (KeyError, TypeError):  # rows without such columns
+                return
+            if tokens != labels:
+                where = "A row of the stream" if indices is None else f"Row {indices[place]} of the dataset"
+                message = (
+                    f"{where} has {tokens} input_ids and {labels} labels, and {self.name} padded both to "
+                    f"{shapes[0][1]}."
+                )
+                if self.only_pads:
+                    raise DataError(f"{message} Give each token a label, -100 for no loss.")
+                self.looks_at_labels = False
+                logger.warning("%s Unless it adds the rest itself, labels are at the wrong tokens.", message)
+                return
+
+
+class naming_rows:
+    """Adds the rows to an error in this context, as a `DataError` if the error's text is too short."""
+
+    def __init__(self, indices: list[int] | None, what: str, rows: Any = None) -> None:
+        self.indices, self.what, self.rows = indices, what, rows
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        indices = self.indices or []
+        shown = ", ".join(map(str, indices[:ROWS_NAMED])) + (", ..." if len(indices) > ROWS_NAMED else "")
+        which = f"Rows {shown} of the dataset" if indices else "Rows of the stream"
+        if isinstance(error, (LookupError, TypeError, AttributeError, ValueError)) or type(error) is RuntimeError:
+            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
+            raise DataError(f"{which} {self.what}: {reason}{_describe(self.rows)}") from error
+        error.add_note(f"{which} {self.what}.")
+
+
+def _describe(rows: Any) -> str:
+    if not isinstance(rows, (list, tuple)) or not rows:
+        return ""
+    if not isinstance(rows[0], Mapping):
+        return f" The first of them is of type {type(rows[0]).__name__}."
+    columns = (f"{name} ({type(value).__name__})" for name, value in rows[0].items())
+    return f" The first of them holds {', '.join(columns) or 'nothing'}."

@@ -1,0 +1,47 @@
+"""The strategies that spread a model over the processes of a run: one class each, with one interface."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from posttrain.core.distributed import division, shard_settings
+from posttrain.core.distributed.arguments import DistributedArguments
+from posttrain.core.distributed.deepspeed import is_asked_for
+from posttrain.core.distributed.strategies.base import Distributed
+from posttrain.core.distributed.strategies.ddp import DDP
+from posttrain.core.distributed.strategies.deepspeed import DeepSpeed
+from posttrain.core.distributed.strategies.fsdp import FSDP
+from posttrain.core.distributed.strategies.model_parallel import ModelParallel
+from posttrain.core.distributed.world import start_processes
+from posttrain.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def make_strategy(args: DistributedArguments, model: nn.Module | None = None) -> Distributed:
+    """Start the processes of a run and choose its strategy.
+
+    Args:
+        model: the one to train, if it is there already: it may have been loaded in parts.
+
+    Raises:
+        ConfigError: the arguments, the launcher and the number of processes contradict each other.
+    """
+    settings = shard_settings.of_run(args)
+    accelerator = start_processes(args, settings is not None and settings.cpu_offload)
+    processes = accelerator.num_processes
+    sizes = division.sizes_of_run(args, model, processes)
+    if settings is not None and processes == sizes["tp_size"]:
+        logger.warning("fsdp is ignored: the world size is 1.")
+    settings = division.sharding_of(settings, sizes, processes)
+    is_divided = sizes["tp_size"] * sizes["ep_size"] > 1
+    if is_asked_for(args.deepspeed):
+        if settings is not None or is_divided:
+            both = "the launcher starts DeepSpeed, and fsdp or parallelism_config divides the model too; leave one out"
+            raise ConfigError("TrainingArguments", [both])
+        return DeepSpeed(args, accelerator, sizes)
+    if is_divided or settings is not None:
+        return (ModelParallel if is_divided else FSDP)(args, accelerator, sizes, settings)
+    return (DDP if processes > 1 else Distributed)(args, accelerator, sizes)

@@ -1,0 +1,152 @@
+"""Evaluates the model of a trainer: one timed pass over a loader, and which evaluation was the best."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.data import pipeline
+from posttrain.core.evaluation import best_model, eval_loop
+from posttrain.core.logging.metrics import speed_metrics
+from posttrain.core.state import EvalLoopOutput
+from posttrain.core.training.owner import Owner
+from posttrain.core.training.preemption import EvaluationLeft
+
+
+class Evaluator:
+    """Runs the evaluations and predictions of the trainer that owns it."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+
+    def timed(
+        self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
+    ) -> EvalLoopOutput:
+        """`Trainer.evaluation_loop` over `loader`, with the averaged weights where they are asked for, and with metrics
+        of speed and memory.
+
+        Args:
+            keep: predictions are returned.
+        """
+        owner, args = self.owner, self.owner.args
+        if not owner.is_in_train:  # a process that has prepared something may come hours after the others
+            owner.dist.meet("the beginning of an evaluation")
+        started, loader = time.perf_counter(), owner.loaders.adopt(loader, is_training=False)
+        loss_only = None if keep or owner.compute_metrics is not None else True
+        average = owner.run.ema if owner.is_in_train and args.ema_use != "final" else None
+        weights = contextlib.nullcontext() if average is None else average.swapped_in()
+        with weights, owner._memory.stage(prefix) as memory, owner.loaders.ending_workers(loader, owner.is_in_train):
+            output = owner.evaluation_loop(
+                loader,
+                description=description,
+                prediction_loss_only=loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=prefix,
+            )
+        seconds, size = time.perf_counter() - started, args.eval_batch_size * owner.dist.world_size
+        output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+        output.metrics.update(memory)
+        if owner.logs_num_tokens:
+            owner.store_flos()
+        return output
+
+    def loop(
+        self, loader: Any, description: str, loss_only: bool, ignore_keys: list[str] | None, prefix: str
+    ) -> EvalLoopOutput:
+        """One pass over `loader` without gradients; see `Trainer.evaluation_loop`."""
+        with self._trained_weights_kept():
+            return self._pass(loader, description, loss_only, ignore_keys, prefix)
+
+    def _pass(
+        self, loader: Any, description: str, loss_only: bool, ignore_keys: list[str] | None, prefix: str
+    ) -> EvalLoopOutput:
+        owner, args, model = self.owner, self.owner.args, self.model()
+        compute_metrics = None if loss_only else owner.compute_metrics
+        batch_metrics = eval_loop.by_batch(compute_metrics, args.batch_eval_metrics)
+        of_all: Any = compute_metrics if batch_metrics is None else None
+        owner.callback_handler.eval_dataloader = loader
+        with owner.metrics.apart() as metrics, eval_loop.eval_mode(model, owner.optimizer):
+            kept, named, num_samples = eval_loop.run(
+                loader,
+                lambda inputs: self._predict(model, inputs, loss_only, ignore_keys),
+                count_items=owner.count_items,
+                weight=owner._objective.take_weight,
+                metrics=metrics,
+                keep=not loss_only,
+                keep_with_batch_metrics=description == "Prediction",  # which is to return them
+                is_filler=pipeline.is_filler,
+                preprocess_logits=owner.preprocess_logits_for_metrics,
+                batch_metrics=batch_metrics,
+                include=args.include_for_metrics,
+                main_input=owner.main_input,
+                on_batch=lambda: self._after_batch(loader),
+                gather=owner.dist.gather_object,
+                num_batches=len(loader) if pipeline.has_length(loader) else None,
+                accumulate=args.eval_accumulation_steps,
+                concatenate=args.eval_do_concat_batches,
+                order=eval_loop.reading_order(loader),
+                fill=owner.prediction_fill,
+            )
+        has_both = kept.predictions is not None and kept.label_ids is not None
+        if of_all is not None and has_both:
+            named |= eval_loop.as_metrics(of_all(kept))
+        prefixed = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": v for n, v in eval_loop.plain(named).items()}
+        return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
+
+    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        # A metric of a batch that only keeps this process in step counts for nothing.
+        apart = self.owner.metrics.apart() if pipeline.is_filler(inputs) else contextlib.nullcontext()
+        with apart:
+            return self.owner.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+
+    def _after_batch(self, loader: Any) -> None:
+        owner = self.owner
+        owner._fire("on_prediction_step")
+        # Not once a set of several is evaluated and logged. Our own loaders have as many batches on every process, so
+        # that all ask equally often.
+        may_stop = len(owner.state.log_history) == owner.run.records_before_evaluation
+        if may_stop and (owner.dist.num_processes == 1 or isinstance(loader, pipeline.Loader)):
+            if reason := owner.run.watch.due():
+                raise EvaluationLeft(reason)
+
+    def model(self) -> nn.Module:
+        """The model as an evaluation runs it: sharded where training shards it, and on the device."""
+        # Without the DDP wrapper: an evaluation has no gradients to average, and processes need not move in step.
+        owner, args, dist = self.owner, self.owner.args, self.owner.dist
+        if dist.uses_deepspeed and owner.is_in_train:
+            return owner.model_wrapped
+        if dist.shards:
+            return dist.shard(owner.model, owner.optimizer)
+        if not owner.is_in_train:
+            dist.place(owner.model)
+            if args.bf16_full_eval or args.fp16_full_eval:
+                owner.model.to(torch.bfloat16 if args.bf16_full_eval else torch.float16)
+        return owner.model
+
+    def _trained_weights_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Where a whole model is evaluated in half precision. What was trained comes back as it was; another model
+        stays in half precision, which takes half the memory."""
+        owner, halves = self.owner, self.owner.args.bf16_full_eval or self.owner.args.fp16_full_eval
+        if not halves or owner.is_in_train or owner.optimizer is None or owner.dist.shards:
+            return contextlib.nullcontext()
+        owner.dist.place(owner.model)
+        return eval_loop.weights_kept(owner.model)
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Remember the metric to keep the best model by, in the state of the trainer; True where it has improved."""
+        args, state, saves = self.owner.args, self.owner.state, self.owner.checkpoints
+        if args.metric_for_best_model is None:
+            return False
+        value = eval_loop.named_metric(metrics, args.metric_for_best_model)
+        if not best_model.is_better(value, state.best_metric, bool(args.greater_is_better)):
+            return False
+        state.best_metric, state.best_global_step = value, state.global_step
+        # Saved before it is evaluated, where steps are saved and epochs evaluated.
+        saved = state.global_step in (saves.saved_step, saves.pending)
+        kept = saved or args.save_strategy == "best" or self.owner.control.should_save
+        state.best_model_checkpoint = str(self.owner.store.path(state.global_step)) if kept else None
+        return True

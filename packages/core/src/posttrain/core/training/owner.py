@@ -1,0 +1,92 @@
+"""What the collaborators of a trainer read of it, and the hooks of it that they call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from posttrain.core.checkpoint.manager import CheckpointManager, Contents
+    from posttrain.core.logging.memory import MemoryTracker
+    from posttrain.core.logging.metrics import Clock, Metrics
+    from posttrain.core.losses.normalization import Objective
+    from posttrain.core.state import EvalLoopOutput, TrainerControl, TrainerState
+    from posttrain.core.training.evaluator import Evaluator
+    from posttrain.core.training.record import Record
+    from posttrain.core.training.run import Run
+    from posttrain.core.training.saving import Saving
+
+
+class Owner(Protocol):
+    """A trainer, as `Run`, `Saving` and `Evaluator` see it. They hold it by a weak reference: a trainer that is dropped
+    frees its memory at once."""
+
+    args: Any
+    dist: Any
+    state: TrainerState
+    control: TrainerControl
+    model: nn.Module
+    model_wrapped: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    data_collator: Any
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Any
+    compute_loss_func: Any
+    main_input: str
+    data_seed: int
+    train_batch_size: int
+    eval_batch_size: int
+    prediction_fill: int
+    is_in_train: bool
+    logs_num_tokens: bool
+    data_reports: Mapping[str, Any]
+    callback_handler: Any
+    metrics: Metrics
+    clock: Clock
+    store: Any
+    uploader: Any
+    checkpoints: CheckpointManager
+    record: Record
+    saving: Saving
+    evaluator: Evaluator
+    run: Run
+    loaders: Any
+    _memory: MemoryTracker
+    _objective: Objective
+    _step_takes: int
+
+    # Hooks, which a subclass may override.
+    compute_loss: Callable[..., Any]
+    compute_loss_context_manager: Callable[[], Any]
+    count_items: Callable[[Any], Any]
+    create_model_card: Callable[..., None]
+    evaluation_loop: Callable[..., EvalLoopOutput]
+    floating_point_ops: Callable[[Any], int]
+    load_checkpoint: Callable[..., None]
+    load_state_dict: Callable[[dict[str, Any]], None]
+    log: Callable[..., None]
+    prediction_step: Callable[..., Any]
+    prepare_inputs: Callable[[Any], Any]
+    save_model: Callable[..., None]
+    store_flos: Callable[[], None]
+    training_step: Callable[..., Any]
+    write_checkpoint: Callable[[Path], None]
+    _determine_best_metric: Callable[..., bool]
+    _load_from_checkpoint: Callable[..., None]
+    _evaluate: Callable[..., dict[str, float]]
+    _save: Callable[..., None]
+    _save_checkpoint: Callable[..., None]
+
+    def _contents(self) -> Contents:
+        """The objects that a checkpoint holds the state of."""
+
+    def _fire(self, event: str, state: TrainerState | None = None, **kwargs: Any) -> None:
+        """Call the callbacks that implement `event`, with `state` or that of the trainer."""
+
+    def _stateful(self) -> list[Any]:
+        """The objects with states that `TrainerState` collects: the callbacks and the control."""

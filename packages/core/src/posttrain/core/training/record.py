@@ -1,0 +1,98 @@
+"""The log of a run: sums of its steps, the tokens and operations that it has read, and the values of a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from posttrain.core.distributed.stragglers import Pace
+from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, means, speed_metrics
+from posttrain.core.state import TrainerState
+from posttrain.core.training.plan import Progress, steps_left
+
+
+class Record:
+    """Adds up what the steps of a run measure, on the device, and makes a log record of it over all processes.
+
+    Args:
+        args: the arguments of the run.
+        dist: the processes, `posttrain.core.distributed.Distributed`.
+        clock: where the seconds of the run go; one is made where it is left out.
+
+    Attributes:
+        metrics: the sums since the last record.
+    """
+
+    def __init__(self, args: Any, dist: Any, clock: Clock | None = None) -> None:
+        self.args, self.dist = args, dist
+        self.metrics, self.clock = Metrics(), clock or Clock()
+
+    def step(self, loss: torch.Tensor, num_items: torch.Tensor | None, terms: dict[str, torch.Tensor]) -> None:
+        """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none.
+
+        Args:
+            num_items: items in the window, shape (); None: it has some.
+        """
+        if num_items is None:
+            self.metrics.add("loss", loss)
+        else:
+            there = num_items != 0
+            self.metrics.add("loss", torch.where(there, loss, 0.0), there.long())
+        for name, value in terms.items():
+            self.metrics.add(name, value)
+
+    def count(self, state: TrainerState, pairs: dict[str, tuple[float, float]]) -> None:
+        """Move the tokens and operations in drained `pairs` to `state`."""
+        tokens, slots = pairs.pop(TOKENS, (0, 0))
+        state.num_input_tokens_seen += int(slots if self.args.include_num_input_tokens_seen == "all" else tokens)
+        flops = float(pairs.pop(FLOPS, (0, 0))[0])
+        state.total_flos += flops
+        self.clock.count(tokens, slots, flops)
+
+    def store_counts(self, state: TrainerState) -> None:
+        """Bring `num_input_tokens_seen` and `total_flos` of `state` up to now, over all processes."""
+        self.count(state, self.metrics.drain(self.dist.gather_object, only=(TOKENS, FLOPS)))
+
+    def of_steps(
+        self, state: TrainerState, progress: Progress, first_step: int, beside: dict[str, float], pace: Pace | None
+    ) -> dict[str, float]:
+        """The values of a record of the steps since the last: the one place of a run that waits for the device.
+
+        Args:
+            first_step: the optimizer step that the run started from.
+            beside: values of the last step that belong to the record.
+            pace: that of this process among several.
+        """
+        steps = max(state.global_step - max(progress.last_logged, first_step), 1)  # the clock began at `first_step`
+        gather = self.dist.gather_object
+        pairs = self.metrics.drain(gather if pace is None else pace.gathering(gather, self.clock.phases, steps))
+        self.count(state, pairs)
+        progress.add_losses(*pairs["loss"])
+        progress.grad_norm = float(progress.grad_norm)
+        if not pairs["loss"][1]:  # nothing was learned from, as where every completion of a record is masked
+            del pairs["loss"]
+        logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
+        logs |= beside | self.clock.performance(steps, steps_left(state, self.args.max_tokens))
+        progress.last_logged = state.global_step
+        return logs if pace is None else logs | pace.logged(logs["perf/step_seconds"])
+
+    def of_epoch(self) -> dict[str, float]:
+        """The means over an epoch of what was logged with ``per_epoch=True``; empty where nothing was."""
+        return means(self.metrics.drain(self.dist.gather_object, epoch=True))
+
+    def of_run(
+        self, state: TrainerState, progress: Progress, first_step: int, rows: int, nonfinite_steps: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """(what the algorithm measured since the last record, the metrics of the whole run).
+
+        Args:
+            rows: rows read over all processes. nonfinite_steps: optimizer steps that were not finite.
+        """
+        rest = self.metrics.drain(self.dist.gather_object)
+        rest |= self.metrics.drain(self.dist.gather_object, epoch=True)  # of a part of one
+        self.count(state, rest)
+        progress.add_losses(*rest.pop("loss", (0.0, 0)))
+        metrics = speed_metrics("train", self.clock.total(), rows, state.global_step - first_step)
+        metrics |= {"total_flos": float(state.total_flos), "train_loss": progress.mean_loss(nonfinite_steps > 0)}
+        return means(rest), metrics | ({"nonfinite_steps": nonfinite_steps} if nonfinite_steps else {})

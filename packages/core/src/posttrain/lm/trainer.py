@@ -1,0 +1,180 @@
+"""The base of trainers of language models: it loads model and tokenizer, and prepares rows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from posttrain.core.data import pipeline
+from posttrain.core.trainer import Trainer
+from posttrain.core.training import preflight as checks
+from posttrain.lm.attention.activation_offloading import offloading, with_offloading
+from posttrain.lm.images.images import has_images
+from posttrain.lm.images.vision import CountedBatch
+from posttrain.lm.loading import adapters, loading
+from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.lm.preparation.pipeline import TokenReport
+from posttrain.lm.text import chat_template
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageModelTrainer(Trainer):
+    """A `Trainer` whose model and tokenizer may be given by name, and whose rows are text, messages or images.
+
+    Args:
+        args: a config of `config_class`.
+        parts: what the trainer was given besides. Model and tokenizer are loaded where they are names or left out.
+        preprocess_logits_for_metrics: as for `Trainer`.
+        old_names: arguments under their earlier names, see `Trainer.OLD_ARGUMENTS`.
+
+    A subclass makes the config and `parts` of its own arguments, calls this constructor, looks at the model as it is
+    on its device, and calls `prepare_datasets`.
+
+    Attributes:
+        sees: whether rows have images, which a processor reads.
+        data_reports: what became of the rows of each dataset, by name.
+    """
+
+    #: What the model may be, for the message about anything else.
+    takes: ClassVar[str] = "pass a language model, or the name of one."
+    #: Whether rows may have images.
+    reads_images = True
+    #: Counts the rows of a dataset.
+    report_class: ClassVar[type[TokenReport]] = TokenReport
+
+    def __init__(
+        self,
+        args: Any,
+        parts: checks.Parts,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        **old_names: Any,
+    ) -> None:
+        if old_names:
+            given = self._renamed(old_names, parts.processing_class, parts.callbacks)
+            parts.processing_class, parts.callbacks = given
+        datasets = (parts.train_dataset, parts.eval_dataset)
+        self.sees = self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
+        self._auto_classes = loading.SEEING if self.sees else loading.READING
+        parts.auto_class = self._auto_classes[1]
+        self.run_preflight(args, parts)
+        pipeline.set_seed(args.seed)  # an adapter's first weights are random
+        model, tokenizer = self.load(
+            parts.model, parts.processing_class, args, parts.quantization_config, parts.peft_config
+        )
+        self.data_reports: dict[str, Any] = {}
+        self._prepared: list[Any] = []
+        collator = self.set_up_batches(model, tokenizer, args, parts)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=collator,
+            train_dataset=parts.train_dataset,
+            eval_dataset=parts.eval_dataset,
+            processing_class=tokenizer,
+            compute_loss_func=parts.compute_loss_func,
+            compute_metrics=parts.compute_metrics,
+            callbacks=parts.callbacks,
+            optimizers=parts.optimizers,
+            optimizer_cls_and_kwargs=parts.optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
+
+    # ------------------------------------------------------------------------------------------------ for subclasses
+
+    @classmethod
+    def preflight(cls, args: Any, parts: checks.Parts) -> Iterator[checks.Problem]:
+        """Adds problems with the model, its adapter and its tokenizer."""
+        yield from model_problems(args, parts, cls.takes)
+        yield from super().preflight(args, parts)
+        yield from checks.no_dataset_problems(parts)
+        yield from tokenizer_problems(args, parts)
+
+    def load(
+        self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> tuple[nn.Module, Any]:
+        """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
+        if isinstance(model, (str, os.PathLike)):
+            options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
+            model = loading.load_causal_lm(model, *options)
+        self.check_model(model)
+        if tokenizer is None:
+            tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
+        tokenizer = self.set_tokens(tokenizer, args)
+        return adapters.set_trained(model, peft_config, args.train_parts), tokenizer
+
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError for a model that this trainer does not train."""
+
+    def set_tokens(self, tokenizer: Any, args: Any) -> Any:
+        """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
+        chat_template.set_up_tokenizer(tokenizer, args)
+        return tokenizer
+
+    def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: checks.Parts) -> Any:
+        """The collator: that of `parts`, or one for this model, which is loaded and not yet on its device."""
+        return parts.data_collator
+
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        """The rows that the collator takes, see `prepare_dataset`; what became of them goes to `report_rows`."""
+        return dataset
+
+    # --------------------------------------------------------------------------------------------------- datasets
+
+    def prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Prepare the datasets that the constructor was given, by name where there are several to evaluate on."""
+        if train_dataset is not None:
+            self.train_dataset = self.prepare_dataset(train_dataset, "train")
+        if isinstance(eval_dataset, Mapping):
+            self.eval_dataset = {name: self.prepare_dataset(part, "eval", name) for name, part in eval_dataset.items()}
+        elif eval_dataset is not None:
+            self.eval_dataset = self.prepare_dataset(eval_dataset, "eval")
+
+    def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
+        """`dataset` as rows that the collator takes; one that this has made comes back as it is.
+
+        Args:
+            role: "train", "eval" or "test". name: in the report; by default the role.
+        """
+        name = role if name is None else name
+        if any(dataset is ready for ready in self._prepared):
+            return dataset
+        self._prepared.append(self.prepare_rows(dataset, role, name))
+        return self._prepared[-1]
+
+    def report_rows(self, reports: Mapping[str, TokenReport]) -> None:
+        """Log what became of the rows of datasets, by name, and keep it in `data_reports`."""
+        self.data_reports |= reports
+        for report in reports.values() if self.dist.is_main else ():
+            if report.rows_in:
+                report.log(logger)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        """As the core's; rows that were not prepared at construction are prepared here."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.prepare_dataset(eval_dataset, "eval")
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+        """As the core's; the rows are prepared here."""
+        return super().get_test_dataloader(self.prepare_dataset(test_dataset, "test"))
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """As the core's; what became of rows with images goes into their data report."""
+        if isinstance(inputs, CountedBatch) and (facts := inputs.take_facts()) is not None:
+            name = "train" if self.model.training else "eval"
+            rows = len(self.train_dataset) if name == "train" and pipeline.has_length(self.train_dataset) else None
+            report = self.data_reports.setdefault(name, self.report_class(name))
+            report.add_read(facts, self.args.on_bad_rows, logger, rows)
+        return super().prepare_inputs(inputs)
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+        """Moves activations to host memory if ``activation_offloading`` is set."""
+        return with_offloading(super().compute_loss_context_manager(), self._offload)
