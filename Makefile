@@ -32,8 +32,8 @@ DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED
 VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
-.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao gpu figures lint \
-        types house check docs dist-check clean
+.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-browser gpu \
+        figures lint types house check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -66,6 +66,9 @@ test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Lin
 
 test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine on the CPU, the slow ones too. Needs a C++ compiler.
 	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
+
+test-browser: $(STAMP) ## Open the site and the reports of runs in Chromium, where it is installed.
+	$(PYTEST) -n 0 tests/browser
 
 test-torchao: $(TORCHAO_STAMP) ## Run the tests of torchao's optimizers and types on the CPU: some minutes, most of it compiling.
 	PYTHONPATH=$(TORCHAO) $(PYTEST) tests/core/optim/test_builder.py tests/core/models/test_float8.py \

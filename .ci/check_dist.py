@@ -38,7 +38,7 @@ inside = [path for path in sys.path if path and pathlib.Path(path).resolve().is_
           and "site-packages" not in path]
 assert not inside, inside
 assert not pathlib.Path(posttrain.core.__file__).is_relative_to(pathlib.Path(checkout) / "packages")
-for name in ("posttrain", "posttrain-core", "posttrain-sft", "posttrain-rl", "posttrain-seq2seq"):
+for name in ("posttrain-all", "posttrain-core", "posttrain-sft", "posttrain-rl", "posttrain-seq2seq"):
     assert metadata.version(name) == version, (name, metadata.version(name))
 assert len(recipes()) >= 14
 

@@ -1,5 +1,7 @@
-"""The pages of the API reference: one for each package, with every public name. mkdocs runs this; see
-``mkdocs.yml``.
+"""The pages of the API reference: one for each public class, and one for the functions of each package.
+
+mkdocs uses this file twice, see mkdocs.yml: as a script of gen-files, which writes the pages, and as a hook, which puts
+them into the navigation.
 """
 
 from __future__ import annotations
@@ -7,31 +9,56 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
+from typing import Any
 
 import mkdocs_gen_files
 
-TITLES = {
-    "core": "posttrain.core: the trainer and what it builds on",
-    "sft": "posttrain.sft: supervised fine-tuning",
-    "seq2seq": "posttrain.seq2seq: sequence to sequence",
-    "rl": "posttrain.rl: preferences and online RL",
-}
+PACKAGES = ("core", "sft", "seq2seq", "rl")
+#: What a reader looks for first, by the end of a name.
+ORDER = ("Trainer", "Arguments", "Config", "Callback", "Collator", "")
 
-for package, title in TITLES.items():
+
+def names(package: str) -> tuple[list[str], list[str]]:
+    """The public (classes, functions and constants) that a package itself defines, in the order of their pages."""
     face = importlib.import_module(f"posttrain.{package}")
-    lines = [f"# {title}\n"]
-    for name in sorted(face.__all__):
-        value = getattr(face, name)
-        home = getattr(value, "__module__", "") or ""
-        if not home.startswith("posttrain."):
-            lines.append(f"## {name}\n\nFrom `{home}`.\n")
-            continue
+    own = [
+        name
+        for name in face.__all__
+        if package == "core" or name not in importlib.import_module("posttrain.core").__all__
+    ]
+    classes = [name for name in own if inspect.isclass(getattr(face, name))]
+
+    def place(name: str) -> tuple[int, str]:
+        return next(number for number, end in enumerate(ORDER) if name.endswith(end) or name.startswith(end)), name
+
+    return sorted(classes, key=place), sorted({*own} - {*classes})
+
+
+def entry(package: str, name: str, level: int) -> str:
+    """What mkdocstrings makes the description of one public name from."""
+    value = getattr(importlib.import_module(f"posttrain.{package}"), name)
+    home = getattr(value, "__module__", "") or ""
+    if not home.startswith("posttrain."):
+        return f"{'#' * level} {name}\n\nFrom `{home}`.\n"
+    options = f"    options:\n      heading_level: {level}\n"
+    if inspect.isclass(value) and name.endswith(("Config", "Arguments")):
         # The fields of a config are tables of their own, with bounds and defaults.
-        is_config = inspect.isclass(value) and name.endswith(("Config", "Arguments"))
-        options = "    options:\n      members: false\n      merge_init_into_class: false\n" if is_config else ""
-        lines.append(f"::: {home}.{name}\n{options}")
-    with mkdocs_gen_files.open(f"reference/{package}.md", "w") as page:
-        page.write("\n".join(lines))
+        options += "      members: false\n      merge_init_into_class: false\n"
+    return f"::: {home}.{name}\n{options}"
+
+
+def on_config(config: Any) -> Any:
+    """A hook of mkdocs: the pages in the tab of the reference."""
+    listed: list[Any] = []
+    for package in PACKAGES:
+        classes, functions = names(package)
+        pages: list[Any] = [{name: f"reference/{package}/{name}.md"} for name in classes]
+        pages += [{"Functions": f"reference/{package}/functions.md"}] if functions else []
+        listed.append({f"posttrain.{package}": pages})
+    reference = next(tab["Reference"] for tab in config["nav"] if "Reference" in tab)
+    reference[:0] = listed
+    return config
+
 
 LOSSES = {
     "lm.loss.language_modeling": "Language modeling",
@@ -51,11 +78,30 @@ def public_functions(module: types.ModuleType) -> list[str]:
     return [n for n, value in own.items() if inspect.isfunction(value) and not n.startswith("_") and value.__doc__]
 
 
-page = ["# Losses", "What each loss computes; each function can be called by itself."]
-for name, title in LOSSES.items():
-    members = public_functions(importlib.import_module(f"posttrain.{name}"))
-    options = {"show_root_heading": "false", "heading_level": 3, "members": members or "false"}
-    listed = "".join(f"      {option}: {value}\n" for option, value in options.items())
-    page += [f"## {title}", f"::: posttrain.{name}\n    options:\n{listed}"]
-with mkdocs_gen_files.open("reference/losses.md", "w") as file:
-    file.write("\n\n".join(page))
+def write() -> None:
+    for package in PACKAGES:
+        classes, functions = names(package)
+        for name in classes:
+            with mkdocs_gen_files.open(f"reference/{package}/{name}.md", "w") as page:
+                page.write(entry(package, name, level=1))
+        if functions:
+            with mkdocs_gen_files.open(f"reference/{package}/functions.md", "w") as page:
+                page.write(
+                    "\n".join([f"# Functions of posttrain.{package}\n", *(entry(package, n, 2) for n in functions)])
+                )
+    write_losses()
+
+
+def write_losses() -> None:
+    page = ["# Losses", "What each loss computes; each function can be called by itself."]
+    for name, title in LOSSES.items():
+        members = public_functions(importlib.import_module(f"posttrain.{name}"))
+        options = {"show_root_heading": "false", "heading_level": 3, "members": members or "false"}
+        listed = "".join(f"      {option}: {value}\n" for option, value in options.items())
+        page += [f"## {title}", f"::: posttrain.{name}\n    options:\n{listed}"]
+    with mkdocs_gen_files.open("reference/losses.md", "w") as file:
+        file.write("\n\n".join(page))
+
+
+if __name__ == "<run_path>":  # gen-files runs it so; as a hook it is imported
+    write()

@@ -32,7 +32,7 @@ from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-PAGES += sorted(ROOT.glob("packages/*/README.md"))
+PAGES += [*sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("skills/*/SKILL.md"))]
 DOCUMENTS = sorted(ROOT.glob("tests/documents/*.md"))
 
 # Models that pages name, and what stands in for them.
@@ -40,6 +40,7 @@ MODELS = {
     "Qwen/Qwen3-0.6B": tiny.causal_lm,
     "Qwen/Qwen3-0.6B-Base": tiny.causal_lm,
     "Qwen/Qwen3-4B": tiny.causal_lm,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": tiny.causal_lm,
     "google-t5/t5-small": tiny.seq2seq_lm,
     "google-bert/bert-base-uncased": tiny.classifier,
     "google/gemma-2b": lambda: tiny.causal_lm("gemma"),
@@ -263,3 +264,8 @@ def test_links_between_pages_lead_somewhere():
                 if not (page.parent / target).exists():
                     wrong.append(f"{page.relative_to(ROOT)}: {target}")
     assert wrong == []
+
+
+def test_the_index_for_language_models_names_pages_that_are_there():
+    named = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
+    assert len(named) > 10 and all((ROOT / "docs" / name).is_file() for name in named)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -29,7 +30,7 @@ def wheels(tmp_path_factory) -> dict[str, Path]:
     """The five wheels, built from copies so that nothing is written into the checkout."""
     out = tmp_path_factory.mktemp("wheels")
     built = {}
-    for name, source in [("posttrain", ROOT), *((f"posttrain-{part}", ROOT / "packages" / part) for part in PARTS)]:
+    for name, source in [("posttrain-all", ROOT), *((f"posttrain-{part}", ROOT / "packages" / part) for part in PARTS)]:
         before = set(out.iterdir())
         code = (
             f"import os; os.chdir({str(source)!r}); from hatchling.build import build_wheel; build_wheel({str(out)!r})"
@@ -57,8 +58,8 @@ def test_a_wheel_holds_its_own_part_of_the_namespace(wheels, part):
 
 
 def test_the_meta_distribution_holds_no_code_and_needs_all_four(wheels):
-    assert [name for name in names(wheels["posttrain"]) if ".dist-info/" not in name] == []
-    needed = {requirement.split("==")[0] for requirement in metadata(wheels["posttrain"]).get_all("Requires-Dist")}
+    assert [name for name in names(wheels["posttrain-all"]) if ".dist-info/" not in name] == []
+    needed = {requirement.split("==")[0] for requirement in metadata(wheels["posttrain-all"]).get_all("Requires-Dist")}
     assert {f"posttrain-{part}" for part in PARTS} <= needed
 
 
@@ -72,8 +73,33 @@ def test_versions_move_together():
     projects = [project(ROOT)] + [project(ROOT / "packages" / part) for part in PARTS]
     version = projects[0]["version"]
     assert {p["version"] for p in projects} == {version}
+    assert f"version: {version}" in (ROOT / "docs/assets/version.svg").read_text(encoding="utf-8")
     pins = {d for p in projects for d in p["dependencies"] if d.startswith("posttrain")}
     assert pins == {f"posttrain-{part}=={version}" for part in PARTS}
+
+
+def test_every_extra_that_a_page_or_a_message_names_is_there():
+    files = [
+        path
+        for folder in ("docs", "packages", "examples")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".md", ".ipynb", ".yaml", ".toml"}
+    ]
+    named = {
+        (part, extra)
+        for path in [ROOT / "README.md", *files]
+        for part, extras in re.findall(r"posttrain-([a-z0-9]+)\[([a-z0-9,-]+)\]", path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    there = {(part, extra) for part in PARTS for extra in project(ROOT / "packages" / part)["optional-dependencies"]}
+    assert len(named) >= 10 and named <= there, named - there
+
+
+def test_all_distributions_say_who_made_them_and_where_they_are():
+    for path in [ROOT, *(ROOT / "packages" / part for part in PARTS)]:
+        described = project(path)
+        assert described["authors"] and {"Homepage", "Documentation", "Issues"} <= described["urls"].keys()
+        assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= {*described["classifiers"]}
 
 
 def test_siblings_need_only_the_core():

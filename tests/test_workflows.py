@@ -45,6 +45,16 @@ def test_there_are_workflows_with_the_same_command_as_here():
     assert ".ci/run" in [step.get("run") for _, step in steps(WORKFLOWS[0])]
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docker/*.Dockerfile")), ids=lambda path: path.stem)
+def test_docker_files_copy_what_there_is_and_run_the_command(path):
+    text = path.read_text(encoding="utf-8")
+    copied = [word for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for word in line.split()]
+    installed = re.findall(r"\./(packages/\w+)", text)
+    assert copied and all((ROOT / name).exists() for name in (*copied, *installed))
+    assert {*installed} == {f"packages/{part.name}" for part in (ROOT / "packages").iterdir()}
+    assert '["posttrain"]' in text and re.search(r"^USER \d+$", text, re.MULTILINE)
+
+
 def test_the_oldest_versions_are_those_that_the_packages_claim():
     claimed = {}
     for path in ROOT.glob("packages/*/pyproject.toml"):
