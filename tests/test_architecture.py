@@ -65,7 +65,7 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 # Files of more than 500 lines, and why they are one file.
 LONG = {
     "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
-    "rl/online/rollout.py": "the way of a rollout, from its prompts to the loss, is read from top to bottom",
+    "rl/online/trainer.py": "the one base of online trainers, from their arguments to the methods to override",
     "core/trainer.py": "the loop, and every overridable method, in one class",
 }
 # The methods that users override, under the names of transformers' Trainer.

@@ -210,7 +210,7 @@ def check(folder, caplog, misses=None, **row):
             torch.testing.assert_close(done.old_logps[mask], policys[mask], atol=limit, rtol=0)
         else:
             assert not run.needs_old_logps
-    assert run._recomputes == bool(misses)
+    assert run.old_logps.recomputes == bool(misses)
     log = run.state.log_history[0]
     if kl is not None:
         assert kl.abs().max() < 10 * limit
@@ -319,16 +319,16 @@ def test_a_run_that_recomputes_goes_on_so_after_a_resume(tmp_path):
     del row["misses"]
     make(tmp_path, **row).train()
     run = make(tmp_path, **row)
-    run._misses = None  # so that it cannot be called
+    run.old_logps.misses = None  # so that it cannot be called
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert run._recomputes
+    assert run.old_logps.recomputes
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_generation_kwargs_that_are_arguments_too_are_followed_by_every_engine(tmp_path, engine):
     def written(**kwargs):
         run = make(tmp_path, rows=EVEN, warp=kwargs, **ENGINES[engine])
-        run._looked = True
+        run.old_logps.compared = True
         return run, run._rollout_of(sampled(run))
 
     run, rollout = written(max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9)
@@ -345,9 +345,7 @@ def test_generation_kwargs_that_are_arguments_too_are_followed_by_every_engine(t
 
 
 def sampled(run):
-    samples = run._begin(next(iter(run.get_train_dataloader())), 0)
-    run._sample(samples)
-    return samples
+    return run._sample(run.source.begin(next(iter(run.get_train_dataloader())), 0))
 
 
 @pytest.mark.parametrize("engine", [{}, {"use_vllm": True}, ENGINES["continuous"]], ids=["local", "vllm", "continuous"])

@@ -591,9 +591,12 @@ def uneven_vllm(out, **changes):
         """As with tools: completions of the second process go on for three more turns, of different lengths."""
 
         def generate(self, samples, sampling):
-            super().generate(samples, sampling)
+            samples = super().generate(samples, sampling)
             for turn in range(3 * self.dist.rank):
-                self._write(samples[: turn + 1], replace(sampling, max_new_tokens=turn + 2))
+                shorter = replace(sampling, max_new_tokens=turn + 2)
+                some = self.sampler.generate_turn(samples[: turn + 1], shorter, self.logps_temperature)
+                samples = [*some, *samples[turn + 1 :]]
+            return samples
 
     args = arguments(
         GRPOConfig, out, num_generations=2, max_completion_length=4, max_steps=2, use_vllm=True, beta=0.1,

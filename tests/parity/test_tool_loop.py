@@ -111,7 +111,7 @@ def ours(name, path):
     trainer, rows = made(posttrain.rl, name, path, generator=engine)
     engine.turns = script(name, trainer.processing_class)
     samples = trainer.new_samples(list(rows))
-    trainer.generate(samples, trainer.sampling())
+    samples = trainer.generate(samples, trainer.sampling())
     return (
         engine.shown,
         [s.ids for s in samples],

@@ -594,7 +594,7 @@ def test_a_run_that_stopped_with_a_full_queue_uses_each_prompt_once(step, change
     assert resumed.state.global_step == straight.state.global_step
     learned = sum(note[0] < step for note in cut.notes)  # a rollout of the last step was begun and never learned from
     assert [*prompts_of(cut)[:learned], *prompts_of(resumed)] == prompts_of(straight)
-    assert resumed._num_rollouts == straight._num_rollouts
+    assert resumed.source.num_rollouts == straight.source.num_rollouts
     assert all(int(versions.min()) >= step for _, _, versions in resumed.notes)  # nothing older than the checkpoint
 
 

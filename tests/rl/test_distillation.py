@@ -41,7 +41,7 @@ def rollout_of(run):
 def completed(run, rows, number):
     """The samples of a rollout, before they are scored."""
     run._sync_weights()
-    return run._sample_ahead(rows, number)
+    return run.source.sample_ahead(rows, number)
 
 
 def logged(run, name):
@@ -80,8 +80,9 @@ def test_what_is_sampled_ahead_takes_the_same_completions_from_the_dataset(tmp_p
     class Notes(DistillationTrainer):
         def generate(self, samples, sampling):
             self.model.eval()  # as if the trainer evaluated at the time
-            super().generate(samples, sampling)
+            samples = super().generate(samples, sampling)
             self.model.train()
+            return samples
 
         def make_rollout(self, batches):
             if (rollout := super().make_rollout(batches)) is None:

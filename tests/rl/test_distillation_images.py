@@ -50,7 +50,7 @@ def test_the_divergence_is_that_of_whole_logits_of_both_models(name, tmp_path):
     trainer = make(tmp_path, name, beta=0.5, lmbda=0.0, num_generations=2, per_device_train_batch_size=2)
     samples = trainer.new_samples([row for row in rows()[::2] for _ in range(2)])
     trainer.model.train()  # evaluations let the student write
-    trainer.generate(samples, trainer.sampling())
+    samples = trainer.generate(samples, trainer.sampling())
     trainer.model.eval()
     read: dict[str, list[int]] = {"student": [], "teacher": []}
     for role, model in (("student", trainer.model), ("teacher", trainer.teacher_model)):

@@ -5,13 +5,15 @@ import json
 import signal
 import sqlite3
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.rl.agents.environments import Environments, context_length, take_rollout
+from posttrain.rl.agents.environments import Environments, context_length
+from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
@@ -63,18 +65,20 @@ def writer(*texts):
     shown = []
 
     def go_on(samples, turn, tokens):
-        for one in samples:
-            shown.append(TOKENIZER.decode(one.prompt_ids))
-            one.ids = [*ids(texts[turn - 1]), END][:tokens]
-            one.logps, one.finished = [-2.0] * len(one.ids), one.ids[-1] == END
-            one.completion = CODEC.decode(one.prompt, one.ids)
+        shown.extend(TOKENIZER.decode(one.prompt_ids) for one in samples)
+        own = [*ids(texts[turn - 1]), END][:tokens]
+        logps, finished = [-2.0] * len(own), own[-1] == END
+        return [
+            replace(one, ids=own, logps=logps, finished=finished, completion=CODEC.decode(one.prompt, own))
+            for one in samples
+        ]
 
     return go_on, shown
 
 
 def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
     one, (go_on, shown) = sample(call("add", a=2, b=3)), writer("so it is five")
-    Environments([add]).converse([one], CODEC, go_on, max_tokens=500)
+    [one] = Environments([add]).converse([one], CODEC, go_on, max_tokens=500)
     first = len(ids(call("add", a=2, b=3))) + 1
     told = ids("\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     last = [*ids("so it is five"), END]
@@ -90,21 +94,21 @@ def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
 def test_several_turns_until_nothing_is_asked_for():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2) + call("slow", a=9), "done", "never")
     environments = Environments([add, slow])
-    environments.converse([one], CODEC, go_on, 500)
+    [one] = environments.converse([one], CODEC, go_on, 500)
     assert [m["content"] for m in one.completion if m["role"] == "tool"] == ["2", "4", "-9"]
     assert environments.counts == {"calls": 3, "failures": 0}
 
 
 def test_turns_are_bounded():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2), "unreachable")
-    Environments([add], max_turns=1).converse([one], CODEC, go_on, 500)
+    [one] = Environments([add], max_turns=1).converse([one], CODEC, go_on, 500)
     assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"]
 
 
 def test_an_answer_that_does_not_fit_is_left_out():
     one, (go_on, shown) = sample(call("add", a=1, b=1)), writer("x")
     before = list(one.ids)
-    Environments([add]).converse([one], CODEC, go_on, max_tokens=len(before) + 5)
+    [one] = Environments([add]).converse([one], CODEC, go_on, max_tokens=len(before) + 5)
     assert one.ids == before and len(one.completion) == 1 and not shown
 
 
@@ -115,7 +119,7 @@ def test_a_completion_is_cut_at_its_limit_after_a_tool():
         + len(ids("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"))
         + 3
     )
-    Environments([add]).converse([one], CODEC, go_on, limit)
+    [one] = Environments([add]).converse([one], CODEC, go_on, limit)
     assert len(one.ids) == len(one.learn) == len(one.logps) == limit and not one.finished
 
 
@@ -124,26 +128,26 @@ TOLD = ids("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n
 
 def test_a_completion_ends_where_the_context_of_the_model_does():
     fits, full, far = (sample(call("add", a=1, b=1)) for _ in range(3))
-    full.prompt_ids, far.prompt_ids = [5] * 100 + full.prompt_ids, [5] * 100 + far.prompt_ids
-    far.ids, far.finished = [*ids("no call"), END], True
+    full, far = (replace(one, prompt_ids=[5] * 100 + one.prompt_ids) for one in (full, far))
+    far = replace(far, ids=[*ids("no call"), END], finished=True)
     said, (go_on, shown) = list(full.ids), writer("an answer")
     context = len(full.prompt_ids) + len(said) + len(TOLD)
-    Environments([add]).converse([fits, full, far], CODEC, go_on, max_tokens=500, context=context)
+    fits, full, far = Environments([add]).converse([fits, full, far], CODEC, go_on, max_tokens=500, context=context)
     assert full.ids == said and len(full.completion) == 1 and full.learn == [True] * len(said)
     assert fits.ids == [*said, *TOLD, *ids("an answer"), END] and len(shown) == 1
 
 
 def test_a_row_near_the_end_of_its_context_is_given_no_more_tokens_than_fit():
     wide, near = sample(call("add", a=1, b=1)), sample(call("add", a=1, b=1))
-    near.prompt_ids = [5] * 100 + near.prompt_ids
+    near = replace(near, prompt_ids=[5] * 100 + near.prompt_ids)
     given, (write, _) = {}, writer("a long answer that goes on and on and on")
 
     def go_on(samples, turn, tokens):
         given.update({len(one.prompt_ids): tokens for one in samples})
-        write(samples, turn, tokens)
+        return write(samples, turn, tokens)
 
     so_far = [len(one.prompt_ids) + len(one.ids) + len(TOLD) for one in (wide, near)]
-    Environments([add]).converse([wide, near], CODEC, go_on, max_tokens=200, context=so_far[1] + 3)
+    wide, near = Environments([add]).converse([wide, near], CODEC, go_on, max_tokens=200, context=so_far[1] + 3)
     assert given == {so_far[0]: 200 - so_far[0] + len(wide.prompt_ids), so_far[1]: 3}
     assert len(near.prompt_ids) + len(near.ids) == so_far[1] + 3 and not near.finished
     assert wide.finished and len(near.learn) == len(near.logps) == len(near.ids)
@@ -165,7 +169,7 @@ def test_the_context_is_that_of_the_model_or_of_its_engine(positions, engine, li
 def test_a_call_that_cannot_be_made_is_answered(text, says):
     one, (go_on, _) = sample(text), writer("oh")
     environments = Environments([add])
-    environments.converse([one], CODEC, go_on, 500)
+    [one] = environments.converse([one], CODEC, go_on, 500)
     assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
 
 
@@ -220,7 +224,7 @@ class Counter:
 def test_each_completion_has_an_environment_of_its_own():
     environments = Environments(factory=Counter)
     samples = [Sample({"start": start}, [{"role": "user", "content": "count"}], []) for start in (0, 0, 5)]
-    environments.begin(samples)
+    samples = environments.begin(samples)
     assert [s.prompt[-1]["content"] for s in samples] == ["count from 0", "count from 0", "count from 5"]
     assert set(environments.tools_of(samples[0])) == {"step"}
     for number, one in enumerate(samples):
@@ -243,8 +247,8 @@ def test_environments_can_be_chosen_by_the_row():
 
     environments = Environments(factory={"count": Counter, "other": Other})
     samples = [Sample({"environment": name}, None, []) for name in ("count", "other")]
-    samples[1].prompt = [{"role": "user", "content": "?"}]
-    environments.begin(samples)
+    samples[1] = replace(samples[1], prompt=[{"role": "user", "content": "?"}])
+    samples = environments.begin(samples)
     assert [set(environments.tools_of(s)) for s in samples] == [{"step"}, {"look"}]
     assert samples[0].prompt == [{"role": "user", "content": " from 0"}]
     assert environments.reward_functions[0]([s.environment for s in samples]) == [0, None]
@@ -270,7 +274,7 @@ def test_a_rollout_function_gives_tokens_masks_and_columns():
     samples = [Sample({}, "a", []), Sample({}, "b", [])]
     output = {"prompt_ids": [[5], [6]], "completion_ids": [[7, 1], [8, 9]], "logprobs": [[-1, None], [[-2], [-3]]],
               "env_mask": [[1, 0], [1, 1]], "won": [True, False]}  # fmt: skip
-    take_rollout(samples, output, CODEC)
+    samples = take_rollout(samples, output, CODEC)
     assert [s.ids for s in samples] == [[7, 1], [8, 9]] and samples[0].learn == [True, False]
     assert samples[0].logps[0] == -1 and samples[0].logps[1] != samples[0].logps[1] and samples[1].logps == [-2, -3]
     assert samples[0].finished and not samples[1].finished and samples[1].extra == {"won": False}
@@ -290,8 +294,7 @@ def test_a_prompt_is_what_the_row_and_the_environment_say(prompt, told, content)
         def reset(self, **row):
             return told
 
-    one = Sample({}, prompt, [])
-    Environments(factory=Says).begin([one])
+    [one] = Environments(factory=Says).begin([Sample({}, prompt, [])])
     assert one.prompt[-1] == {"role": "user", "content": content}
 
 
@@ -342,7 +345,7 @@ class Database:
 
 
 def asked(environments, samples, *calls):
-    environments.begin(samples)
+    samples = environments.begin(samples)
     return [[m["content"] for m in told] for told in environments.answer([(one, calls) for one in samples])]
 
 

@@ -533,8 +533,7 @@ def completed(engine, model, out, **options):
     )  # fmt: skip
     samples = trainer.new_samples([{"prompt": ASKED}] * 2)
     trainer.generator.sync_weights(trainer.model)
-    trainer.generate(samples, trainer.sampling())
-    return samples
+    return trainer.generate(samples, trainer.sampling())
 
 
 def assert_called(samples):

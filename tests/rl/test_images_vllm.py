@@ -77,7 +77,7 @@ def test_a_server_gets_placeholders_and_the_very_pixels(serve, tmp_path):
     )  # fmt: skip
     trainer = GRPOTrainer(model, digit_sum, args, prompts(), None, processor, generator=client_of(server))
     samples = trainer.new_samples([row for row in prompts()[:3] for _ in range(2)])
-    trainer.generate(samples, trainer.sampling())
+    samples = trainer.generate(samples, trainer.sampling())
     assert [sample.ids for sample in samples[:4]] == [[7, 9], [8, 9]] * 2
     seen = {pixels(one["content_parts"][0]["url"]): one for one in server.requests}
     assert len(server.requests) == len(seen) == 2  # one for each group; text alone goes the usual way

@@ -1,5 +1,7 @@
 """Log-probabilities of completions: padded or behind one copy of their prompt, they are those of each text alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ def rollout():
     prompts = [[5, 9, 14, 20], [7], [40, 41]]
     rows = [(0, [50, 51]), (0, [52]), (0, [53, 54, 55]), (1, [60, 61]), (1, [62, 63, 64]), (2, [70])]
     samples = [Sample({}, "", prompts[p], ids, finished=len(ids) > 1) for p, ids in rows]
-    samples[2].learn = [True, False, True]
+    samples[2] = replace(samples[2], learn=[True, False, True])
     return Rollout.of(samples), samples
 
 

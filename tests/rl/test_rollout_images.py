@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,10 +50,9 @@ def test_tokens_are_sampled_with_the_log_probabilities_that_training_computes(na
         pytest.importorskip("torchvision", reason="transformers' PixtralProcessor needs it")
     trainer = make(tmp_path, name)
     samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
-    for seed, sample in enumerate(samples):
-        sample.seed = seed
+    samples = [replace(sample, seed=seed) for seed, sample in enumerate(samples)]
     trainer.generator.sync_weights(trainer.model)
-    trainer.generate(samples, trainer.sampling())
+    samples = trainer.generate(samples, trainer.sampling())
     rollout = trainer._rollout_of(samples)
     [found] = trainer._logps_of(trainer.model, rollout)[:1]
     mask = rollout.loss_mask
@@ -92,7 +92,7 @@ def test_a_processor_reads_prompts_of_text_alone_and_the_images_of_environments(
     assert read[0] == read[1]
     painted = make(tmp_path / "painted", rows=TEXTS, environment_factory=Painter)
     painted.train()
-    assert painted._rollout.images.tensors["pixel_values"].shape[0] > 0
+    assert painted.source.rollout.images.tensors["pixel_values"].shape[0] > 0
     bare = make(tmp_path / "bare", rows=TEXTS, environment_factory=Painter, read=with_template)
     with pytest.raises(DataError, match="the prompt shows an image, and .*Pass AutoProcessor"):
         bare.train()

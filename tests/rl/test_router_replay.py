@@ -1,5 +1,7 @@
 """Online training with the experts that a mixture chose in sampling."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,7 +56,8 @@ def test_each_token_gets_its_own_routes_in_either_layout(share):
     for i, sample in enumerate(samples):
         size = len(sample.prompt_ids)
         own = torch.rand(40, 2, 4, generator=generator).argsort(-1)[..., :2].short()
-        sample.routes = torch.cat([by_prompt[i // 2][:size], own[: len(sample.ids) - 1]])
+        sample = replace(sample, routes=torch.cat([by_prompt[i // 2][:size], own[: len(sample.ids) - 1]]))
+        samples[i] = sample
         row = torch.tensor([[*sample.prompt_ids, *sample.ids]])
         logps = model(input_ids=row[:, :-1], routes=sample.routes[None]).logits.log_softmax(-1)[0, size - 1 :]
         expected.append(logps.gather(1, torch.tensor(sample.ids)[:, None]).squeeze(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,11 +74,12 @@ def test_groups_behind_one_prompt_have_the_log_probabilities_and_gradients_of_se
     if name in ("pixtral", "mistral3"):
         pytest.importorskip("torchvision", reason="transformers' PixtralProcessor needs it")
     trainer = make(tmp_path, name, per_device_train_batch_size=8)
-    assert trainer._share_prompts
+    assert trainer.shares_prompts
     samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
     generator = torch.Generator().manual_seed(0)
-    for sample in samples:  # of several lengths
-        sample.ids = torch.randint(3, 80, (2 + len(sample.prompt_ids) % 3,), generator=generator).tolist()
+    lengths = [2 + len(sample.prompt_ids) % 3 for sample in samples]
+    drawn = [torch.randint(3, 80, (length,), generator=generator).tolist() for length in lengths]
+    samples = [replace(sample, ids=ids) for sample, ids in zip(samples, drawn, strict=True)]
     rollout, found = trainer._rollout_of(samples), []
     for share in (True, False):
         [part] = rollout.micro_batches(8, share, 0, positions=trainer.image_prompts.positions)
@@ -96,8 +99,7 @@ def test_completions_behind_one_prompt_are_those_of_transformers_generate(name, 
     problem(trainer.model, trainer.image_prompts.example)  # the model has been tried
     for engine in (trainer.generator, TransformersGenerator(trainer.codec.tokenizer)):
         samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
-        for seed, sample in enumerate(samples):
-            sample.seed = seed
+        samples = [replace(sample, seed=seed) for seed, sample in enumerate(samples)]
         engine.sync_weights(trainer.model)
         monkeypatch.setattr(trainer, "generator", engine)
         tokens = []
@@ -105,7 +107,7 @@ def test_completions_behind_one_prompt_are_those_of_transformers_generate(name, 
             lambda module, args, kwargs, tokens=tokens: tokens.append(kwargs["inputs_embeds"].shape[:2].numel()),
             with_kwargs=True,
         )
-        trainer.generate(samples, trainer.sampling())
+        samples = trainer.generate(samples, trainer.sampling())
         hook.remove()
         read.append(sum(tokens))
         written.append([(sample.ids, sample.logps) for sample in samples])
@@ -127,8 +129,7 @@ def test_equal_questions_about_other_images_are_other_prompts(tmp_path):
     trainer = make(tmp_path, per_device_train_batch_size=4)
     samples = trainer.new_samples([row for row in prompts()[:2] for _ in range(2)])
     assert samples[0].prompt_ids == samples[2].prompt_ids
-    for sample in samples:
-        sample.ids = [7, 9]
+    samples = [replace(sample, ids=[7, 9]) for sample in samples]
     [part] = trainer._parts_of(trainer._rollout_of(samples))
     assert part["segments"].parents == (-1, 0, 0, -1, 3, 3)
     logps = completion_logps(trainer.model, part).logps

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -164,9 +165,8 @@ ASKED = [{"role": "user", "content": "Please look."}]
 def sample_of(codec, text):
     ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
     prompt = codec.encode(ASKED, SCHEMAS)
-    one = Sample({}, ASKED, prompt, ids, [-1.0] * len(ids), finished=True)
-    one.completion = codec.decode(ASKED, ids, prompt, SCHEMAS)
-    return one
+    completion = codec.decode(ASKED, ids, prompt, SCHEMAS)
+    return Sample({}, ASKED, prompt, ids, [-1.0] * len(ids), finished=True, completion=completion)
 
 
 def converse(codec, text, tool=look, then="done"):
@@ -174,14 +174,15 @@ def converse(codec, text, tool=look, then="done"):
     one, shown = sample_of(codec, text), []
 
     def go_on(turns, turn, tokens):
-        for each in turns:
-            shown.append(list(each.prompt_ids))
-            each.ids = codec.tokenizer(then, add_special_tokens=False)["input_ids"]
-            each.logps, each.finished = [-2.0] * len(each.ids), True
-            each.completion = codec.decode(ASKED, each.ids, each.prompt_ids, SCHEMAS)
+        shown.extend(list(each.prompt_ids) for each in turns)
+        own = {"ids": codec.tokenizer(then, add_special_tokens=False)["input_ids"], "finished": True}
+        own["logps"] = [-2.0] * len(own["ids"])
+        return [
+            replace(each, **own, completion=codec.decode(ASKED, own["ids"], each.prompt_ids, SCHEMAS)) for each in turns
+        ]
 
     environments = Environments([tool])
-    environments.converse([one], codec, go_on, max_tokens=5000)
+    [one] = environments.converse([one], codec, go_on, max_tokens=5000)
     return one, shown, environments
 
 
@@ -268,8 +269,8 @@ def test_a_template_that_calls_tools_without_describing_them_needs_a_prompt_that
     codec = codec_of("deepseekv3")
     assert ENVIRONMENTS.check(codec) == {codec.tokenizer.convert_tokens_to_ids("<｜end▁of▁sentence｜>")}
     for text, is_told in (("Please look.", True), ("Please overlook it.", False), ("Hello", False)):
-        one = Sample({}, [{"role": "user", "content": text}], [])
-        one.prompt_ids = codec.encode(one.prompt, SCHEMAS)
+        prompt = [{"role": "user", "content": text}]
+        one = Sample({}, prompt, codec.encode(prompt, SCHEMAS))
         if is_told:
             ENVIRONMENTS.check_prompt(one, SCHEMAS, codec)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,9 +39,8 @@ def trained(model):
 def gap(trainer) -> float:
     """The largest difference of a token's log-probability, of every kind of prompt."""
     samples = trainer.new_samples([row for row in prompts() for _ in range(2)])
-    for seed, sample in enumerate(samples):
-        sample.seed = seed
-    trainer.generate(samples, trainer.sampling())
+    samples = [replace(sample, seed=seed) for seed, sample in enumerate(samples)]
+    samples = trainer.generate(samples, trainer.sampling())
     never, largest = list(trainer.sampling().never), 0.0
     for sample in samples:
         ids, start = torch.tensor([[*sample.prompt_ids, *sample.ids]]), len(sample.prompt_ids) - 1

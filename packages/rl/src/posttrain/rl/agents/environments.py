@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -73,10 +74,11 @@ class Environments:
         for tool in self.tools.values():
             schema_of(tool)
 
-    def begin(self, samples: Sequence[Sample]) -> None:
-        """Give each sample a reset environment and add the output of ``reset()`` to its prompt."""
+    def begin(self, samples: Sequence[Sample]) -> list[Sample]:
+        """`samples`, each with a reset environment, and the output of ``reset()`` added to its prompt."""
         if not self.overlaps:
             self._busy.clear()
+        found = []
         for sample in samples if self.factories else ():
             name = sample.row.get("environment") if self.by_name else None
             if name not in self.pools:
@@ -84,10 +86,11 @@ class Environments:
                     f"A row has environment={name!r}, which is not among the environments ("
                     f"{', '.join(map(str, self.pools))}){did_you_mean(str(name), map(str, self.pools)) or '.'}"
                 )
-            sample.environment = self._free(name)
+            environment = self._free(name)
             row = {key: value for key, value in sample.row.items() if not (self.by_name and key == "environment")}
-            told = _reset(sample.environment, row)
-            sample.prompt = _with_observation(sample.prompt, told, type(sample.environment).__name__)
+            prompt = _with_observation(sample.prompt, _reset(environment, row), type(environment).__name__)
+            found.append(replace(sample, prompt=prompt, environment=environment))
+        return found or list(samples)
 
     def _free(self, name: Any) -> Any:
         """An environment that no other completion has."""
@@ -175,67 +178,74 @@ class Environments:
         self,
         samples: Sequence[Sample],
         codec: PromptCodec,
-        go_on: Callable[[list[Sample], int, int], None],
+        next_turn: Callable[[list[Sample], int, int], list[Sample]],
         max_tokens: int,
         context: int | None = None,
-    ) -> None:
-        """Run tool calls and further turns of `samples` until they call no tool or reach the length limit.
+    ) -> list[Sample]:
+        """`samples` after their tool calls and further turns, until they call no tool or reach the length limit.
 
         Args:
-            go_on: ``(samples, turn, tokens at most)``: completes samples whose `prompt_ids` hold the conversation so
+            next_turn: ``(samples, turn, tokens at most)`` completes samples whose `prompt_ids` hold the conversation so
                 far.
             max_tokens: of a completion, tool answers included. An answer that does not fit is left out.
             context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
                 number.
         """
         room_of = partial(_room, max_tokens=max_tokens, context=context)
-        for sample in samples:
-            sample.learn = [True] * len(sample.ids)
-        active, turn = [(sample, sample.ids) for sample in samples if self.tools_of(sample)], 0
-        while active and (self.max_turns is None or turn < self.max_turns):
+        found = [replace(sample, learn=[True] * len(sample.ids)) for sample in samples]
+        last = {place: sample.ids for place, sample in enumerate(found) if self.tools_of(sample)}  # turn of each
+        turn = 0
+        while last and (self.max_turns is None or turn < self.max_turns):
             turn += 1
             asking = []
-            for sample, written in active:
-                schemas = self.schemas_of(sample)
+            for place, ids in last.items():
+                sample, schemas = found[place], self.schemas_of(found[place])
                 protocol = codec.protocol(schemas)
                 if sample.finished and room_of(sample) > 0:
-                    if calls := protocol.read(written, schemas, sample.prompt_ids).calls:
-                        asking.append((sample, calls, schemas, protocol))
-            answered = self.answer([pair[:2] for pair in asking], asking[0][3].example if asking else "")
-            going: list[Sample] = []
-            for (sample, _, schemas, protocol), answers in zip(asking, answered, strict=True):
-                told = protocol.answer_ids(sample.ids, answers, schemas)
-                if len(told) < room_of(sample):
-                    sample.completion = [*sample.completion, *answers]
-                    sample.add(told, [0.0] * len(told), chosen=False)
-                    going.append(sample)
-            active = self._go_on(going, go_on, turn, room_of, context)
+                    if calls := protocol.read(ids, schemas, sample.prompt_ids).calls:
+                        asking.append((place, calls, schemas, protocol))
+            asked = [(found[place], calls) for place, calls, *_ in asking]
+            answered = self.answer(asked, asking[0][3].example if asking else "")
+            last = {}
+            for (place, _, schemas, protocol), answers in zip(asking, answered, strict=True):
+                sample = found[place]
+                ids = protocol.answer_ids(sample.ids, answers, schemas)
+                if len(ids) < room_of(sample):
+                    sample = replace(sample, completion=[*sample.completion, *answers])
+                    found[place], last[place] = sample.extended(ids, [0.0] * len(ids), chosen=False), []
+            turns = _next_turns([found[place] for place in last], next_turn, turn, room_of, context)
+            for place, more in zip(last, turns, strict=True):
+                found[place], last[place] = _joined(found[place], more, room_of(found[place]))
+        return found
 
-    def _go_on(
-        self,
-        samples: list[Sample],
-        go_on: Callable[[list[Sample], int, int], None],
-        turn: int,
-        room_of: Callable[[Sample], int],
-        context: int | None,
-    ) -> list[tuple[Sample, list[int]]]:
-        """Let `samples` write their next turn. Returns each with the tokens of it."""
-        turns = [
-            Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed, shown=s.shown)
-            for s in samples
-        ]
-        most = max(map(room_of, samples), default=0)
-        for limit, some in by_room(turns, most, context).items():
-            go_on(some, turn, limit)
-        for sample, more in zip(samples, turns, strict=True):
-            room = room_of(sample)
-            sample.finished = more.finished and len(more.ids) <= room
-            more.ids = more.ids[:room]
-            versions = None if more.versions is None else more.versions[:room]
-            sample.add(more.ids, None if more.logps is None else more.logps[:room], chosen=True, versions=versions)
-            sample.is_exact &= more.is_exact
-            sample.completion = [*sample.completion, *more.completion]
-        return [(sample, more.ids) for sample, more in zip(samples, turns, strict=True)]
+
+def _next_turns(
+    samples: list[Sample],
+    next_turn: Callable[[list[Sample], int, int], list[Sample]],
+    turn: int,
+    room_of: Callable[[Sample], int],
+    context: int | None,
+) -> list[Sample]:
+    """The next turn of each of `samples`, as a sample whose prompt is the conversation before it."""
+    prompts = [
+        Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed, shown=s.shown)
+        for s in samples
+    ]
+    most = max(map(room_of, samples), default=0)
+    return complete_in_room(prompts, most, context, lambda some, tokens: next_turn(some, turn, tokens))
+
+
+def _joined(sample: Sample, turn: Sample, room: int) -> tuple[Sample, list[int]]:
+    """`sample` with the tokens of its next `turn` behind it, as far as there is `room`; and these tokens."""
+    ids, versions = turn.ids[:room], None if turn.versions is None else turn.versions[:room]
+    logps = None if turn.logps is None else turn.logps[:room]
+    joined = replace(
+        sample.extended(ids, logps, chosen=True, versions=versions),
+        finished=turn.finished and len(turn.ids) <= room,
+        is_exact=sample.is_exact and turn.is_exact,
+        completion=[*sample.completion, *turn.completion],
+    )
+    return joined, ids
 
 
 def context_length(config: Any, engine: int | None = None) -> int | None:
@@ -249,10 +259,16 @@ def context_length(config: Any, engine: int | None = None) -> int | None:
     return min((limit for limit in limits if limit and limit > 0), default=None)
 
 
-def by_room(samples: Sequence[Sample], most: int, context: int | None) -> dict[int, list[Sample]]:
-    """``{tokens that may be written: samples}``: `most`, or fewer near the end of the `context`."""
-    found: dict[int, list[Sample]] = {}
-    for sample in samples:
+def complete_in_room(
+    samples: Sequence[Sample], most: int, context: int | None, complete: Callable[[list[Sample], int], list[Sample]]
+) -> list[Sample]:
+    """`samples` with completions of `most` tokens, or fewer near the end of the `context`.
+
+    Args:
+        complete: ``(samples, tokens at most)``, called once for all samples with the same room.
+    """
+    by_room: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
         limit = most if context is None else min(most, context - len(sample.prompt_ids))
         if limit < 1:
             raise DataError(
@@ -260,7 +276,11 @@ def by_room(samples: Sequence[Sample], most: int, context: int | None) -> dict[i
                 f"completion together, so there is no room for a completion. It begins: {str(sample.prompt)[:80]!r}. "
                 "Drop or shorten such prompts."
             )
-        found.setdefault(limit, []).append(sample)
+        by_room.setdefault(limit, []).append(place)
+    found = list(samples)
+    for limit, places in by_room.items():
+        for place, sample in zip(places, complete([samples[place] for place in places], limit), strict=True):
+            found[place] = sample
     return found
 
 
@@ -435,8 +455,9 @@ def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
 def _warn_of_no_question(kind: str) -> None:
     logger.warning(
         "A row has no prompt and reset() of %s returned nothing: the prompt is empty apart from the tools. Return a "
-        "text from reset(), or give the rows a column 'prompt'.", kind,
-    )  # fmt: skip
+        "text from reset(), or give the rows a column 'prompt'.",
+        kind,
+    )
 
 
 def _reward_of(kind: type[Any]) -> Callable[..., list[Any]]:
@@ -445,42 +466,3 @@ def _reward_of(kind: type[Any]) -> Callable[..., list[Any]]:
 
     get_reward.__name__ = kind.__name__
     return get_reward
-
-
-def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: PromptCodec) -> None:
-    """Store the output of a ``rollout_func`` in `samples`.
-
-    Args:
-        output: ``prompt_ids``, ``completion_ids`` and ``logprobs``, one of each for each sample; ``env_mask``, 0 at
-            tokens that the policy did not choose; all other keys go to the reward functions.
-
-    Raises:
-        ValueError: a key is missing or has the wrong length.
-    """
-    needed = ("prompt_ids", "completion_ids", "logprobs")
-    if missing := [name for name in needed if name not in output]:
-        raise ValueError(f"rollout_func must return {', '.join(needed)} in its dict; {', '.join(missing)} is missing.")
-    others = {name: value for name, value in output.items() if name not in (*needed, "env_mask", "completions")}
-    for name in (*needed[:2], *(["env_mask"] if output.get("env_mask") is not None else [])):
-        if len(output[name]) != len(samples):
-            raise ValueError(
-                f"rollout_func returned {len(output[name])} of {name} for {len(samples)} prompts; one for each is "
-                "needed (a prompt comes num_generations times)."
-            )
-    for i, sample in enumerate(samples):
-        sample.prompt_ids, sample.ids = list(output["prompt_ids"][i]), list(output["completion_ids"][i])
-        if not sample.prompt_ids or not sample.ids:
-            raise ValueError(
-                f"rollout_func returned no tokens for prompt {i}; a prompt and a completion have at least one."
-            )
-        sample.logps = None if output["logprobs"] is None else _plain_logps(output["logprobs"][i])
-        sample.learn = None if output.get("env_mask") is None else [bool(m) for m in output["env_mask"][i]]
-        sample.completion = codec.decode(sample.prompt, sample.ids, sample.prompt_ids)
-        sample.finished = sample.ids[-1] in {codec.tokenizer.eos_token_id, codec.tokenizer.pad_token_id}
-        for name, values in others.items():
-            sample.extra[name] = values[i] if isinstance(values, list) and i < len(values) else values
-
-
-def _plain_logps(values: Any) -> list[float]:
-    first = [value[0] if isinstance(value, (list, tuple)) else value for value in values]  # top-k lists, best first
-    return [float("nan") if value is None else float(value) for value in first]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.losses.policy_losses import clipped
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.distillation_data import has_completions, prompt_and_completion, with_prompts
-from posttrain.rl.online.rollout import RolloutTrainer
 from posttrain.rl.online.teachers import (
     LocalTeacher,
     ServerTeacher,
@@ -48,6 +47,7 @@ from posttrain.rl.online.teachers import (
     image_problem,
     vocabulary_problem,
 )
+from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import FOR_THE_MODEL, CompletionLogps
 from posttrain.rl.policy.reference import FrozenReference
 from posttrain.rl.samples.prompts import PromptCodec
@@ -233,23 +233,25 @@ class DistillationTrainer(RolloutTrainer):
         """A sample without a completion for each row, whose messages are prompt and completion."""
         return super().new_samples([prompt_and_completion(row) for row in rows])
 
-    def generate(self, samples: list[Sample], sampling: Sampling) -> None:
-        """Let the student write its share of the completions, and take the others from the dataset or the teacher."""
+    def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """The `samples` completed: the share of the student by itself, the others by the dataset or the teacher."""
         own = [sample for sample in samples if self._is_written(sample)]
-        given = [sample for sample in samples if not self._is_written(sample)]
-        if own:
-            super().generate(own, sampling)
-        if given and self.seq_kd:
-            self._teacher_writes(given, sampling)
-        for sample in [] if self.seq_kd else given:
-            sample.completion = sample.row["completion"]
-            sample.ids = self._tokens_of_completion(sample)[: sampling.max_new_tokens]
-            sample.finished = True
+        others = [sample for sample in samples if not self._is_written(sample)]
+        written = iter(super().generate(own, sampling) if own else [])
+        if self.seq_kd:
+            given = iter(self._written_by_teacher(others, sampling) if others else [])
+        else:
+            given = iter(self._with_completion(sample, sampling.max_new_tokens) for sample in others)
+        return [next(written if self._is_written(sample) else given) for sample in samples]
 
-    def _tokens_of_completion(self, sample: Sample) -> list[int]:
+    def _with_completion(self, sample: Sample, most: int) -> Sample:
+        """`sample` with the dataset's completion, of `most` tokens at most."""
+        completion = sample.row["completion"]
         if self.image_prompts is None:
-            return self.codec.encode_completion(sample.prompt, sample.completion)
-        return self.image_prompts.encode_completion(self.codec, sample.row, sample.prompt, sample.completion)
+            ids = self.codec.encode_completion(sample.prompt, completion)
+        else:
+            ids = self.image_prompts.encode_completion(self.codec, sample.row, sample.prompt, completion)
+        return replace(sample, completion=completion, ids=ids[:most], finished=True)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """(N,) zeros: the advantages are those of tokens, see `policy_loss`."""
@@ -372,7 +374,7 @@ class DistillationTrainer(RolloutTrainer):
             return self.lmbda == 1
         return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
 
-    def _teacher_writes(self, samples: list[Sample], sampling: Sampling) -> None:
+    def _written_by_teacher(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         tokenizer = self.codec.tokenizer
         limits = self.args.generation_max_rows, self.args.generation_cache_tokens
         engine: Generator = LocalGenerator(tokenizer, *limits)
@@ -380,10 +382,6 @@ class DistillationTrainer(RolloutTrainer):
             engine = TransformersGenerator(tokenizer)
         assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
         engine.sync_weights(self.teacher_model)
-        student, self.generator = self.generator, engine
-        try:
-            super().generate(samples, sampling)
-        finally:
-            self.generator = student
-        for sample in samples:
-            sample.logps, sample.is_exact = None, False
+        with self.sampler.engine(engine):
+            samples = super().generate(samples, sampling)
+        return [replace(sample, logps=None, is_exact=False) for sample in samples]

@@ -22,7 +22,8 @@ from posttrain.rl.losses import policy_losses
 from posttrain.rl.losses.advantages import decoupled_advantages, group_advantages, total_rewards
 from posttrain.rl.losses.policy_losses import LOSSES, Policy
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.rollout import RolloutTrainer
+from posttrain.rl.online.reporting import log_clipping
+from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ class GRPOTrainer(RolloutTrainer):
             weights = policy_losses.vespo_weight_of(parts, args)
             self.metrics.add_sum("vespo/phi_seq_mean", weights.sum(), len(weights))
         elif args.loss_type != "sapo":
-            self._log_clipping(ratio, parts.advantages, weight)
+            log_clipping(self.metrics, ratio, parts.advantages, weight, args.epsilon, self.epsilon_high)
 
     # ------------------------------------------------------------------------------------------------ entropy bonus
 

@@ -20,7 +20,7 @@ from posttrain.core.config import opt
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.rollout import RolloutTrainer
+from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
 from posttrain.rl.rewards.judges import JudgeReward, PairwiseJudge
 from posttrain.rl.rewards.scoring import Scores, functions_by_name

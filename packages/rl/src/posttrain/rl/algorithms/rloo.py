@@ -17,7 +17,8 @@ from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.losses.policy_losses import clipped
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.rollout import RolloutTrainer
+from posttrain.rl.online.reporting import log_clipping
+from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
 
 
@@ -131,7 +132,8 @@ class RLOOTrainer(RolloutTrainer):
         old_logps = inputs.get("old_logps", policy.logps.detach())
         ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()
         advantages = inputs["advantages"].unsqueeze(1)
-        self._log_clipping(ratio.detach(), advantages, torch.ones_like(ratio))
+        of_all, bounds = torch.ones_like(ratio), (self.args.epsilon, self.epsilon_high)
+        log_clipping(self.metrics, ratio.detach(), advantages, of_all, *bounds)
         if "ref_logps" in inputs and not self.model.training:  # in training it gets each rollout
             self.metrics.add_sum("kl", ((policy.logps - inputs["ref_logps"]).detach() * mask).sum(), mask.sum())
-        return clipped(ratio, advantages, self.args.epsilon, self.epsilon_high)
+        return clipped(ratio, advantages, *bounds)

@@ -20,17 +20,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, overload
 
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
-from posttrain.rl.generation.protocol import has_own_weights, updates_in_flight
+from posttrain.rl.generation.protocol import has_own_weights
 from posttrain.rl.rewards.background import keep_device
 from posttrain.rl.rewards.scoring import Scores
-from posttrain.rl.samples.samples import Rollout, Sample
+from posttrain.rl.samples.samples import Sample
 
 Value = TypeVar("Value")
 Scored = tuple[list[Sample], Scores]
@@ -308,39 +308,13 @@ def engine_problem(generator: Any) -> str | None:
     )
 
 
-NO_LOGPS = (
-    "max_staleness above 0 learns from completions of earlier weights, and {} returned no log-probabilities, by which "
-    "they are weighted. Leave out top_p, top_k, min_p, repetition_penalty and what else changes probabilities, such as "
-    "vllm_structured_outputs_regex and generation_kwargs, which hide them, or set max_staleness=0; "
-    "vllm_importance_sampling_correction=False learns without weights."
-)
-
-
-def stamp(samples: list[Sample], version: int | None) -> None:
-    """Note the `version` of the weights where the engine has not; None in synchronous training: no versions."""
-    for sample in samples:
-        if version is None:
-            sample.versions = None
-        elif sample.versions is None or len(sample.versions) != len(sample.ids):
-            sample.versions = [version] * len(sample.ids)
-
-
-def waits_for_generation(generator: Any, turns: Turns) -> contextlib.AbstractContextManager[None]:
-    """The context of a weight sync: until the completions of an engine are done, unless it updates in flight."""
-    return contextlib.nullcontext() if updates_in_flight(generator) else turns
-
-
-def log_staleness(metrics: Metrics, rollout: Rollout, step: int) -> None:
-    """Log the optimizer steps between the weights that wrote the trained tokens and `step`."""
-    if rollout.versions is None or not rollout.loss_mask.any():
-        return
-    ages = step - rollout.versions[rollout.loss_mask]  # on the CPU
-    metrics.add_sum("staleness/mean", float(ages.sum()), len(ages))
-    metrics.add_extreme("staleness/max", float(ages.max()), "max")
-
-
-def rollouts_of(args: Any) -> int:
-    """Batches of prompts that ``max_steps`` optimizer steps need at most."""
-    micro_batches = args.max_steps * args.gradient_accumulation_steps
-    rollouts = -(-micro_batches // (args.steps_per_generation * args.num_iterations))
-    return rollouts * (args.dynamic_sampling_rounds if args.dynamic_sampling else 1)
+def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
+    """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
+    if version is None:
+        return [replace(sample, versions=None) for sample in samples]
+    return [
+        sample
+        if sample.versions is not None and len(sample.versions) == len(sample.ids)
+        else replace(sample, versions=[version] * len(sample.ids))
+        for sample in samples
+    ]

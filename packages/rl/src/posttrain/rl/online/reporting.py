@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 
+from posttrain.core.distributed.strategies.base import Distributed
+from posttrain.core.logging import terminal
+from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.logging.trackers import show_table
+from posttrain.rl.losses import policy_losses
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
+from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.rewards.scoring import Scores
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.images import ImagePrompts
+from posttrain.rl.samples.samples import Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +188,111 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     return None
 
 
+def log_rollout(metrics: Metrics, summary: Summary, names: Sequence[str], weights: torch.Tensor, size: int) -> None:
+    """Log the completions of all processes, in groups of `size`; on one process alone.
+
+    Args:
+        names, weights: of the reward functions.
+    """
+    metrics.update({name: (value, 1) for name, value in summary.metrics(names, weights, size).items()})
+    metrics.update(summary.extremes())
+
+
+def log_scores(metrics: Metrics, clock: Clock, scores: Scores, names: Sequence[str]) -> None:
+    """Log the seconds that each reward function took, and what they gave to ``log_metric``."""
+    for name, seconds in zip(names, scores.seconds, strict=True):
+        clock.add(f"reward_{name}", seconds)
+    for name, values in scores.metrics.items():
+        metrics.add_sum(name, sum(values), len(values))
+
+
+def log_staleness(metrics: Metrics, rollout: Rollout, step: int) -> None:
+    """Log the optimizer steps between the weights that wrote the trained tokens and `step`."""
+    if rollout.versions is None or not rollout.loss_mask.any():
+        return
+    ages = step - rollout.versions[rollout.loss_mask]  # on the CPU
+    metrics.add_sum("staleness/mean", float(ages.sum()), len(ages))
+    metrics.add_extreme("staleness/max", float(ages.max()), "max")
+
+
+def log_clipping(
+    metrics: Metrics,
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    epsilon: float,
+    epsilon_high: float,
+) -> None:
+    """Log the shares of tokens, or of completions where `ratio` is (N, 1), that a clipped loss holds back."""
+    marks = policy_losses.clipping(ratio, advantages, epsilon, epsilon_high)
+    for name, held in {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}.items():
+        metrics.add_sum(f"clip_ratio/{name}_mean", (held * mask).sum(), mask.sum())
+    rows = policy_losses.share_of_rows
+    metrics.add_extreme("clip_ratio/low_min", _least(rows(marks.low, mask)), "min")
+    metrics.add_extreme("clip_ratio/high_max", -_least(-rows(marks.high, mask)), "max")
+
+
+def _least(values: torch.Tensor) -> torch.Tensor:
+    """The minimum without NaN: (N,) -> (); NaN if there is no other value."""
+    least = values.nan_to_num(nan=torch.inf).amin()
+    return least.masked_fill(least.isinf(), torch.nan)
+
+
 # ---------------------------------------------------------------------------------------------------------- the table
+
+
+class Reporter:
+    """Shows the completions of a run: in the terminal, in files, and at trackers, where ``log_completions`` is set.
+
+    Args:
+        names: of the reward functions. images: reads those of prompts, to show them; None: they are not shown.
+    """
+
+    def __init__(
+        self, args: RolloutConfig, names: Sequence[str], dist: Distributed, images: ImagePrompts | None
+    ) -> None:
+        self.args, self.names, self.dist, self.images = args, names, dist, images
+        self._evaluated: list[dict[str, Any]] = []
+
+    def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
+        """Show the samples of a rollout."""
+        if self.args.log_completions:
+            self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
+
+    def begin_evaluation(self) -> None:
+        """Drop what was collected by `collect`."""
+        self._evaluated = []
+
+    def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
+        """Keep the samples of a batch until the evaluation ends."""
+        if self.args.log_completions:
+            self._evaluated += self._rows(samples, scores, advantages, step)
+
+    def report_evaluation(self, description: str, prefix: str, step: int) -> None:
+        """Show what was collected."""
+        if self.args.log_completions:
+            self._show(self._evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
+
+    def _rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
+        found = rows(samples, self.names, scores, advantages, step)
+        if self.images is not None and self.args.log_multimodal:
+            for row, sample in zip(found, samples, strict=True):
+                row["images"] = self.images.pictures(sample.row, sample.prompt)
+        return found
+
+    def _show(self, rows: list[dict[str, Any]], title: str, stem: str, step: int) -> None:
+        """Print, write and track `rows` of all processes."""
+        rows = [row for part in self.dist.gather_object(rows) for row in part]
+        if not (rows and self.dist.is_main):
+            return
+        args = self.args
+        seen = {plain_text(row["prompt"]): row for row in reversed(rows)}
+        shown = list(seen.values())[::-1] if args.log_unique_prompts else rows
+        terminal.write(table(shown, title, args.num_completions_to_print))
+        path = write(rows, Path(args.output_dir) / "completions" / f"{stem}_{step:05d}", args.log_multimodal)
+        track(shown, stem, args.report_to)
+        if repo := getattr(args, "log_completions_hub_repo", None):
+            upload(path, repo, args.hub_token)
 
 
 def rows(

@@ -34,6 +34,7 @@ from posttrain.rl.rewards.functions import (
     think_format_reward,
 )
 from posttrain.rl.rewards.scorers import RewardModel, load_scorer, scorer
+from posttrain.rl.samples.samples import Sample
 
 __all__ = [
     "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
@@ -42,6 +43,9 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
+"""Columns that reward functions get by other names, or from elsewhere."""
 
 SLOW = 60.0
 """Seconds after which a call that has not returned is logged."""
@@ -179,6 +183,18 @@ class Rewards:
         failed = torch.tensor([marks for _, marks, _ in found], dtype=torch.bool).view(len(calls), -1).t()
         self._check_for_nothing(rewards.contiguous(), prompts, completions)
         return Scores(rewards.contiguous(), failed.contiguous(), [seconds for *_, seconds in found], metrics, table)
+
+    def of(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
+        """Score completed samples; columns are those of their rows, and what a ``rollout_func`` returned."""
+        names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
+        columns = {name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)}
+        return self(
+            [sample.prompt for sample in samples],
+            [sample.completion for sample in samples],
+            [sample.ids for sample in samples],
+            columns,
+            {"trainer_state": trainer_state, "environments": [sample.environment for sample in samples]},
+        )
 
     def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""

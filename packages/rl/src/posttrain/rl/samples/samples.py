@@ -1,9 +1,9 @@
-"""Samples, while completions are made and scored, and the rollout made of them."""
+"""Samples, from a prompt to a scored completion, and the rollout made of them. Both are values that never change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from posttrain.rl.policy.logprobs import lay_out, lay_out_values
 from posttrain.rl.samples.images import RolloutImages
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sample:
-    """One completion in progress.
+    """A prompt and the completion of it, of one or several turns; without tokens until the first turn is generated.
+
+    Nothing changes a sample: what happens to it makes another one, by `dataclasses.replace`.
 
     Attributes:
         row: of the dataset. seed: of its random numbers. prompt: from the row or from an environment.
@@ -63,16 +65,21 @@ class Sample:
         """Tokens of prompt and completion that the policy has read: all but the last."""
         return len(self.prompt_ids) + len(self.ids) - 1
 
-    def add(
+    def extended(
         self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool, versions: Sequence[int] | None = None
-    ) -> None:
-        """Put tokens, which the policy chose or not, behind the completion. The lists of an engine may be shared."""
-        if self.versions is not None:  # tokens of others have that of the last one before them
-            self.versions = [*self.versions, *(versions or self.versions[-1:] * len(ids))]
+    ) -> Sample:
+        """This sample with more tokens behind its completion, which the policy chose or not."""
+        before = self.versions or []  # tokens of others have the version of the last one before them
+        versions = None if self.versions is None else [*before, *(versions or before[-1:] * len(ids))]
         learn = [True] * len(self.ids) if self.learn is None else self.learn
-        self.learn = [*learn, *[chosen] * len(ids)]
-        self.ids = [*self.ids, *ids]
-        self.logps = None if self.logps is None or logps is None else [*self.logps, *logps]
+        known = self.logps is not None and logps is not None
+        return replace(
+            self,
+            ids=[*self.ids, *ids],
+            logps=[*(self.logps or ()), *(logps or ())] if known else None,
+            learn=[*learn, *[chosen] * len(ids)],
+            versions=versions,
+        )
 
 
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.

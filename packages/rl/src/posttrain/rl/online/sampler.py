@@ -1,0 +1,289 @@
+"""Completes prompts: the engine and its weights, the turns of the policy and those of its tools.
+
+    prompts -> turn of the policy -> answers of tools -> turn of the policy -> ... -> completed samples
+
+A sampler knows no trainer. `Sampler.generate_turn` is the one place where the policy generates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.data.samplers import mix
+from posttrain.core.distributed.strategies.base import Distributed
+from posttrain.core.errors import DataError
+from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.core.models import wrapping
+from posttrain.lm.images.vision import Shown
+from posttrain.rl.agents.environments import Environments, complete_in_room
+from posttrain.rl.generation import Completions, Generator, Sampling
+from posttrain.rl.generation.engines import folded
+from posttrain.rl.generation.protocol import has_own_weights, reads_images, session, updates_in_flight
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.asynchronous import ATTEMPTS, Turns, with_versions
+from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
+from posttrain.rl.samples.prompts import PromptCodec, runs
+from posttrain.rl.samples.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler:
+    """Makes samples of rows, and completes them.
+
+    Args:
+        generator: the engine.
+        codec: prompts to tokens, and completions to texts.
+        environments: the tools of the policy and the environments of its completions.
+        images: makes tokens of prompts with images; None for a model of text alone.
+        context: tokens of prompt and completion that the model reads at most; None: any number.
+
+    Attributes:
+        version: the optimizer step of the weights that the engine was sent last.
+        synced_at: the same; None where the engine must be sent the weights again.
+        ends_of_calls: the tokens that end a turn with calls.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        codec: PromptCodec,
+        environments: Environments,
+        images: ImagePrompts | None,
+        dist: Distributed,
+        context: int | None = None,
+    ) -> None:
+        self.generator, self.codec, self.environments, self.images = generator, codec, environments, images
+        self.dist, self.context = dist, context
+        self.version = 0
+        self.synced_at: int | None = None
+        self.ends_of_calls: set[int] = set()
+        self._generating = Turns()
+
+    # ------------------------------------------------------------------------------------------------ prompts
+
+    def new_samples(self, rows: Sequence[Mapping[str, Any]], check: bool = True) -> list[Sample]:
+        """A sample without a completion for each row.
+
+        Args:
+            check: that prompts describe the tools.
+        """
+        found: list[Sample] = []
+        read: Any = None
+        before: dict[str, Any] = {}
+        ids: list[int] = []
+        shown: Shown | None = None
+        # Those of one prompt are adjacent, and it is tokenised once.
+        for sample in self.environments.begin([Sample(dict(row), row.get("prompt"), []) for row in rows]):
+            asked = sample.prompt, self.environments.schemas_of(sample)
+            is_new = asked != read or (self.images is not None and not same_images(sample.row, before))
+            read, before = asked, sample.row
+            if is_new:
+                again = reads_images(self.generator)
+                ids, shown = encode(sample.row, *asked, self.codec, self.images, again)
+            found.append(replace(sample, prompt_ids=ids, shown=shown))
+            if is_new and check:
+                self.environments.check_prompt(found[-1], asked[1], self.codec)
+        return found
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The token that stands for a feature of an image."""
+        return None if self.images is None else self.images.vision.image_token_id
+
+    # ------------------------------------------------------------------------------------------------ the engine
+
+    def weights_to_generate(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the engine generates: with gathered weights, because completions differ in length
+        between processes; or with the engine's own copy, without gathering.
+        """
+        return contextlib.nullcontext() if has_own_weights(self.generator) else self.dist.gathered(model)
+
+    def sync_weights(self, model: nn.Module, step: int, clock: Clock) -> None:
+        """Send the weights of `model` at the optimizer step `step`, unless the engine has them."""
+        if self.synced_at == step:
+            return
+        if hasattr(self.generator, "version"):
+            self.generator.version = step
+        # An engine that does not update in flight first ends the completions that it has begun.
+        generation = contextlib.nullcontext() if updates_in_flight(self.generator) else self._generating
+        with clock("sync"), generation:
+            self.generator.sync_weights(model)
+            self.synced_at = self.version = step
+
+    def is_lost(self, error: BaseException | None) -> bool:
+        """Whether the engine of any process is gone; then its weights must be sent again, by all processes."""
+        lost = any(self.dist.gather_object(isinstance(error, ConnectionError)))
+        if lost:
+            logger.warning("The engine was lost, and is waited for: %s", error or "another process says so.")
+            self.synced_at = None
+        return lost
+
+    def with_attempts(
+        self,
+        begin: Callable[[], list[Sample]],
+        sample: Callable[[list[Sample]], list[Sample]],
+        sync: Callable[[], None],
+    ) -> list[Sample]:
+        """The samples that `begin` makes, completed by `sample`, also if the engine is lost meanwhile and comes back.
+
+        Args:
+            sync: sends the weights; raises ConnectionError where the engine stays away.
+        """
+        for _ in range(ATTEMPTS - 1 if has_own_weights(self.generator) else 0):
+            samples, lost = begin(), None
+            sync()
+            try:
+                samples = sample(samples)
+            except ConnectionError as error:
+                lost = error
+            if not self.is_lost(lost):
+                return samples
+        return sample(begin())
+
+    # ------------------------------------------------------------------------------------------------ completions
+
+    def complete(
+        self, samples: list[Sample], generate: Callable[[list[Sample]], list[Sample]], keeps_versions: bool
+    ) -> list[Sample]:
+        """The `samples` completed by `generate`. Every process must call it, also one that has none.
+
+        Args:
+            keeps_versions: of the weights that wrote each token.
+        """
+        with self._generating, session(self.generator):
+            version = self.version
+            found = generate(samples)
+            if found is None:
+                raise TypeError("generate() returned None. Return the completed samples: they are never changed.")
+            return with_versions(found, version if keeps_versions else None)
+
+    def converse(
+        self, samples: list[Sample], sampling: Sampling, logps_temperature: float, metrics: Metrics
+    ) -> list[Sample]:
+        """The `samples` after the turns of the policy and of its tools, in their order.
+
+        Args:
+            logps_temperature: at which log-probabilities are needed; see `generate_turn`.
+        """
+
+        def turn(some: list[Sample], tokens: int) -> list[Sample]:
+            return self.generate_turn(some, replace(sampling, max_new_tokens=tokens), logps_temperature)
+
+        samples = complete_in_room(samples, sampling.max_new_tokens, self.context, turn)
+        if not self.environments:
+            return samples
+
+        def next_turn(some: list[Sample], number: int, tokens: int) -> list[Sample]:
+            return turn([replace(sample, seed=mix(sample.seed, number)) for sample in some], tokens)
+
+        samples = self.environments.converse(samples, self.codec, next_turn, sampling.max_new_tokens, self.context)
+        calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
+        self.environments.counts.update(calls=0, failures=0)
+        metrics.add_sum("tools/call_frequency", calls, len(samples))
+        if calls:
+            metrics.add_sum("tools/failure_frequency", failures, calls)
+        return samples
+
+    def generate_turn(self, samples: list[Sample], sampling: Sampling, logps_temperature: float) -> list[Sample]:
+        """`samples` after one turn of the policy. Adjacent ones with the same prompt are generated together.
+
+        Args:
+            logps_temperature: log-probabilities at another temperature than this one are not exact.
+        """
+        found = list(samples)
+        for size, places in runs([(sample.prompt_ids, id(sample.shown)) for sample in samples]):
+            version, rows = self.version, [first + offset for first in places for offset in range(size)]
+            ask = partial(
+                self._ask, [samples[first] for first in places], size, sampling, [samples[r].seed for r in rows]
+            )
+            # Processes that split a row each have the whole model, and must not differ by a rounding.
+            done = self.dist.on_first(ask) if self.dist.cp_size > 1 else ask()
+            is_exact = done.is_exact and sampling.temperature == logps_temperature
+            for number, row in enumerate(rows):
+                sample, ids = samples[row], done.ids[number]
+                schemas = self.environments.schemas_of(sample)
+                found[row] = replace(
+                    sample,
+                    ids=ids,
+                    finished=done.finished[number],
+                    is_exact=is_exact,
+                    logps=None if done.logps is None else done.logps[number],
+                    routes=None if done.routes is None else done.routes[number],
+                    versions=done.versions[number] if done.versions else [version] * len(ids),
+                    completion=self.codec.decode(sample.prompt, ids, sample.prompt_ids, schemas),
+                )
+        return found
+
+    def _ask(self, samples: list[Sample], size: int, sampling: Sampling, seeds: list[int]) -> Completions:
+        """`size` completions of each prompt of `samples` by the engine."""
+        prompts, shown = [sample.prompt_ids for sample in samples], [sample.shown for sample in samples]
+        if reads_images(self.generator):
+            given: Any = list(map(pictured, prompts, shown))
+            return self.generator.generate(given, size, sampling, seeds)
+        images = RolloutImages.of(shown, prompts, self.image_token_id)
+        more = {} if images is None else {"images": images}
+        return self.generator.generate(prompts, size, sampling, seeds, **more)
+
+    @contextlib.contextmanager
+    def engine(self, generator: Generator) -> Iterator[None]:
+        """The context in which another engine generates."""
+        before, self.generator = self.generator, generator
+        try:
+            yield
+        finally:
+            self.generator = before
+
+    def sampling(self, args: RolloutConfig, model: nn.Module, temperature: float) -> Sampling:
+        """How tokens are drawn: as `args` say, and ``generation_kwargs``, which replace them."""
+        settings = args.generation_kwargs or {}
+        stop = settings.get("stop") or settings.get("stop_strings") or ()
+        own = getattr(getattr(wrapping.base_model(model), "generation_config", None), "eos_token_id", None)
+        ends = _listed(settings.get("eos_token_id")) or [*_listed(own), self.codec.tokenizer.eos_token_id]
+        ends = [*ends, *_listed(settings.get("stop_token_ids")), *self.ends_of_calls]
+        sampling = Sampling(
+            max_new_tokens=args.max_completion_length,
+            temperature=temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+            never=() if self.images is None else tuple(sorted(self.images.vision.placeholders)),
+        )
+        return folded(sampling, settings)
+
+
+def encode(
+    row: Mapping[str, Any],
+    prompt: Any,
+    tools: list[Any] | None,
+    codec: PromptCodec,
+    images: ImagePrompts | None = None,
+    keeps_images: bool = False,
+) -> tuple[list[int], Shown | None]:
+    """(tokens, images) of the prompt of a row.
+
+    Raises:
+        DataError: it is invalid; the message shows the row.
+    """
+    try:
+        if images is None:
+            refuse_images(prompt)
+            return codec.encode(prompt, tools), None
+        return images.encode(codec, row, prompt, tools, keeps_images=keeps_images)
+    except DataError as error:
+        raise DataError(f"{str(error).rstrip('.')}. The row is {reprlib.repr(row)}.") from error
+
+
+def _listed(ids: Any) -> list[Any]:
+    return [*ids] if isinstance(ids, (list, tuple)) else [ids] if ids is not None else []

@@ -1,0 +1,261 @@
+"""Where training data comes from: prompts to scored completions, and rollouts to micro-batches.
+
+    prompts -> sample -> score -> (leave out equal groups) -> rollout -> micro-batches
+
+A source knows no trainer. It holds the rollout that is being learned from, how many there were, what is sampled ahead,
+and the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from posttrain.core.data.samplers import mix
+from posttrain.core.distributed.strategies.base import Distributed
+from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.core.training.plan import Plan
+from posttrain.rl.losses.advantages import equal_groups, total_rewards
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.asynchronous import Background
+from posttrain.rl.online.ledger import Ledger
+from posttrain.rl.online.sampler import Sampler
+from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.samples.prompts import Layout
+from posttrain.rl.samples.samples import Rollout, Sample
+
+logger = logging.getLogger(__name__)
+
+Scored = tuple[list[Sample], Scores]
+Triple = tuple[Sample, torch.Tensor, torch.Tensor]
+"""A sample, its rewards and which of them failed: (F,) each."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What is done with a batch of prompts.
+
+    Attributes:
+        new_samples: makes samples of rows.
+        complete: completes samples with the weights that the engine has. sample: with the current ones.
+        sync: sends the engine the current weights, if it has others.
+        score: of completed samples.
+        layout: which completions of a rollout are whose.
+    """
+
+    new_samples: Callable[[Sequence[Mapping[str, Any]]], list[Sample]]
+    complete: Callable[[list[Sample]], list[Sample]]
+    sample: Callable[[list[Sample]], list[Sample]]
+    sync: Callable[[], None]
+    score: Callable[[list[Sample]], Scores]
+    layout: Callable[[], Layout]
+
+
+class Source:
+    """The rollouts of a run.
+
+    Args:
+        weights: (F,) of the reward functions.
+
+    Attributes:
+        rollout: the one whose micro-batches are being learned from. used: how many of them were.
+        num_rollouts: that were begun. num_tokens: that the policy has read and written.
+        background: what samples while the policy is trained; None in synchronous training.
+        per_rollout: micro-batches that are made of a rollout.
+    """
+
+    def __init__(
+        self, args: RolloutConfig, dist: Distributed, sampler: Sampler, weights: torch.Tensor, hooks: Hooks
+    ) -> None:
+        self.args, self.dist, self.sampler, self.weights, self.hooks = args, dist, sampler, weights, hooks
+        self.background: Background | None = None
+        self._ledger: Ledger | None = None
+        self.forget()
+
+    def forget(self, keeps_count: bool = False) -> None:
+        """Drop the present rollout; start the counts again unless `keeps_count`."""
+        self.rollout: Rollout | None = None
+        self.used, self._length = 0, self.per_rollout
+        self.sampler.synced_at = None
+        if not keeps_count:
+            self.num_rollouts = self.num_tokens = 0
+
+    @property
+    def per_rollout(self) -> int:
+        return self.args.steps_per_generation * self.args.num_iterations
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The context of a run; with ``max_staleness`` above 0, completions are sampled in the background."""
+        args, hooks, environments = self.args, self.hooks, self.sampler.environments
+        if args.max_staleness:
+            self.background = Background(
+                self.sample_ahead,
+                hooks.score,
+                hooks.sync,
+                self._new_number,
+                self._dropped,
+                self.sampler.is_lost,
+                args.max_staleness,
+                self.per_rollout,
+                args.reward_concurrency,
+            )
+        wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
+        engine = getattr(self.sampler.generator, "name", type(self.sampler.generator).__name__)
+        writes = wanted and not self.dist.peer_rank
+        self._ledger = Ledger(args.output_dir, self.dist.rank, engine) if writes else None
+        environments.overlaps = self.background is not None
+        try:
+            yield
+        finally:
+            if self.background is not None:
+                self.background.close()
+            self.background, environments.overlaps = None, False
+
+    # ------------------------------------------------------------------------------------------------ windows
+
+    def begin_epoch(self, step: int) -> None:
+        """An epoch begins at the optimizer step `step`: the rest of one that ended early is skipped."""
+        self.forget(keeps_count=step > 0)
+        if self._ledger is not None and step == 0:
+            self._ledger.began(self.args.max_staleness)
+
+    def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[list[dict[str, Any]]]:
+        """The batches of prompts of `epoch`, from `loader` or from `batches`."""
+        if self.background is not None:
+            return self.background.read(epoch, loader, batches)
+        return iter(loader) if batches is None else batches
+
+    def fill(self, plan: Plan, step: int) -> None:
+        """Begin the rollouts that may be sampled in the background while `step` is made."""
+        if self.background is not None:
+            left = 0 if self.rollout is None else self.per_rollout - self.used
+            self.background.fill(plan, step, left)
+
+    def micro_batches(
+        self, make_rollout: Callable[[], Rollout | None], parts_of: Callable[[Rollout], list[dict[str, Any]]]
+    ) -> Iterator[dict[str, Any]]:
+        """The micro-batches of the present rollout and of those that follow, which are made on demand."""
+        while True:
+            if self.rollout is None:
+                self.rollout, self.used = make_rollout(), 0
+                if self.rollout is None:
+                    return
+            parts = parts_of(self.rollout)
+            self._length = len(parts) * self.args.num_iterations
+            while self.used < self._length:
+                self.used += 1  # before it is yielded: a checkpoint may be saved at the yield
+                yield parts[(self.used - 1) % len(parts)]
+            self.rollout = None
+
+    # ------------------------------------------------------------------------------------------------ scored samples
+
+    def next(self, batches: Iterator[list[dict[str, Any]]], metrics: Metrics, clock: Clock) -> Scored | None:
+        """The samples of the next rollout; None where the epoch has no more prompts."""
+        found = self._next_scored(batches, metrics, clock)
+        if found is None or not self.args.dynamic_sampling:
+            return found
+        samples, scores = found
+        layout = self.hooks.layout()
+        size, wanted = layout.group_size, len(samples) * self.dist.world_size
+        kept: list[Triple] = []
+        spare: list[Triple] = []
+        for number in range(1, self.args.dynamic_sampling_rounds + 1):
+            dealt = [triple for part in self.dist.gather_object(_triples(samples, scores)) for triple in part]
+            everyone = [dealt[place] for place in layout.dealt().argsort()]
+            total = total_rewards(torch.stack([rewards for _, rewards, _ in everyone]), self.weights)
+            for group, is_equal in enumerate(equal_groups(total, size).tolist()):
+                (spare if is_equal else kept).extend(everyone[group * size : (group + 1) * size])
+            metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
+            more = None
+            if len(kept) < wanted and number < self.args.dynamic_sampling_rounds:
+                more = self._next_scored(batches, metrics, clock)
+            if more is None:
+                break
+            samples, scores = more
+        if self.dist.is_main and (rest := (kept + spare)[wanted:]):
+            self.log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, _ in rest]), None)
+        mine = [(kept + spare)[number] for number in layout.numbers(self.dist.rank)]
+        rewards, failed = torch.stack([r for _, r, _ in mine]), torch.stack([f for *_, f in mine])
+        return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
+
+    def _next_scored(self, batches: Iterator[list[dict[str, Any]]], metrics: Metrics, clock: Clock) -> Scored | None:
+        """Completions of the next batch of prompts; None where the epoch has no more."""
+        if self.background is not None:
+            with clock("wait"):
+                job = self.background.take()
+            if job is None:
+                return None
+            job.log_into(metrics, clock)
+            return job.scored.result()
+        if (rows := next(batches, None)) is None:
+            return None
+        number, hooks = self._new_number(), self.hooks
+        samples = self.sampler.with_attempts(lambda: self.begin(rows, number), hooks.sample, hooks.sync)
+        return samples, hooks.score(samples)
+
+    def begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        """Samples of rollout `number`, without completions."""
+        places, seed = self.hooks.layout().numbers(self.dist.rank).tolist(), self.args.seed
+        return [
+            replace(sample, seed=mix(seed, number, place), rollout=number, place=place)
+            for sample, place in zip(self.hooks.new_samples(rows), places, strict=True)
+        ]
+
+    def sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        """Completed samples of rollout `number`, with the weights that the engine has."""
+        return self.hooks.complete(self.begin(rows, number))
+
+    def _new_number(self) -> int:
+        """The number of a new rollout."""
+        self.num_rollouts += 1
+        return self.num_rollouts - 1
+
+    # ------------------------------------------------------------------------------------------------ ledger and state
+
+    def log_used(self, samples: list[Sample], rewards: torch.Tensor, step: int | None) -> None:
+        """Note the first optimizer step that learns from `samples`, in the ledger; None: they are left out."""
+        if self._ledger is not None:
+            totals = total_rewards(rewards, self.weights).tolist()
+            self._ledger.used(samples, totals, self.sampler.version, step)
+
+    def _dropped(self, number: int, why: str) -> None:
+        if self._ledger is not None:
+            self._ledger.dropped(number, why)
+
+    def state_dict(self, dealt: list[int]) -> dict[str, Any]:
+        """The rollout that is being gone through, and the counts.
+
+        Args:
+            dealt: how completions are distributed: on each process, processes, in a micro-batch.
+        """
+        state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
+        state |= {} if self.background is None else self.background.position()
+        if self.rollout is not None and self.used < self._length:
+            state |= {"rollout": self.rollout.state_dict(), "used": self.used}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], dealt: list[int], step: int) -> None:
+        """The inverse of `state_dict`, from the checkpoint of the optimizer step `step`."""
+        self.forget()
+        if self._ledger is not None:
+            self._ledger.resumed(step, self.args.max_staleness)
+        self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
+        if "rollout" in state and state["dealt"] == dealt:
+            self.rollout, self.used = Rollout.from_state(state["rollout"]), state["used"]
+        elif "rollout" in state:
+            logger.warning(
+                "The checkpoint's rollout was distributed differently (%s completions on each of %s processes, %s in "
+                "a micro-batch): the rest of it is skipped, and the next prompts are sampled.",
+                *state["dealt"],
+            )
+
+
+def _triples(samples: list[Sample], scores: Scores) -> list[Triple]:
+    samples = [replace(sample, environment=None) for sample in samples]  # its reward is known, and it stays here
+    return list(zip(samples, scores.rewards, scores.failed, strict=True))

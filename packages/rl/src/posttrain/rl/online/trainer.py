@@ -1,0 +1,763 @@
+"""Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
+
+`RolloutTrainer` has the methods to override, and hands the work to objects that know no trainer: `Sampler` completes
+prompts, `Source` gives rollouts of them, `OldLogps` knows the policy that sampled, and `Reporter` shows completions.
+An algorithm is a subclass that overrides `compute_advantages` and `policy_loss`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import nn
+
+from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.data import pipeline
+from posttrain.core.data.samplers import mix
+from posttrain.core.errors import checked_args
+from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
+from posttrain.core.models import wrapping
+from posttrain.core.state import EvalLoopOutput, TrainOutput
+from posttrain.core.training.plan import Plan, make_plan
+from posttrain.core.training.preflight import Parts, Problem
+from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
+from posttrain.lm.loading import loading
+from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.rl.agents.environments import Environments, context_length
+from posttrain.rl.agents.rollout_functions import take_rollout
+from posttrain.rl.generation import Generator, Sampling
+from posttrain.rl.generation.engines import make_generator, settings_of
+from posttrain.rl.generation.transformers import generation_config
+from posttrain.rl.losses import policy_losses
+from posttrain.rl.online import asynchronous, reporting, setup
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.asynchronous import PerThread, Turns
+from posttrain.rl.online.old_logps import Needs, OldLogps
+from posttrain.rl.online.reporting import Reporter, Summary
+from posttrain.rl.online.sampler import Sampler
+from posttrain.rl.online.source import Hooks, Source
+from posttrain.rl.policy.loading import load_policy, router_coefficient
+from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.policy.overrides import ROLLOUT_METHODS
+from posttrain.rl.policy.reference import (
+    FrozenReference,
+    MovableReference,
+    SyncReference,
+    make_reference,
+    sync_problem,
+)
+from posttrain.rl.rewards.scoring import (
+    RewardModel,
+    Rewards,
+    Scores,
+    functions_by_name,
+    reward_functions,
+    reward_problems,
+)
+from posttrain.rl.samples.images import ImagePrompts, can_see
+from posttrain.rl.samples.prompts import (
+    OF_TEXT_ALONE,
+    GroupedStream,
+    GroupSampler,
+    Layout,
+    PromptCodec,
+    image_problems,
+    prompt_problems,
+)
+from posttrain.rl.samples.samples import Rollout, Sample
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+logger = logging.getLogger(__name__)
+
+
+@reads_from_arguments(
+    "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal", "log_unique_prompts",
+    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "num_completions_to_print",
+    "pad_to_multiple_of", "shuffle_dataset", "use_transformers_continuous_batching", "vllm_gpu_memory_utilization",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_tensor_parallel_size", epsilon_low="epsilon",
+)  # fmt: skip
+class RolloutTrainer(Trainer):
+    """Trains a policy on completions that it samples itself.
+
+    Args:
+        model: a causal language model, or the name or folder of one to load.
+        reward_funcs: functions (see `rewards.scoring.Rewards`), and reward models by name or loaded; one or a
+            list.
+        args: a `RolloutConfig`.
+        train_dataset: rows with a `prompt`: a text, or messages. Other columns are for the reward functions. Without
+            it, prompts come from the ``reset()`` of environments, and ``args.max_steps`` must be set.
+        eval_dataset: such rows, or a dict of several sets by name.
+        processing_class: the tokenizer; by default the one that belongs to the model.
+        reward_processing_classes: the tokenizers of reward models; None: the model's own.
+        quantization_config: loads a model given by name in 4 or 8 bits.
+        peft_config: train adapters (LoRA and others) instead of the model's own weights.
+        tools: functions that the policy may call, see `posttrain.rl.agents.environments`.
+        rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see
+            `posttrain.rl.agents.rollout_functions.take_rollout`.
+        environment_factory: makes environments, see `posttrain.rl.agents.environments`.
+        generator: the generation engine; by default as `args` set.
+
+    The other arguments are those of `Trainer`.
+    """
+
+    config_class: type[RolloutConfig] = RolloutConfig
+    args: RolloutConfig
+    evaluation_metrics = None
+    signature_columns: tuple[str, ...] | None = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+    fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
+    #: Whether prompts may have images.
+    reads_images = True
+    #: Whether there must be reward functions. Elsewhere they are metrics.
+    learns_from_rewards = True
+    #: The reference; None: the weights that the policy begins with.
+    given_reference: nn.Module | str | None = None
+    #: Whether advantages depend on the divergence of the policy that sampled from the reference.
+    needs_kl_of_samples = False
+    #: Whether `policy_loss` multiplies by ``inputs["correction"]`` itself.
+    corrects_itself = False
+    INSTEAD = ROLLOUT_METHODS
+    metrics = PerThread[Metrics]()
+    clock = PerThread[Clock]()
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        reward_funcs: Any = None,
+        args: RolloutConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[[list[Any], Any], dict[str, Any]] | None = None,
+        environment_factory: Any = None,
+        generator: Generator | None = None,
+        **others: Any,
+    ) -> None:
+        args = self.config_class() if args is None else checked_args(args, self.config_class)
+        reads_parts = can_see(model, processing_class) and not any(getattr(args, name) for name in OF_TEXT_ALONE)
+        sees = any(map(has_images, (train_dataset, eval_dataset))) or (self.reads_images and reads_parts)
+        given = functions_by_name(args) if reward_funcs is None else reward_funcs
+        turns = {"environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func}
+        parts = Parts.of(
+            others,
+            model=model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=others.get("compute_metrics"),
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"),
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            ref_model=self.given_reference,
+            datasets={},
+            auto_class="AutoProcessor" if sees else "AutoTokenizer",
+            others={"reward_funcs": given, **turns},
+        )
+        self.run_preflight(args, parts)
+        if train_dataset is None and environment_factory is not None:
+            train_dataset = setup.rows_without_prompts(args)
+        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        self.rollout_func = rollout_func
+        functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
+        own = self.environments.reward_functions
+        functions += own
+        if not functions and self.learns_from_rewards:
+            raise ValueError(
+                "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+            )
+        self.rewards = Rewards(functions, args, len(own))
+        pipeline.set_seed(args.seed)  # adapters begin with random numbers
+        model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=as_they_are,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            **others,
+        )
+        for function in functions:
+            if isinstance(function, RewardModel):
+                self.dist.place(function.model)
+        self.reward_funcs, self.reward_func_names = functions, self.rewards.names
+        self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in functions]
+        self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
+        self.use_vllm, self.vllm_mode = args.use_vllm, args.vllm_mode
+        self.top_p, self.top_k, self.min_p = args.top_p, args.top_k, args.min_p
+        self.repetition_penalty = args.repetition_penalty
+        self.num_generations_eval = args.num_generations_eval or args.num_generations
+        self.beta, self.temperature = args.beta, args.temperature
+        if pipeline.is_stream(train_dataset):  # each process reads its own part, as trl notes in the same place
+            accelerator_config: Any = args.accelerator_config
+            accelerator_config.dispatch_batches = False
+        self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args), args) if sees else None
+        self._make_sampler(generator)
+        self.old_logps = OldLogps(args, self.dist)
+        self.reference = self._make_reference(peft_config is not None and not loading.is_adapter(parts.model))
+        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
+        if self.reference is not None and args.sync_ref_model:
+            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        example = None if self.image_prompts is None else self.image_prompts.example
+        coefficient = self.router_aux_loss_coef
+        self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
+        if args.router_replay:
+            setup.enable_router_replay(self.model, sees)
+        hooks = Hooks(
+            new_samples=lambda rows: self.new_samples(rows),  # as it is when it is called
+            complete=self._complete,
+            sample=self._sample,
+            sync=self._sync_weights,
+            score=self._score,
+            layout=lambda: self.layout,
+        )
+        self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
+        self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
+
+    def _make_sampler(self, generator: Generator | None) -> None:
+        """Make what completes prompts, once the prompts and the tools are checked."""
+        args, images, processor = self.args, self.image_prompts, self.processing_class
+        kwargs = images.vision.template_kwargs(args.chat_template_kwargs) if images else None
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
+        config = getattr(wrapping.base_model(self.model), "config", None)
+        context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
+        ends = self._check_tools()
+        if self.rollout_func is None and not self.environments.factories and images is None:
+            room = partial(
+                setup.prompts_with_room,
+                codec=self.codec,
+                environments=self.environments,
+                context=context,
+                drops=args.long_prompts == "drop",
+            )
+            self.train_dataset = room(self.train_dataset, "train_dataset", self.layout.prompts)
+            self.eval_dataset = room(self.eval_dataset, "eval_dataset", 1)
+        generator = generator or make_generator(tokenizer, args, None if images is None else images.example)
+        if args.max_staleness and (problem := asynchronous.engine_problem(generator)):
+            raise ValueError(problem)
+        self.sampler = Sampler(generator, self.codec, self.environments, images, self.dist, context)
+        self.sampler.ends_of_calls = ends
+        self._scoring = Turns(args.reward_concurrency)
+
+    # ------------------------------------------------------------------------------------------------ to override
+
+    @classmethod
+    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
+        """Adds problems with prompts and reward functions."""
+        args = checked_args(args, RolloutConfig)
+        yield from model_problems(args, parts, "pass a causal language model, or the name of one.")
+        yield from super().preflight(args, parts)
+        yield from prompt_problems(args, parts)
+        yield from image_problems(args, parts, cls.reads_images)
+        names = ("rollout_func", "tools", "environment_factory")
+        yield from setup.turn_problems(args, [name for name in names if parts.others.get(name)])
+        if parts.compute_metrics is not None:
+            yield (
+                f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
+                "and log the rewards. Use a reward function as a metric, or add to the record in a callback's "
+                "on_evaluate"
+            )
+        given = parts.others["reward_funcs"]
+        if cls.learns_from_rewards or given is not None:
+            yield from reward_problems(given, args.reward_weights, parts.others["environment_factory"])
+        yield from tokenizer_problems(args, parts)
+
+    def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+        """A sample without a completion for each row."""
+        return self.sampler.new_samples(rows, check=self.rollout_func is None)
+
+    def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """The `samples` completed, in their order: by `rollout_func`, or by turns of the policy and of its tools."""
+        if self.rollout_func is not None:
+            output = self.rollout_func([sample.prompt for sample in samples], self)
+            return take_rollout(samples, output, self.codec)
+        return self.sampler.converse(samples, sampling, self.logps_temperature, self.metrics)
+
+    def score(self, samples: list[Sample]) -> Scores:
+        """What the reward functions make of `samples`."""
+        return self.rewards.of(samples, self.state)
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """How much better each completion is than others.
+
+        Args:
+            rewards: (N, F) of all processes, groups of `group_size` next to each other; NaN where a function does not
+                apply.
+            kl: (N,) log-ratio of the policy that sampled to the reference, summed over tokens; None without a
+                reference, or where `needs_kl_of_samples` is False.
+
+        Returns:
+            (N,).
+        """
+        raise TypeError(f"{type(self).__name__} must override compute_advantages.")
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """The loss of each token (N, C) or completion (N, 1) of a micro-batch; see `Rollout.micro_batches`."""
+        raise TypeError(f"{type(self).__name__} must override policy_loss.")
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the policy may have moved since it sampled, when its completions are learned from."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss reads the reference's log-probabilities of the completions."""
+        return bool(self.beta)
+
+    def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
+        """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities."""
+        if not self.uses_reference or self.reference is None:
+            return rollout
+        with self.reference.use() as policy:  # which chooses its own experts
+            return replace(rollout, ref_logps=self._logps_of(policy, replace(rollout, routes=None))[0])
+
+    @property
+    def average(self) -> str:
+        """What the summed loss is divided by, a name in `posttrain.rl.losses.policy_losses.AVERAGES`."""
+        return "sequences"
+
+    @property
+    def top_entropy_quantile(self) -> float:
+        """The share of most uncertain tokens that are learned from."""
+        return 1.0
+
+    def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
+        """Log-probabilities of the completions of a micro-batch."""
+        router = training and bool(self.router_aux_loss_coef)
+        return completion_logps(model, batch, self.logps_temperature, with_entropy, router_logits=router)
+
+    @property
+    def logps_temperature(self) -> float:
+        """What logits are divided by in the loss: by default what they are in sampling."""
+        return self.temperature
+
+    def sampling(self, temperature: float | None = None) -> Sampling:
+        """How tokens are drawn: as the arguments say, and ``generation_kwargs``, which replace them."""
+        sampling = self.sampler.sampling(self.args, self.model, self.temperature)
+        return sampling if temperature is None else replace(sampling, temperature=temperature)
+
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        """The tokens of `mask` whose entropy is at least the quantile `threshold` of all processes' tokens: (N, C)."""
+        local = entropies[mask.bool()].float()
+        everyone = self.accelerator.gather(self.accelerator.pad_across_processes(local, dim=0, pad_index=-1))
+        if self.accelerator.num_processes > 1:  # of processes that read the same rows, one
+            everyone = everyone.view(self.accelerator.num_processes, -1)[:: self.dist.peers]
+        least = policy_losses.entropy_threshold(everyone[everyone >= 0], 1 - threshold)  # no entropy is below 0
+        return (entropies >= least) & mask.bool()
+
+    # ---------------------------------------------------------------------------------- overridable methods of the loop
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
+        self.sampler.synced_at = None  # the weights may have changed since an evaluation
+        self.old_logps.begin_run()
+        with self.source.running():
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row."""
+        if self.train_dataset is None:
+            raise ValueError(f"{type(self).__name__}: training requires a train_dataset.")
+        dataset = self.train_dataset
+        if pipeline.is_stream(dataset):
+            shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
+            dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
+            dataset = GroupedStream(dataset, self.layout)
+        size = self.train_batch_size * self.args.steps_per_generation
+        return self.make_dataloader(dataset, "Training", size, is_training=True)
+
+    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
+        """Groups of completions next to each other; None for a stream, whose rows come grouped."""
+        if pipeline.is_stream(dataset):
+            return None
+        return GroupSampler(len(dataset), self.layout, self.data_seed, bool(self.args.shuffle_dataset))
+
+    @property
+    def layout(self) -> Layout:
+        """Which completions of a rollout are whose."""
+        size, parts = self.train_batch_size, self.args.steps_per_generation
+        window = self.args.gradient_accumulation_steps
+        chunk = size * (window if parts % window == 0 else parts)
+        return Layout(self.num_generations, size * parts, chunk, self.dist.world_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Prompts of an evaluation batch on each process: the size that is set counts their completions."""
+        return max(self.args.eval_batch_size // self.num_generations_eval, 1)
+
+    def make_plan(self, loader: Any) -> Plan:
+        """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
+        args, parts = self.args, self.source.per_rollout
+        length = len(loader) * parts if pipeline.has_length(loader) else None
+        epochs = args.num_train_epochs
+        return make_plan(length, args.gradient_accumulation_steps, epochs, args.max_steps, args.epochs_of_stream)
+
+    def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        """Micro-batches of rollouts, which are made on demand."""
+        if self.run.progress.batches == 0:
+            self.source.begin_epoch(self.state.global_step)
+        batches = self.source.read(self.run.progress.epoch, loader)
+        self.restore_rng()
+        yield from self._windows_of(plan, batches)
+
+    def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        if loader.epoch == epoch or self.source.rollout is None or self.run.epoch_stopped:
+            return super().windows_left(plan, loader, epoch)
+        self.restore_rng()  # the prompts were used up, the last rollout was not
+        return self._windows_of(plan, self.source.read(epoch, loader, iter(())))
+
+    def _windows_of(
+        self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
+    ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
+        stream = self.source.micro_batches(lambda: self.make_rollout(batches), self._parts_of)
+        while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            self.source.fill(plan, self.state.global_step)
+            if not (window := list(islice(stream, plan.accumulation))):
+                return
+            yield window, self.count_window(window)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The policy loss, shape (); the outputs are the log-probabilities and entropies of the completions."""
+        policy, mask = self.logps(model, inputs, with_entropy=True, training=True), inputs["loss_mask"]
+        of_tokens = self.policy_loss(policy, inputs)
+        if "correction" in inputs and not self.corrects_itself:
+            of_tokens = of_tokens * inputs["correction"]
+        loss = policy_losses.summed(of_tokens, mask, self.average)
+        loss = self.mean_loss(loss, inputs, num_items_in_batch, policy.aux_loss)
+        if policy.entropies is not None:
+            self.metrics.add_sum("entropy", (policy.entropies.detach() * mask).sum(), mask.sum())
+        return (loss, policy._asdict()) if return_outputs else loss
+
+    def mean_loss(
+        self,
+        summed: torch.Tensor,
+        inputs: dict[str, Any],
+        num_items: torch.Tensor | None,
+        aux_loss: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The share of a micro-batch, whose losses are `summed`, in the mean over the window: shape ()."""
+        items = self.count_items(inputs)
+        total = items if num_items is None else num_items
+        loss = summed / torch.where(total > 0, total, 1)
+        if aux_loss is None:
+            return loss
+        self.log_metric("aux_loss", aux_loss)
+        return loss + self.router_aux_loss_coef * aux_loss * (items / total.clamp(min=1))
+
+    @overload
+    def count_items(self, inputs: dict[str, Any]) -> torch.Tensor: ...
+    @overload
+    def count_items(self, inputs: list[Any]) -> int: ...
+    def count_items(self, inputs: Any) -> torch.Tensor | int:
+        """The divisor of the loss for `average`; for a batch of prompts, their number."""
+        if isinstance(inputs, list):
+            return len(inputs)
+        longest, per_row = self.args.max_completion_length, inputs["tokens_per_row"]
+        return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row)
+
+    def loss_is_scaled(self) -> bool:
+        return True
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        """Evaluates, then shows the completions if ``log_completions`` is set."""
+        self.reporter.begin_evaluation()
+        if not self.is_in_train:
+            self.sampler.synced_at = None  # the weights may have changed
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        self.reporter.report_evaluation(description, metric_key_prefix, self.state.global_step)
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[None, None, None]:
+        """Complete and score prompts; logs rewards, ``pass@k`` and the policy loss."""
+        samples = [] if pipeline.is_filler(inputs) else self._eval_samples(inputs)
+        with self.sampler.weights_to_generate(self.model):
+            samples = self._sample(samples, self.args.eval_temperature)
+            # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
+            models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
+            with self.dist.gathered(*models):
+                if samples:
+                    self._log_evaluation(samples, self._score(samples))
+        return None, None, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs; warns if a record shows that nothing was learned."""
+        if "perf/step_seconds" in logs:
+            logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
+        if (name := num_tokens_in(logs)) == "eval_num_tokens":
+            logs[name] = self.source.num_tokens
+        super().log(logs, start_time)
+        problem = reporting.learning_problem(logs, self.learns_from_rewards)
+        if problem is not None and self.dist.is_main:
+            logger.warning("Step %d: %s", self.state.global_step, problem)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the core's, with the rollout that is being gone through, and a reference that has moved."""
+        state = super().state_dict() | self.source.state_dict(self._how_dealt())
+        state |= {"recomputes": True} if self.old_logps.recomputes else {}
+        return state if self.reference is None else state | {"reference": self.reference.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self.source.load_state_dict(state, self._how_dealt(), self.state.global_step)
+        self.old_logps.recomputes = state.get("recomputes", False)
+        if self.reference is not None and "reference" in state:
+            self.reference.load_state_dict(state["reference"], self.args.output_dir)
+
+    def _how_dealt(self) -> list[int]:
+        return [self.layout.per_process, self.dist.world_size, self.train_batch_size]
+
+    def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
+        """As the core's, with those left of the present rollout, which goes on if it is distributed as before."""
+        each = self.source.per_rollout
+        goes_on = "rollout" in saved and saved["dealt"] == self._how_dealt()
+        return super().batches_left(loader, saved) * each + (each - saved["used"] if goes_on else 0)
+
+    # ------------------------------------------------------------------------------------------------ a rollout
+
+    def make_rollout(self, batches: Iterator[list[dict[str, Any]]]) -> Rollout | None:
+        """The next rollout; None where the epoch has no more prompts."""
+        metrics, source, layout, step = self.metrics, self.source, self.layout, self.state.global_step
+        if (found := source.next(batches, metrics, self.clock)) is None:
+            return None
+        samples, scores = found
+        rollout, kl = self._with_logps(self._rollout_of(samples), samples)
+        mine = Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
+        everyone = Summary.join(self.dist.gather_object(mine), layout.dealt().argsort())
+        source.num_tokens += everyone.num_tokens
+        metrics.add_extreme("num_tokens", source.num_tokens, "max")  # the same everywhere, and it only grows
+        kl = None if everyone.kl is None else everyone.kl[0]
+        advantages = self.compute_advantages(everyone.rewards, self.num_generations, kl)
+        if self.dist.rank == 0:  # the same on every process
+            reporting.log_rollout(metrics, everyone, self.reward_func_names, self.rewards.weights, self.num_generations)
+        advantages = advantages[layout.numbers(self.dist.rank)]
+        if source.background is not None:
+            reporting.log_staleness(metrics, rollout, step)
+        source.log_used(samples, scores.rewards, step + 1)
+        self.reporter.report_rollout(samples, scores, advantages, step)
+        return replace(rollout, advantages=advantages)
+
+    def _sync_weights(self) -> None:
+        """Send the weights to the engine, if they have changed."""
+        self.sampler.sync_weights(self.model, self.state.global_step, self.clock)
+
+    def _sample(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
+        """The `samples` completed by the current weights. Every process must call it, also one that has none."""
+        with self.sampler.weights_to_generate(self.model):
+            self._sync_weights()
+            return self._complete(samples, temperature)
+
+    def _complete(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
+        """The `samples` completed by the weights that the engine has."""
+
+        def generate(some: list[Sample]) -> list[Sample]:
+            with self.clock("generate"), self.compute_loss_context_manager():
+                return self.generate(some, self.sampling(temperature)) if some else []
+
+        return self.sampler.complete(samples, generate, keeps_versions=self.source.background is not None)
+
+    def _score(self, samples: list[Sample]) -> Scores:
+        """The scores of completed samples, once for the processes that have the same ones; logs them."""
+        with self._scoring, self.clock("score"):
+            scores: Scores = self.dist.on_first(lambda: self.score(samples))
+        self.environments.give_back(samples)
+        reporting.log_scores(self.metrics, self.clock, scores, self.reward_func_names)
+        return scores
+
+    def _rollout_of(self, samples: list[Sample]) -> Rollout:
+        known = [sample.routes is not None and len(sample.routes) >= sample.num_read for sample in samples]
+        if self.args.router_replay and not all(known):
+            raise ValueError(
+                f"router_replay=True replays the experts chosen in sampling, and {type(self.generator).__name__} "
+                "returned none. Use the local engine without generation_kwargs that it does not know, or vLLM in this "
+                "process (use_vllm=True, vllm_mode='colocate'), or set router_replay=False."
+            )
+        return Rollout.of(samples, self.args.mask_truncated_completions, self.sampler.image_token_id)
+
+    def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
+        """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
+        quantile = 1 - self.top_entropy_quantile
+
+        def by_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.get_high_entropy_mask(entropies, mask, quantile)
+
+        needs = Needs(
+            self.needs_old_logps, self.needs_kl_of_samples, self._corrects_engine, by_entropy if quantile > 0 else None
+        )
+        rollout, old = self.old_logps.of(
+            rollout,
+            all(sample.is_exact for sample in samples),
+            needs,
+            partial(self._logps_of, self.model, rollout),
+            self.model,
+            self.generator,
+            self.state.global_step,
+            self.metrics,
+        )
+        rollout, kl = self.complete_rollout(rollout, samples), None
+        self.old_logps.check_reference(rollout, self.model)
+        if self.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
+            kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
+        return rollout, kl
+
+    @property
+    def _corrects_engine(self) -> bool:
+        """Whether completions of weights that are not quite the policy are weighted, by ``inputs["correction"]``."""
+        return self.args.max_staleness > 0 and self.args.vllm_importance_sampling_correction
+
+    def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
+        """[(N, C) log-probabilities, (N, C) entropies] under the current `model`, without dropout; on the CPU."""
+        found: list[list[torch.Tensor]] = [[], []]
+        with eval_mode(model), torch.no_grad(), self.clock("logps"):
+            for part in self._parts_of(rollout):
+                with self.compute_loss_context_manager():
+                    values = self.logps(model, self.prepare_inputs(part), with_entropy, training=False)
+                found[0].append(values.logps)
+                found[1] += [values.entropies] if values.entropies is not None else []
+        width = rollout.loss_mask.shape[1]  # read back once, not with each part
+        whole = [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
+        return [values.cpu() for values in whole]
+
+    def _parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """The micro-batches of `rollout`."""
+        multiple = self.args.pad_to_multiple_of
+        multiple = None if multiple == "auto" else multiple
+        positions = None if self.image_prompts is None else self.image_prompts.positions
+        pad = self.codec.tokenizer.pad_token_id
+        return rollout.micro_batches(self.train_batch_size, self.shares_prompts, pad, multiple, positions)
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
+        size = self.num_generations_eval
+        samples = self.new_samples([row for row in rows for _ in range(size)])
+        return [  # seeds are of the prompt, so that no batch size and no order changes them
+            replace(sample, seed=mix(self.args.seed, i % size, *sample.prompt_ids), is_evaluated=True)
+            for i, sample in enumerate(samples)
+        ]
+
+    def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
+        size, weights, summary = self.num_generations_eval, self.rewards.weights, Summary.of(samples, scores)
+        self.metrics.update(summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold))
+        self.metrics.update(summary.extremes())
+        # Each prompt separately, so that normalization does not depend on the batch size.
+        advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
+        self.reporter.collect(samples, scores, advantages, self.state.global_step)
+        rollout = self.complete_rollout(replace(self._rollout_of(samples), advantages=advantages), samples)
+        for part in self._parts_of(rollout):
+            part = self.prepare_inputs(part)
+            items = self.count_items(part)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss, _ = self.compute_loss(self.model, part, True, items)
+                self.metrics.add_sum("loss", loss * items, items)
+
+    # ------------------------------------------------------------------------------------------------ what scripts read
+
+    def _make_reference(self, fresh_adapter: bool) -> MovableReference | None:
+        """The current policy's log-probabilities, if the loss needs them."""
+        if not self.uses_reference:
+            return None
+        given = self.given_reference if isinstance(self.given_reference, nn.Module) else None
+        alpha = self.args.ref_model_mixup_alpha
+        if self.args.sync_ref_model and (problem := sync_problem(self.model, given, alpha)):
+            raise ValueError(problem)
+        reference = make_reference(self.model, given, fresh_adapter, moves=self.args.sync_ref_model)
+        self.old_logps.starts_at_reference = given is None
+        if isinstance(reference, FrozenReference):
+            reference.place(self.dist)
+        return reference
+
+    def _check_tools(self) -> set[int]:
+        """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""
+        if self.rollout_func is not None:
+            return set()
+        row = None if pipeline.is_stream(self.train_dataset) else self.train_dataset[0]
+        return self.environments.check(self.codec, row)
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What the policy may call, the tools of every kind of environment included. Others can be set between two
+        rollouts; environments keep theirs.
+        """
+        return self.environments.all_tools()
+
+    @tools.setter
+    def tools(self, tools: list[Callable[..., Any]] | None) -> None:
+        for problem in setup.turn_problems(self.args, ["tools"] if tools else []):
+            raise ValueError(f"{problem}.")
+        before = list(self.environments.tools.values())
+        self.environments.set_tools(tools)
+        try:
+            self.sampler.ends_of_calls = self._check_tools()
+        except ValueError:
+            self.environments.set_tools(before)
+            raise
+
+    @property
+    def generator(self) -> Generator:
+        """The engine that generates."""
+        return self.sampler.generator
+
+    @generator.setter
+    def generator(self, generator: Generator) -> None:
+        self.sampler.generator = generator
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """(F,) the weight of each reward function, those of environments among them."""
+        return self.rewards.weights
+
+    @property
+    def epsilon_high(self) -> float:
+        """How far the ratio to the old policy counts above 1."""
+        return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """How completions are sampled, in the words of transformers."""
+        return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
+
+
+def as_they_are(rows: list[Any]) -> list[Any]:
+    """The collator: a batch of prompts is a list of rows."""
+    return rows
