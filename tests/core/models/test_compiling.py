@@ -1,5 +1,8 @@
 """`torch_compile`: the layers run compiled, and nothing else changes: losses, checkpoints, generation, collectives."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed
@@ -7,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from posttrain.core import Trainer, TrainingArguments
+from posttrain.core.distributed.strategies.ddp import DDP
 from posttrain.core.models.compiling import compiled, compiled_parts, uncompiled
 from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, pad, weights
@@ -117,6 +121,7 @@ def test_dropout_draws_as_it_does_uncompiled_and_a_resumed_run_is_the_whole_one(
 @pytest.mark.parametrize("wrapper", ["layers in place", "a compiled DDP"])
 def test_gradients_of_a_compiled_model_are_averaged_once_for_each_update(wrapper, tmp_path, counters):
     trainer, reduced = small(tmp_path), []
+    strategy: Any = SimpleNamespace(args=trainer.args)  # that of several processes, of which this is one
 
     def count(state, bucket):
         reduced.append(bucket.index())
@@ -135,7 +140,7 @@ def test_gradients_of_a_compiled_model_are_averaged_once_for_each_update(wrapper
             for _ in range(2):
                 reduced.clear()
                 for number, batch in enumerate(batches, start=1):
-                    with trainer.dist.sync_gradients(model, when=number == len(batches)):
+                    with DDP.sync_gradients(strategy, model, when=number == len(batches)):
                         model(**batch, use_cache=False).loss.backward()
                 assert len(reduced) == len(set(reduced)) >= 1
     finally:

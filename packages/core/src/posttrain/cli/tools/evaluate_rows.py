@@ -14,7 +14,7 @@ from torch import nn
 
 from posttrain.cli.tools import generate, load
 from posttrain.core.errors import DataError
-from posttrain.lm.loss.language_modeling import selective_log_softmax
+from posttrain.core.losses import selective_log_softmax
 from posttrain.lm.text import layouts
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
