@@ -430,25 +430,29 @@ def _require_messages(prompt: Any) -> None:
         )
 
 
-def _with_observation(prompt: Any, told: Any, kind: str) -> Any:
+def _with_observation(prompt: Any, observation: Any, kind: str) -> Any:
     """A prompt with the output of an environment's ``reset()`` appended."""
-    if not isinstance(told, (str, list, type(None))):
+    if not isinstance(observation, (str, list, type(None))):
         raise TypeError(
-            f"reset() of {kind} returned a {type(told).__name__}; return a text, a list of parts of content, or "
+            f"reset() of {kind} returned a {type(observation).__name__}; return a text, a list of parts of content, or "
             "nothing."
         )
     if prompt is None:
-        if told is None:
+        if observation is None:
             _warn_of_no_question(kind)
-        return [{"role": "user", "content": "" if told is None else told}]
-    if told is None:
+        return [{"role": "user", "content": "" if observation is None else observation}]
+    if observation is None:
         return prompt
     if isinstance(prompt, str):
-        return prompt + (told if isinstance(told, str) else "".join(part.get("text", "") for part in told))
+        return prompt + (
+            observation if isinstance(observation, str) else "".join(part.get("text", "") for part in observation)
+        )
     before = prompt[-1]["content"] or ""
-    if isinstance(before, list) != isinstance(told, list):
-        before, told = (part if isinstance(part, list) else [{"type": "text", "text": part}] for part in (before, told))
-    return [*prompt[:-1], {**prompt[-1], "content": before + told}]
+    if isinstance(before, list) != isinstance(observation, list):
+        before, observation = (
+            part if isinstance(part, list) else [{"type": "text", "text": part}] for part in (before, observation)
+        )
+    return [*prompt[:-1], {**prompt[-1], "content": before + observation}]
 
 
 @functools.cache

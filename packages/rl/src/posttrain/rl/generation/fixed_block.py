@@ -19,7 +19,7 @@ from posttrain.rl.generation.block import SLOTS, Block, copy_numbers
 
 
 class _Grid(NamedTuple):
-    """The B = P * G * copies places of rows. A place without a row computes what row 0 asks, and nobody reads it."""
+    """The B = P * G * copies places of rows. A place without a row computes what row 0 asks, and no row reads it."""
 
     rows: torch.Tensor  # (B,) the row in each place
     groups: torch.Tensor  # (B,) the head group in each place

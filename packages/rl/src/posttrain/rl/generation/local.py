@@ -147,7 +147,7 @@ class _Run:
         self.shifts = self.prompts_read.shifts(n, self.device)
         self.decoding = Decoding(self.device, max_new=longest)
         self.step, self.is_exact = _step_of(model), is_float32(model) and rope_limit(model) == math.inf
-        self.routes: Routes | None = None  # None: nobody wants them
+        self.routes: Routes | None = None  # None: not asked for
         self.rows: list[list[int]] = []  # of each block, which completions its rows are
         self.looked: list[int] = []  # and the number of their tokens that were checked
         self._place()

@@ -33,7 +33,7 @@ class Routes:
     def of(self, lengths: list[int]) -> list[torch.Tensor]:
         """Those of each completion of so many tokens behind its prompt, on the CPU."""
         prompts = [routes.cpu() for routes in self.prompts]
-        if self.tokens is None:  # no completion has more than one token, which nobody reads
+        if self.tokens is None:  # no completion has more than one token, which is not read
             return [prompts[row // self.n] for row in range(len(lengths))]
         tokens = self.tokens.cpu()
         return [torch.cat([prompts[row // self.n], tokens[row, : n - 1]]) for row, n in enumerate(lengths)]

@@ -155,9 +155,9 @@ class _Broadcast:
             self.rank = server.call("/get_world_size/")["world_size"]
         else:
             self.rank = server.call("/get_tensor_parallel_size/")["tensor_parallel_size"]
-        told = {"host": "0.0.0.0", "port": self.group_port, "world_size": self.rank + 1}
-        told["client_device_uuid"] = str(torch.cuda.get_device_properties(device).uuid)
-        server.call("/init_communicator/", told, empty=True)
+        request = {"host": "0.0.0.0", "port": self.group_port, "world_size": self.rank + 1}
+        request["client_device_uuid"] = str(torch.cuda.get_device_properties(device).uuid)
+        server.call("/init_communicator/", request, empty=True)
         host = urllib.parse.urlparse(server.url).hostname
         group = StatelessProcessGroup.create(host=host, port=self.group_port, rank=self.rank, world_size=self.rank + 1)
         self.communicator = PyNcclCommunicator(group, device=device)

@@ -157,12 +157,12 @@ class ServerTeacher:
         if not self._model:
             self._model = self.server.call("/v1/models", retries=RETRIES)["data"][0]["id"]
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            told = list(pool.map(self._ask, samples))
+            answered = list(pool.map(self._ask, samples))
         ids = torch.zeros(*rollout.completion_ids.shape, self.top_k + 1, dtype=torch.long)
         ids[~rollout.loss_mask] = -1  # which says so without a look at the mask
         logps = torch.full(ids.shape, -torch.inf)
         written = torch.zeros(rollout.completion_ids.shape)
-        for number, (sample, tokens) in enumerate(zip(samples, told, strict=True)):
+        for number, (sample, tokens) in enumerate(zip(samples, answered, strict=True)):
             for place, (token, known) in enumerate(zip(sample.ids, tokens, strict=True)):
                 if not rollout.loss_mask[number, place]:
                     continue
@@ -185,7 +185,7 @@ class ServerTeacher:
         known = answer["choices"][0].get("prompt_logprobs") or []
         if len(known) != len(ids):
             raise ConnectionError(
-                f"The teacher's server at {self.server.url} told log-probabilities of {len(known)} of "
+                f"The teacher's server at {self.server.url} returned log-probabilities of {len(known)} of "
                 f"{len(ids)} tokens. It must be vLLM's own (`vllm serve`), whose --max-logprobs is at "
                 f"least loss_top_k={self.top_k}."
             )

@@ -97,10 +97,10 @@ class ImagePrompts:
 
     def encode_completion(self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, completion: Any) -> list[int]:
         """The tokens of a completion that is given, as `PromptCodec.encode_completion`; its contents become parts."""
-        told, images = place_images({"completion": completion}, ("completion",))
+        placed, images = place_images({"completion": completion}, ("completion",))
         if images:
             raise DataError("a completion shows an image; only prompts may")
-        return codec.encode_completion(_placed(row, prompt)[0], told["completion"])
+        return codec.encode_completion(_placed(row, prompt)[0], placed["completion"])
 
 
 def _placed(row: Mapping[str, Any], prompt: Any) -> tuple[Any, list[Any]]:

@@ -184,13 +184,13 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
             long.append(number)
     if not long:
         return dataset
-    told = (
+    problem = (
         f"{name}: {len(long)} of {len(dataset)} prompts leave no room for a completion, of the {context} tokens that "
         f"the model reads ({_listed(long)})"
     )
     if not drops:
-        raise DataError(f"{told}. Shorten or filter those rows, or set long_prompts=drop.")
-    logger.warning("%s; they are dropped.", told)
+        raise DataError(f"{problem}. Shorten or filter those rows, or set long_prompts=drop.")
+    logger.warning("%s; they are dropped.", problem)
     left = sorted({*range(len(dataset))} - {*long})
     return dataset.select(left) if hasattr(dataset, "select") else [dataset[row] for row in left]
 

@@ -192,9 +192,9 @@ class ToolProtocol:
         ways = [ids, *([own] if ids != own else []), *([own[:1]] if len(answers) > 1 else [])]
         for way in ways:
             said = self._asking([answer["name"] for answer in answers[: len(way)]], way)
-            told = [dict(answer) | {"tool_call_id": way[min(i, len(way) - 1)]} for i, answer in enumerate(answers)]
+            answered = [dict(answer) | {"tool_call_id": way[min(i, len(way) - 1)]} for i, answer in enumerate(answers)]
             try:
-                text = template.render([QUESTION, said, *told], add_generation_prompt=True)
+                text = template.render([QUESTION, said, *answered], add_generation_prompt=True)
             except DataError:
                 if way is ways[-1]:
                     raise

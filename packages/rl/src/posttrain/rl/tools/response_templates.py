@@ -209,7 +209,7 @@ class ResponseMarks:
     @cached_property
     def _omits_closing(self) -> bool:
         """Whether a thought is begun for the model, and a turn without one is written otherwise. Only a closed thought
-        is then told from content.
+        is then kept apart from content.
         """
         return self._begins_thought and not self._rendered({"content": CONTENT}).startswith(self._asked)
 
