@@ -48,10 +48,16 @@ COMMANDS = {
 TRAIN = "train"
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
-    "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "overwrite_output_dir": True,
-    "resume_from_checkpoint": None, "report_to": "none", "push_to_hub": False,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "overwrite_output_dir": True,
+    "resume_from_checkpoint": None,
+    "report_to": "none",
+    "push_to_hub": False,
     "check_saved_model": True,
-}  # fmt: skip
+}
 # Then one more, from the checkpoint.
 SMOKE_RESUME: dict[str, Any] = {"max_steps": 3, "resume_from_checkpoint": "true"}
 SMOKE_ROWS = 32
@@ -80,9 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         name, status = " ".join(["posttrain", *words[:1]]), 2
         problems = error.problems
-        message = f"{name}: {problems[0]}" if len(problems) == 1 else "\n".join(
-            [f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)]
-        )  # fmt: skip
+        message = (
+            f"{name}: {problems[0]}"
+            if len(problems) == 1
+            else "\n".join([f"{name}: {len(problems)} problems", *(f"  - {problem}" for problem in problems)])
+        )
     except (DataError, CheckpointError) as error:
         message, status = "\n".join([f"posttrain {words[0]}: {error}", *getattr(error, "__notes__", ())]), 1
     except KeyboardInterrupt as stop:

@@ -49,9 +49,9 @@ class DataSource(metaclass=ConfigMeta):
     )
     dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
         None,
-            "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, "
-            "split, columns, fraction and weight."
-    )  # fmt: skip
+        "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, "
+        "split, columns, fraction and weight.",
+    )
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on.")
     dataset_test_split: str = opt("test", "Split to evaluate on, where the dataset has it.")

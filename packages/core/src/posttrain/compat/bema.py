@@ -83,8 +83,9 @@ class BEMACallback(TrainerCallback):
         elif state.global_step > self.update_after:
             logger.warning(
                 "BEMACallback: there are no averages of step %d in %s, so they restart from the weights of that step.",
-                state.global_step, kept.parent,
-            )  # fmt: skip
+                state.global_step,
+                kept.parent,
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step

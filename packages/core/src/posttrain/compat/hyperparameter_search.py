@@ -33,9 +33,15 @@ logger = logging.getLogger(__name__)
 DIRECTIONS = ("minimize", "maximize")
 # Arguments that a trainer uses when it is built: changing them between trials would silently have no effect.
 FIXED = {
-    "output_dir", "resume_from_checkpoint", "report_to", "disable_tqdm", "full_determinism",
-    "log_level", "log_level_replica", "log_on_each_node",
-}  # fmt: skip
+    "output_dir",
+    "resume_from_checkpoint",
+    "report_to",
+    "disable_tqdm",
+    "full_determinism",
+    "log_level",
+    "log_level_replica",
+    "log_on_each_node",
+}
 _NOT_MADE: Any = None
 OPTIONS_OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")
 

@@ -215,10 +215,13 @@ def page(runs: Sequence[Run], first: str = "") -> str:
     if len(runs) == 1:
         body += [_data(runs[0]), _facts(runs[0]), _all_arguments(runs[0])]
     values = {
-        "mark": MARK, "title": _text(title), "body": "\n".join(part for part in body if part),
-        "uplot_css": _asset("uplot.css"), "uplot_js": _asset("uplot.js").replace("</script", "<\\/script"),
+        "mark": MARK,
+        "title": _text(title),
+        "body": "\n".join(part for part in body if part),
+        "uplot_css": _asset("uplot.css"),
+        "uplot_js": _asset("uplot.js").replace("</script", "<\\/script"),
         "charts": json.dumps(charts, allow_nan=False).replace("</", "<\\/"),
-    }  # fmt: skip
+    }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], _asset("template.html"))
 
 
@@ -308,7 +311,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
         f"{model.get('name') or model['class']}: {sizes}" if model else "",
         f"{data['rows']:,} rows" if "rows" in data else "",
         f"{record['processes']} process{'es' * (record['processes'] > 1)}",
-    ]  # fmt: skip
+    ]
     return _text(" · ".join(part for part in parts if part))
 
 

@@ -36,9 +36,21 @@ logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "posttrain-run", 1
 PACKAGES = (
-    "posttrain-core", "posttrain-sft", "posttrain-seq2seq", "posttrain-rl", "torch", "transformers", "accelerate",
-    "datasets", "tokenizers", "safetensors", "peft", "bitsandbytes", "vllm", "numpy",
-)  # fmt: skip
+    "posttrain-core",
+    "posttrain-sft",
+    "posttrain-seq2seq",
+    "posttrain-rl",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "bitsandbytes",
+    "vllm",
+    "numpy",
+)
 #: Larger datasets are hashed from this many evenly spaced rows or bytes.
 HASHED_ROWS, HASHED_BYTES = 10_000, 16 * 2**20
 _GIT_PATIENCE = 5.0  # seconds; a work tree may be large, or on a slow disk
@@ -93,8 +105,10 @@ def _warn_of_other_rows(then: dict[str, Any], now: dict[str, Any], path: Path) -
             logger.warning(
                 "The training rows are not those of the run that is resumed (%s; see %s). The position in the data "
                 "stays the same, so some rows of this epoch may be read twice and some not at all. To train on other "
-                "data, start a new run from the weights.", text.format(before, after), path,
-            )  # fmt: skip
+                "data, start a new run from the weights.",
+                text.format(before, after),
+                path,
+            )
             return
 
 

@@ -27,11 +27,23 @@ peak memory. Takes all arguments of the method (posttrain <method> --help). Noth
 posttrain plan estimates the memory without making a step."""
 #: What no bench needs. Its last step would evaluate and save.
 CHANGES: dict[str, Any] = {
-    "logging_steps": 1, "logging_strategy": "steps", "logging_first_step": True, "eval_strategy": "no",
-    "eval_on_start": False, "save_strategy": "no", "load_best_model_at_end": False, "save_top_k": None,
-    "push_to_hub": False, "report_to": "none", "report": False, "resume_from_checkpoint": None,
-    "overwrite_output_dir": True, "remote_dir": None, "include_num_input_tokens_seen": "all", "disable_tqdm": True,
-}  # fmt: skip
+    "logging_steps": 1,
+    "logging_strategy": "steps",
+    "logging_first_step": True,
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "save_strategy": "no",
+    "load_best_model_at_end": False,
+    "save_top_k": None,
+    "push_to_hub": False,
+    "report_to": "none",
+    "report": False,
+    "resume_from_checkpoint": None,
+    "overwrite_output_dir": True,
+    "remote_dir": None,
+    "include_num_input_tokens_seen": "all",
+    "disable_tqdm": True,
+}
 TIME_LEFT = "perf/time_left_seconds"
 NAMES = {
     "perf/step_seconds": "seconds of an optimizer step",

@@ -60,9 +60,11 @@ class Export:
 
     def __str__(self) -> str:
         size = sum(file.stat().st_size for file in _files(Path(self.target))) / 2**20
-        read = "" if self.largest is None else (
-            f" Read back, its weights differ by {self.largest:.2g} of their spread at most, in the mean of a matrix."
-        )  # fmt: skip
+        read = (
+            ""
+            if self.largest is None
+            else (f" Read back, its weights differ by {self.largest:.2g} of their spread at most, in a matrix's mean.")
+        )
         ollama = f" For Ollama: ollama create NAME -f {self.modelfile}" if self.modelfile else ""
         return f"{self.target}: {size:,.0f} MiB in {self.dtype}.{read}{ollama}"
 

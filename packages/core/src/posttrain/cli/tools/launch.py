@@ -122,21 +122,30 @@ WITHOUT_EFFECT = {
     "multi_gpu": "num_processes sets their number",
     "enable_cpu_affinity": "processes are not bound to cores",
     "quiet": "errors are shown",
-    "tpu_env": "TPUs are not supported", "tpu_use_cluster": "TPUs are not supported",
-    "tpu_use_sudo": "TPUs are not supported", "tpu_name": "TPUs are not supported",
-    "tpu_zone": "TPUs are not supported", "tpu_vm": "TPUs are not supported", "command_file": "TPUs are not supported",
-    "commands": "TPUs are not supported", "fp8_config": "set fp8 in the arguments of the run",
+    "tpu_env": "TPUs are not supported",
+    "tpu_use_cluster": "TPUs are not supported",
+    "tpu_use_sudo": "TPUs are not supported",
+    "tpu_name": "TPUs are not supported",
+    "tpu_zone": "TPUs are not supported",
+    "tpu_vm": "TPUs are not supported",
+    "command_file": "TPUs are not supported",
+    "commands": "TPUs are not supported",
+    "fp8_config": "set fp8 in the arguments of the run",
     "megatron_lm_config": "Megatron-LM is not supported",
     "mpirun_config": "processes are started by torch, not by mpirun",
-}  # fmt: skip
+}
 #: Values that match the default behaviour.
 NOTHING: tuple[Any, ...] = (None, "", "no", "false", "main", [], {}, ())
 #: Flags that belong into a section of the file.
 SECTIONS = {
-    "fsdp_": "fsdp_config", "deepspeed_": "deepspeed_config", "zero": "deepspeed_config",
-    "offload_": "deepspeed_config", "gradient_": "deepspeed_config", "parallelism_config_": "parallelism_config",
+    "fsdp_": "fsdp_config",
+    "deepspeed_": "deepspeed_config",
+    "zero": "deepspeed_config",
+    "offload_": "deepspeed_config",
+    "gradient_": "deepspeed_config",
+    "parallelism_config_": "parallelism_config",
     "dynamo_": "dynamo_config",
-}  # fmt: skip
+}
 
 
 def run(words: list[str]) -> int:
@@ -150,8 +159,14 @@ def run(words: list[str]) -> int:
         from posttrain.cli import help
 
         print(USAGE)
-        print("\n".join(line for field in help.groups(LaunchArguments).values() for member in field
-                        for line in help._lines(LaunchArguments, member)))  # fmt: skip
+        print(
+            "\n".join(
+                line
+                for field in help.groups(LaunchArguments).values()
+                for member in field
+                for line in help._lines(LaunchArguments, member)
+            )
+        )
         return 0
     args, notes = read(flags)
     if not program:

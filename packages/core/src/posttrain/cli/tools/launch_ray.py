@@ -154,11 +154,16 @@ def variables_of(places: list[Place]) -> list[dict[str, str]]:
             ours[name] = f"{ours[name]},{number.rpartition(':')[2]}" if name in ours else number
     return [
         {
-            "RANK": str(rank), "WORLD_SIZE": str(len(places)), "MASTER_ADDR": address, "MASTER_PORT": str(port),
-            "LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node)), **gpus[node],
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+            **gpus[node],
         }
         for rank, node in enumerate(nodes)
-    ]  # fmt: skip
+    ]
 
 
 def first_failure(ray: Any, waiting: list[Any]) -> int:

@@ -163,8 +163,10 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
             return _measure(run, work, model, quantized, mesh)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [""]
-        raise ConfigError("posttrain plan", [f"{run.model.model_name_or_path} cannot be run without numbers: "
-                          f"{type(error).__name__}: {reason[0]}"]) from error  # fmt: skip
+        raise ConfigError(
+            "posttrain plan",
+            [f"{run.model.model_name_or_path} cannot be run without numbers: {type(error).__name__}: {reason[0]}"],
+        ) from error
 
 
 def device_type(config: Any) -> str:

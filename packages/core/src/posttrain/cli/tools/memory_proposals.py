@@ -203,5 +203,12 @@ def _four_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]
 
 
 RUNGS: tuple[Rung, ...] = (
-    _sharded, _checkpointing, _smaller_batches, _cut_rows, _half_precision, _eight_bits, _adapter, _four_bits,
-)  # fmt: skip
+    _sharded,
+    _checkpointing,
+    _smaller_batches,
+    _cut_rows,
+    _half_precision,
+    _eight_bits,
+    _adapter,
+    _four_bits,
+)

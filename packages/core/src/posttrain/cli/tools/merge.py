@@ -165,9 +165,13 @@ def merge(
         }
         difference = (_logits(loading.load_causal_lm(str(beside), **options), batch) - expected).abs()
         outcome = Merge(
-            base, dtype, float(difference.max()), float(difference.mean()),
-            float((expected - plain).abs().mean()), float(expected.std()),
-        )  # fmt: skip
+            base,
+            dtype,
+            float(difference.max()),
+            float(difference.mean()),
+            float((expected - plain).abs().mean()),
+            float(expected.std()),
+        )
         if not outcome.mean <= max(tolerance * outcome.effect, ROUNDING * outcome.spread):
             raise CheckpointError(
                 f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Is {base} the "

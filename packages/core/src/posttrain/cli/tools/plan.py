@@ -62,9 +62,14 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
 
 
 def _plan(
-    method: Method, words: list[str], read: Callable[[Method, list[str]], Run], looks: bool, memory: int | None,
-    length: int | None, image_size: tuple[int, int] | None,
-) -> None:  # fmt: skip
+    method: Method,
+    words: list[str],
+    read: Callable[[Method, list[str]], Run],
+    looks: bool,
+    memory: int | None,
+    length: int | None,
+    image_size: tuple[int, int] | None,
+) -> None:
     from posttrain.cli.tools import memory_plan
 
     asked = read(method, words)
@@ -117,7 +122,7 @@ def _flags(changes: dict[str, Any]) -> str:
 
 def _show(
     asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, is_host: bool, of_images: str
-) -> None:  # fmt: skip
+) -> None:
     from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
     work, processes = workload(asked), memory_mesh.processes()
@@ -267,5 +272,6 @@ def _sides(word: str) -> tuple[int, int] | None:
 
 
 READ: dict[str, tuple[Callable[[str], Any], str]] = {
-    "memory": (_bytes, "size such as 24GiB"), "image_size": (_sides, "size such as 1024x768, in pixels")
-}  # fmt: skip
+    "memory": (_bytes, "size such as 24GiB"),
+    "image_size": (_sides, "size such as 1024x768, in pixels"),
+}

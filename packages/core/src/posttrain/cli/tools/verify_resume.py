@@ -127,10 +127,19 @@ def _take_steps(words: list[str]) -> tuple[list[str], int]:
 
 def _train(words: list[str], folder: Path, steps: int, kill_at: int | None = None, resume: bool = False) -> None:
     settings: dict[str, Any] = {
-        "output_dir": folder, "max_steps": 2 * steps, "save_strategy": "steps", "save_steps": steps, "logging_steps": 2,
-        "save_total_limit": 0, "load_best_model_at_end": False, "report_to": "none", "push_to_hub": False,
-        "overwrite_output_dir": True, "resume_from_checkpoint": "true" if resume else "false", "save_only_model": False,
-    }  # fmt: skip
+        "output_dir": folder,
+        "max_steps": 2 * steps,
+        "save_strategy": "steps",
+        "save_steps": steps,
+        "logging_steps": 2,
+        "save_total_limit": 0,
+        "load_best_model_at_end": False,
+        "report_to": "none",
+        "push_to_hub": False,
+        "overwrite_output_dir": True,
+        "resume_from_checkpoint": "true" if resume else "false",
+        "save_only_model": False,
+    }
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     arguments = [*_without(words, {*settings, "logging_strategy"}), *flags]
     start = (

@@ -165,8 +165,9 @@ class CheckpointManager:
             logger.warning(
                 "The state of the callback %s is of type %s, which JSON cannot hold: a checkpoint holds it as text, "
                 "and a resumed run gets the text. Return plain numbers, strings, lists and dicts from state().",
-                where, type(value).__name__,
-            )  # fmt: skip
+                where,
+                type(value).__name__,
+            )
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """As `check_state`; once more after the first step, with which most optimizers begin their state."""

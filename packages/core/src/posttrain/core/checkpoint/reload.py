@@ -32,8 +32,10 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     if free is not None and free < 2 * size:
         logger.info(
             "The model in %s was not read back: a copy takes %.1f GiB of host memory, and %.1f GiB are free.",
-            folder, size / 2**30, free / 2**30,
-        )  # fmt: skip
+            folder,
+            size / 2**30,
+            free / 2**30,
+        )
         return
     try:
         check(model, folder, logits=logits)
@@ -41,8 +43,10 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
         logger.warning(
             "The model saved in %s could not be read back as the one that is trained: %s: %s Its files are kept. "
             "check_saved_model=True makes this an error of save_model, False leaves the comparison out.",
-            folder, type(error).__name__, error,
-        )  # fmt: skip
+            folder,
+            type(error).__name__,
+            error,
+        )
 
 
 def check(
@@ -79,9 +83,11 @@ def check(
     finally:
         rng.set_rng_state(random)
     logger.info(
-        "The model in %s was read back by %s.from_pretrained: the same weights%s.", folder, kind.__name__,
+        "The model in %s was read back by %s.from_pretrained: the same weights%s.",
+        folder,
+        kind.__name__,
         "" if largest is None else f", and logits that differ by {largest:.2g} of their size at most",
-    )  # fmt: skip
+    )
     limit = TOLERANCES.get(next(iter(own.values())).dtype, COARSE)
     if largest is not None and not largest <= limit:
         raise CheckpointError(

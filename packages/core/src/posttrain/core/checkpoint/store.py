@@ -207,9 +207,12 @@ class Store:
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
                     "%s was not copied to %s (%s: %s). Training continues, the local checkpoint is complete, and the "
-                    "next save retries the copy.", path, self.remote, type(error).__name__,
+                    "next save retries the copy.",
+                    path,
+                    self.remote,
+                    type(error).__name__,
                     redact(str(error)),
-                )  # fmt: skip
+                )
 
     def push_files(self) -> None:
         """Copy the log and the final model to the remote place; a failure is warned of."""
@@ -219,8 +222,11 @@ class Store:
             except Exception as error:
                 logger.warning(
                     "The files in %s were not all copied to %s (%s: %s); they are on this machine.",
-                    self.output_dir, self.remote, type(error).__name__, redact(str(error)),
-                )  # fmt: skip
+                    self.output_dir,
+                    self.remote,
+                    type(error).__name__,
+                    redact(str(error)),
+                )
 
     def _fetch(self, remote: Remote, name: str) -> list[str]:
         """Download the checkpoint `name`; returns its problems."""
@@ -343,8 +349,9 @@ class Store:
             logger.warning(
                 "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a new run in the "
                 "same directory. To resume from that one, pass its path.",
-                newest, latest,
-            )  # fmt: skip
+                newest,
+                latest,
+            )
 
     # ---- removing ----
 

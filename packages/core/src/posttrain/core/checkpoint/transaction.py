@@ -127,8 +127,10 @@ class Saver:
         if failures:
             logger.warning(
                 "checkpoint-%d was not saved: %s. Training continues, and the next save tries again; earlier "
-                "checkpoints are untouched.", step, "; ".join(failures).rstrip("."),
-            )  # fmt: skip
+                "checkpoints are untouched.",
+                step,
+                "; ".join(failures).rstrip("."),
+            )
         return Outcome(step, self._gather(path)[self._leader])
 
     def leave(self) -> Path | None:

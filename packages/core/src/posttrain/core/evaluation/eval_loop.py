@@ -32,10 +32,10 @@ class EvaluationArguments:
 
     eval_strategy: str = opt(
         "no",
-            "Evaluate never, every `eval_steps` optimizer steps, or after each epoch.",
-            choices=("no", "steps", "epoch"),
+        "Evaluate never, every `eval_steps` optimizer steps, or after each epoch.",
+        choices=("no", "steps", "epoch"),
         aliases=("evaluation_strategy",),
-    )  # fmt: skip
+    )
     eval_steps: float | str | None = opt(
         None,
         "Optimizer steps between evaluations; below 1 a share of all steps; or such as 0.5ep (epochs), 10Mtok (tokens) "
@@ -50,9 +50,12 @@ class EvaluationArguments:
         needs="eval_strategy=steps,epoch",
     )
     eval_on_start: bool = opt(False, "Evaluate once before the first step, to find faults of the evaluation early.")
-    per_device_eval_batch_size: int = opt(8,
-    "Rows of one evaluation batch on each device; metrics do not depend on it.",
-                                          min=1, aliases=("per_gpu_eval_batch_size",))  # fmt: skip
+    per_device_eval_batch_size: int = opt(
+        8,
+        "Rows of one evaluation batch on each device; metrics do not depend on it.",
+        min=1,
+        aliases=("per_gpu_eval_batch_size",),
+    )
     prediction_loss_only: bool = opt(
         False, "Compute the loss alone: no logits are kept and `compute_metrics` is not run."
     )
@@ -143,8 +146,10 @@ def _warn_of_strange_labels(names: tuple[str, ...], columns: tuple[str, ...]) ->
         "label_names holds %s, which is neither in the batches of the evaluation nor an argument of the model: no "
         "loss is computed, and compute_metrics gets no labels. The batches have %s; name one of these, or leave "
         "label_names out%s",
-        ", ".join(map(repr, names)), ", ".join(columns), did_you_mean(names[0], columns) or ".",
-    )  # fmt: skip
+        ", ".join(map(repr, names)),
+        ", ".join(columns),
+        did_you_mean(names[0], columns) or ".",
+    )
 
 
 @runtime_checkable

@@ -26,9 +26,11 @@ _BESIDE_THE_RUN = (
 _PREFIXES_BESIDE = ("do_", "log_", "logging_", "save_", "hub_", "eval_", "ddp_", "dataloader_", "trackio_")
 # Options of an optimizer's groups that come from arguments, by the argument.
 _OPTIONS = {
-    "weight_decay": ("weight_decay",), "adam_beta1": ("betas", "beta1"), "adam_beta2": ("betas", "beta2"),
+    "weight_decay": ("weight_decay",),
+    "adam_beta1": ("betas", "beta1"),
+    "adam_beta2": ("betas", "beta2"),
     "adam_epsilon": ("eps",),
-}  # fmt: skip
+}
 _ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
 _NOTES = {
     "learning_rate": "the new one applies from the next optimizer step on",

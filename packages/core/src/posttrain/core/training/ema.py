@@ -25,10 +25,12 @@ class EMAArguments:
     """The arguments of weight averaging."""
 
     ema_decay: float | None = opt(
-        None, "Decay of the average of the weights; nearer 1 it spans more optimizer steps, and 1 is SWA, the plain "
+        None,
+        "Decay of the average of the weights; nearer 1 it spans more optimizer steps, and 1 is SWA, the plain "
         "mean of the weights since ema_start_step. None: no average.",
-        above=0, max=1,
-    )  # fmt: skip
+        above=0,
+        max=1,
+    )
     ema_update_steps: int = opt(
         1, "Optimizer steps between steps of the average; more cost less time.", min=1, needs="ema_decay"
     )
@@ -39,8 +41,11 @@ class EMAArguments:
         needs="ema_decay",
     )
     ema_use: str = opt(
-        "both", "Where the average is used: evaluations during training, the final model, or both.",
-        choices=("both", "eval", "final"), needs="ema_decay")  # fmt: skip
+        "both",
+        "Where the average is used: evaluations during training, the final model, or both.",
+        choices=("both", "eval", "final"),
+        needs="ema_decay",
+    )
 
     def _problems(self) -> Iterator[str]:
         optimizer = str(getattr(self, "optim", ""))

@@ -95,8 +95,9 @@ class SpikeWatch:
             f"{self._name(update)}."
         )
         if self.policy == "stop":
-            raise LossSpikeError(f"{text} The run stops, as on_loss_spike='stop' sets. Look at these rows, or lower "
-                                 "the learning rate.")  # fmt: skip
+            raise LossSpikeError(
+                f"{text} The run stops, as on_loss_spike='stop' sets. Look at these rows, or lower the learning rate."
+            )
         logger.warning("%s%s", text, " The step was left out." if self.policy == "skip" else "")
         return self.policy != "skip"
 

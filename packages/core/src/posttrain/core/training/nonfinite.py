@@ -32,9 +32,10 @@ class HealthArguments:
 
     on_nonfinite: str = opt(
         "stop",
-            "If a loss or gradient is NaN or infinite: stop the run, skip that optimizer step, or warn and apply it.",
-        choices=("stop", "skip", "warn"), old_flags=("logging_nan_inf_filter", "no_logging_nan_inf_filter"),
-    )  # fmt: skip
+        "If a loss or gradient is NaN or infinite: stop the run, skip that optimizer step, or warn and apply it.",
+        choices=("stop", "skip", "warn"),
+        old_flags=("logging_nan_inf_filter", "no_logging_nan_inf_filter"),
+    )
     max_nonfinite_steps: int = opt(
         5, "The run stops after this many such steps in a row, for any `on_nonfinite`.", min=1
     )
@@ -317,8 +318,10 @@ def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
     logger.warning(
         "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses "
         "overflow, and Adam divides by 0. Non-finite steps are skipped, as a loss scaler would; after "
-        "max_nonfinite_steps in a row the run stops. %s", what, remedy,
-    )  # fmt: skip
+        "max_nonfinite_steps in a row the run stops. %s",
+        what,
+        remedy,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- where it started

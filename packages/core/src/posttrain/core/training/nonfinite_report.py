@@ -65,10 +65,14 @@ class Reporter:
         if not update.lacks_labels and (is_first or stops):
             saved = self._save(update)
             where = self._find(update)
-            found = f"Found by running it once more: {where}." if where else (
-                "Run once more, everything stays finite: random numbers, or the sum over the window, made the "
-                "difference."
-            )  # fmt: skip
+            found = (
+                f"Found by running it once more: {where}."
+                if where
+                else (
+                    "Run once more, everything stays finite: random numbers, or the sum over the window, made the "
+                    "difference."
+                )
+            )
             text = f"{text} {found}{saved} {REMEDY}"
         if spoilt:
             text += f" The forward pass left NaN in {', '.join(spoilt[:8])}, which no skipping undoes: the run stops."
@@ -92,11 +96,14 @@ class Reporter:
         numbers = [update.first_batch + update.origin(number) for number in range(len(update.window))]
         tree = {
             "how_to_read": f"import posttrain.core.checkpoint.codec; batches = {read}",
-            "update": update.step + 1, "epoch": update.epoch, "batches": numbers,
+            "update": update.step + 1,
+            "epoch": update.epoch,
+            "batches": numbers,
             "rows": [self._rows_of(update.epoch, number) for number in numbers],
-            "losses": [float(loss) for loss in update.losses], "grad_norm": float(update.grad_norm),
+            "losses": [float(loss) for loss in update.losses],
+            "grad_norm": float(update.grad_norm),
             "micro_batches": [plain_batch(batch) for batch in update.window],
-        }  # fmt: skip
+        }
         try:
             folder.mkdir(parents=True, exist_ok=True)
             codec.save_tree(tree, stem)

@@ -73,8 +73,14 @@ class BatchSplitter:
                 "auto_find_batch_size: step %d did not fit into memory (%s). From here on each micro-batch is split "
                 "into %d: at most %d rows, and %d micro-batches in this optimizer step, whose result stays the same. "
                 "Set per_device_train_batch_size=%d and gradient_accumulation_steps=%d to start like this.",
-                step, failure, 2**self.cuts, self.rows, len(window), self.rows, self.accumulation * 2**self.cuts,
-            )  # fmt: skip
+                step,
+                failure,
+                2**self.cuts,
+                self.rows,
+                len(window),
+                self.rows,
+                self.accumulation * 2**self.cuts,
+            )
 
     def _halved(self, window: list[Any], step: int, failure: str | None) -> list[Any]:
         """Each micro-batch of `window` in two halves. Without a `failure`, one that cannot be split stays whole."""

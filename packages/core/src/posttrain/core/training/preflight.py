@@ -298,9 +298,11 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if known is None or open_ended or computes or getattr(args, "predict_with_generate", False):
         return
     if not any(fnmatch(key, pattern) for pattern in (*EVERY_EVALUATION, *known)):
-        why = "prediction_loss_only=True keeps compute_metrics from being called" if parts.compute_metrics else (
-            "there is no compute_metrics to return it"
-        )  # fmt: skip
+        why = (
+            "prediction_loss_only=True keeps compute_metrics from being called"
+            if parts.compute_metrics
+            else ("there is no compute_metrics to return it")
+        )
         names = ", ".join(name for name in ("loss", *known) if "*" not in name)
         yield f"metric_for_best_model={wanted!r} cannot exist: {why}. Without it, evaluations give {names}"
 

@@ -68,9 +68,13 @@ def resume_plan(
         "A step holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
         "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d. global_batch_size=%d "
         "would keep the step, with any number of processes.",
-        rows_per_step, saved["rows_per_update"], checkpoint, changed.max_steps - step, changed.max_steps,
+        rows_per_step,
         saved["rows_per_update"],
-    )  # fmt: skip
+        checkpoint,
+        changed.max_steps - step,
+        changed.max_steps,
+        saved["rows_per_update"],
+    )
     return changed
 
 
@@ -87,8 +91,12 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     logger.warning(
         "%s stands at epoch %.4g after %d steps, so its steps held another number of rows: the data continues there, "
         "%d steps are left, and the schedule ends at step %d.",
-        checkpoint, state.epoch, state.global_step, changed.max_steps - state.global_step, changed.max_steps,
-    )  # fmt: skip
+        checkpoint,
+        state.epoch,
+        state.global_step,
+        changed.max_steps - state.global_step,
+        changed.max_steps,
+    )
     return changed
 
 
@@ -162,8 +170,11 @@ def drop_missing_best(state: TrainerState, metric: str | None, is_there: bool) -
         return
     logger.warning(
         "The best checkpoint so far, %s (%s=%s), is no longer there. The best of those that follow is kept if it is "
-        "better than that.", state.best_model_checkpoint, metric, state.best_metric,
-    )  # fmt: skip
+        "better than that.",
+        state.best_model_checkpoint,
+        metric,
+        state.best_metric,
+    )
     state.best_model_checkpoint = None
 
 

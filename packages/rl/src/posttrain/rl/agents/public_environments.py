@@ -185,11 +185,12 @@ def _trace(vf: Any, task: Any, prompt: Sequence[Any], completion: Sequence[Any])
     written = [{"role": "assistant", "content": text_of(completion)}]
     nodes = [
         vf.MessageNode(
-            parent=place - 1 if place else None, sampled=place >= len(prompt),
+            parent=place - 1 if place else None,
+            sampled=place >= len(prompt),
             message=kinds[message["role"]](content=message["content"]),
         )
         for place, message in enumerate([*prompt, *written])
-    ]  # fmt: skip
+    ]
     config = vf.AgentConfig.model_construct()
     about = {"task": vf.TraceTask(type=type(task).__name__, data=task.data)}
     return vf.Trace(**about, agent=vf.AgentInfo.model_construct(config=config), nodes=nodes, ok=True, is_completed=True)

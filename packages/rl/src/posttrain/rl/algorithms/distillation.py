@@ -65,17 +65,19 @@ class DistillationConfig(RolloutConfig):
     """Arguments of `DistillationTrainer`."""
 
     num_generations: int = opt(1, "Completions that the student writes of each prompt.", min=1)
-    beta: float = opt(1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.",
-                      min=0, max=1)  # fmt: skip
+    beta: float = opt(
+        1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
+    )
     router_aux_loss_coef: float | None = opt(
         0.0, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
     )
     lmbda: float = opt(1.0, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
     seq_kd: bool = opt(False, "Let the teacher write the completions that the student does not.")
     loss_type: str = opt(
-        "divergence", "The divergence of whole distributions, or the policy gradient of the reverse one.",
+        "divergence",
+        "The divergence of whole distributions, or the policy gradient of the reverse one.",
         choices=("divergence", "policy_gradient"),
-    )  # fmt: skip
+    )
     loss_temperature: float | None = opt(
         None, "Both models' logits are divided by it in the divergence; None: temperature.", above=0
     )
@@ -165,10 +167,19 @@ class DistillationTrainer(RolloutTrainer):
         named = getattr(args, "teacher_model_name_or_path", None)
         self.given_reference = named if teacher_model is None else teacher_model
         super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
-            callbacks=callbacks, optimizers=optimizers, quantization_config=quantization_config,
-            peft_config=peft_config, tools=tools, **others,
-        )  # fmt: skip
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            **others,
+        )
         self.teacher_model, self.lmbda, self.seq_kd = self.ref_model, args.lmbda, args.seq_kd
         self.measure = Measure(
             args.beta, args.measured_at, bool(args.teacher_tokenizer_name_or_path), args.loss_add_tail
@@ -186,8 +197,9 @@ class DistillationTrainer(RolloutTrainer):
         yield from super().preflight(args, parts)
         if (parts.ref_model is None) == (args.teacher_model_server_url is None):
             how = "No teacher" if parts.ref_model is None else "Two teachers"
-            yield ValueError(f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and "
-                             "teacher_model_server_url.")  # fmt: skip
+            yield ValueError(
+                f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and teacher_model_server_url."
+            )
         if not isinstance(parts.ref_model, (str, os.PathLike)):
             for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
                 if getattr(args, name):

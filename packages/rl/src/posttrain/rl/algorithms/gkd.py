@@ -25,8 +25,9 @@ class GKDConfig(DistillationConfig):
     loss_temperature: float | None = opt(
         1.0, "Both models' logits are divided by it in the divergence; None: temperature.", above=0
     )
-    beta: float = opt(0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.",
-                      min=0, max=1)  # fmt: skip
+    beta: float = opt(
+        0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
+    )
     lmbda: float = opt(0.5, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
     max_completion_length: int = opt(
         128, "Tokens of a completion at most; longer ones are cut there.", min=1, aliases=("max_new_tokens",)

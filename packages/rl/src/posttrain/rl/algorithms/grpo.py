@@ -45,18 +45,20 @@ class GRPOConfig(RolloutConfig):
         choices=tuple(LOSSES),
     )
     importance_sampling_level: str = opt(
-        "token", "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO).",
+        "token",
+        "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO).",
         choices=("token", "sequence"),
-    )  # fmt: skip
+    )
     scale_rewards: str = opt(
-        "group", "Standard deviation that advantages are divided by: of the group, of the batch, or none.",
+        "group",
+        "Standard deviation that advantages are divided by: of the group, of the batch, or none.",
         choices=("group", "batch", "none"),
-    )  # fmt: skip
+    )
     multi_objective_aggregation: str = opt(
         "sum_then_normalize",
         "Several rewards are summed and then normalised, or normalised each and then summed (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
-    )  # fmt: skip
+    )
     delta: float | None = opt(
         None, "Upper bound of the ratio for tokens with a negative advantage; None: no bound.", above=0, max=math.inf
     )
@@ -113,9 +115,13 @@ class GRPOConfig(RolloutConfig):
 
 
 @reads_from_arguments(
-    "importance_sampling_level", "loss_type", "multi_objective_aggregation", "off_policy_mask_threshold",
-    "scale_rewards", "use_adaptive_entropy",
-)  # fmt: skip
+    "importance_sampling_level",
+    "loss_type",
+    "multi_objective_aggregation",
+    "off_policy_mask_threshold",
+    "scale_rewards",
+    "use_adaptive_entropy",
+)
 class GRPOTrainer(RolloutTrainer):
     """Trains a policy on groups of completions of the same prompt.
 
@@ -142,8 +148,9 @@ class GRPOTrainer(RolloutTrainer):
             logger.warning(
                 "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion "
                 "length, because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
-                "loss_type='grpo'.", config.loss_type,
-            )  # fmt: skip
+                "loss_type='grpo'.",
+                config.loss_type,
+            )
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
 
     functools.update_wrapper(__init__, RolloutTrainer.__init__)

@@ -128,10 +128,17 @@ class OnlineDPOTrainer(RolloutTrainer):
             )
         self.given_reference = ref_model
         super().__init__(
-            model, reward_funcs if judge is None else JudgeReward(judge), args, train_dataset, eval_dataset,
-            processing_class, reward_processing_classes, peft_config=peft_config,
-            quantization_config=quantization_config, **others,
-        )  # fmt: skip
+            model,
+            reward_funcs if judge is None else JudgeReward(judge),
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            **others,
+        )
 
     def score(self, samples: list[Sample]) -> Scores:
         """As the base's, less ``missing_eos_penalty``."""

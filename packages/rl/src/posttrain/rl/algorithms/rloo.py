@@ -76,8 +76,10 @@ class RLOOTrainer(RolloutTrainer):
     average = "sequences"
     needs_kl_of_samples = True
     OLD_ARGUMENTS: ClassVar[dict[str, str]] = RolloutTrainer.OLD_ARGUMENTS | {
-        "config": "args", "policy": "model", "reward_model": "reward_funcs",
-    }  # fmt: skip
+        "config": "args",
+        "policy": "model",
+        "reward_model": "reward_funcs",
+    }
 
     def __init__(
         self,
@@ -108,9 +110,14 @@ class RLOOTrainer(RolloutTrainer):
             raise TypeError(f"ref_policy is of type {type(ref_policy).__name__}; pass a loaded model.")
         self.given_reference = ref_policy
         super().__init__(
-            train_dataset=train_dataset, eval_dataset=eval_dataset, optimizers=optimizers, peft_config=peft_config,
-            reward_processing_classes=reward_processing_classes, quantization_config=quantization_config, **now,
-        )  # fmt: skip
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            reward_processing_classes=reward_processing_classes,
+            quantization_config=quantization_config,
+            **now,
+        )
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Equation 8 of the paper, of rewards less ``beta`` times the divergence (section 2)."""

@@ -22,24 +22,42 @@ logger = logging.getLogger(__name__)
 
 #: What generation_kwargs say of `Sampling`, in the words of transformers and of vLLM, and the argument for the same.
 FOLDED = {
-    "max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "temperature": "temperature",
-    "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty",
-}  # fmt: skip
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
 ENDS = ("stop", "stop_strings", "eos_token_id", "stop_token_ids")
 _NOTHING_READS = "nothing reads it; leave it out"
 _OURS = "tokens are drawn by posttrain's sampler, which has none; set top_p, top_k or min_p"
 #: What of generation_kwargs no engine can follow, and what to do instead.
 REFUSED = {
     "max_length": "it counts the prompt too; set max_completion_length",
-    "n": "set num_generations", "num_return_sequences": "set num_generations", "best_of": "set num_generations",
+    "n": "set num_generations",
+    "num_return_sequences": "set num_generations",
+    "best_of": "set num_generations",
     "seed": "each completion has a seed of its own, made from the argument seed; leave it out",
     "pad_token_id": "it is that of the tokenizer; leave it out",
-    "bos_token_id": _NOTHING_READS, "decoder_start_token_id": _NOTHING_READS, "renormalize_logits": _NOTHING_READS,
-    "output_attentions": _NOTHING_READS, "output_hidden_states": _NOTHING_READS, "output_scores": _NOTHING_READS,
-    "output_logits": _NOTHING_READS, "return_dict_in_generate": _NOTHING_READS, "logprobs": _NOTHING_READS,
-    "prompt_logprobs": _NOTHING_READS, "detokenize": _NOTHING_READS,
-    "typical_p": _OURS, "epsilon_cutoff": _OURS, "eta_cutoff": _OURS, "top_h": _OURS, "watermarking_config": _OURS,
-}  # fmt: skip
+    "bos_token_id": _NOTHING_READS,
+    "decoder_start_token_id": _NOTHING_READS,
+    "renormalize_logits": _NOTHING_READS,
+    "output_attentions": _NOTHING_READS,
+    "output_hidden_states": _NOTHING_READS,
+    "output_scores": _NOTHING_READS,
+    "output_logits": _NOTHING_READS,
+    "return_dict_in_generate": _NOTHING_READS,
+    "logprobs": _NOTHING_READS,
+    "prompt_logprobs": _NOTHING_READS,
+    "detokenize": _NOTHING_READS,
+    "typical_p": _OURS,
+    "epsilon_cutoff": _OURS,
+    "eta_cutoff": _OURS,
+    "top_h": _OURS,
+    "watermarking_config": _OURS,
+}
 
 
 def refused(args: Any) -> Iterator[str]:
@@ -132,9 +150,15 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
 
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerGenerator(
-            url, args.vllm_server_timeout, args.vllm_group_port, settings, tokenizer, folder=args.vllm_weight_folder,
-            request_timeout=args.vllm_request_timeout, in_flight=args.max_staleness > 0,
-        )  # fmt: skip
+            url,
+            args.vllm_server_timeout,
+            args.vllm_group_port,
+            settings,
+            tokenizer,
+            folder=args.vllm_weight_folder,
+            request_timeout=args.vllm_request_timeout,
+            in_flight=args.max_staleness > 0,
+        )
     from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 
     engine = {

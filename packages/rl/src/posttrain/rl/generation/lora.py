@@ -23,8 +23,17 @@ from posttrain.rl.generation.weights import OneByOne, Weights
 
 NAME = "posttrain-policy"
 """The name under which the servers know the adapter."""
-BESIDE = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "alpha_pattern",
-          "rank_pattern", "layer_replication", "exclude_modules")  # fmt: skip
+BESIDE = (
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "lora_bias",
+    "alpha_pattern",
+    "rank_pattern",
+    "layer_replication",
+    "exclude_modules",
+)
 """Options of LoRA that change more than vLLM reads from a file of adapters."""
 
 
@@ -107,7 +116,13 @@ class AdapterFolder:
         config = copy.copy(weights.config)
         config.inference_mode = True
         config.save_pretrained(str(self.path))
-        everywhere(servers, "/v1/load_lora_adapter", {
-            "lora_name": NAME, "lora_path": str(self.path), "load_inplace": True,
-        })  # fmt: skip
+        everywhere(
+            servers,
+            "/v1/load_lora_adapter",
+            {
+                "lora_name": NAME,
+                "lora_path": str(self.path),
+                "load_inplace": True,
+            },
+        )
         set_version(servers, version)

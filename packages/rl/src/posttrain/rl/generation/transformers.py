@@ -141,10 +141,15 @@ class TransformersGenerator:
 
         beams = self.kwargs.get("num_beams", 1) > 1
         drawn = _drawing_options(sampling) | self.kwargs if beams else self.kwargs | {"do_sample": False}
-        config = GenerationConfig(**{"use_cache": True} | drawn | {
-            "max_new_tokens": sampling.max_new_tokens,
-            "eos_token_id": list(sampling.eos_token_ids) or None, "pad_token_id": self.tokenizer.pad_token_id,
-        })  # fmt: skip
+        config = GenerationConfig(
+            **{"use_cache": True}
+            | drawn
+            | {
+                "max_new_tokens": sampling.max_new_tokens,
+                "eos_token_id": list(sampling.eos_token_ids) or None,
+                "pad_token_id": self.tokenizer.pad_token_id,
+            }
+        )
         stopping = StoppingCriteriaList(
             [_StopStrings(self.tokenizer, sampling.stop, inputs["input_ids"].shape[1])] if sampling.stop else []
         )
@@ -170,10 +175,15 @@ def generation_config(sampling: Sampling, tokenizer: Any, more: dict[str, Any]) 
     from transformers import GenerationConfig
 
     ends = sampling.eos_token_ids
-    return GenerationConfig(**{
-        **_drawing_options(sampling), "max_new_tokens": sampling.max_new_tokens, "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None, **more,
-    })  # fmt: skip
+    return GenerationConfig(
+        **{
+            **_drawing_options(sampling),
+            "max_new_tokens": sampling.max_new_tokens,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
+            **more,
+        }
+    )
 
 
 def _drawing_options(sampling: Sampling) -> dict[str, Any]:

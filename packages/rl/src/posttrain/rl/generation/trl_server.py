@@ -73,17 +73,25 @@ class TrlServer:
             raise ValueError(NO_IMAGES.format(self.server.url))
         regex, options = (None, {}) if sampling is PROBE else (self.regex, self.options)
         request = {
-            "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1, "min_p": sampling.min_p or 0.0, "logprobs": 0,
+            "n": n,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p or 0.0,
+            "logprobs": 0,
             "repetition_penalty": sampling.repetition_penalty,
             # the new and the old name
-            "structured_outputs_regex": regex, "guided_decoding_regex": regex,
-            "generation_kwargs": options | {
-                "seed": mix(*seeds) % 2**31, "stop": list(sampling.stop),
+            "structured_outputs_regex": regex,
+            "guided_decoding_regex": regex,
+            "generation_kwargs": options
+            | {
+                "seed": mix(*seeds) % 2**31,
+                "stop": list(sampling.stop),
                 "stop_token_ids": list(sampling.eos_token_ids),
                 "include_stop_str_in_output": True,
             },
-        }  # fmt: skip
+        }
         answer = self._generate(plain, request)
         ids = [list(row) for row in answer["completion_ids"]]
         logps: list[Any] = [[_plain(value) for value in row] for row in answer.get("logprobs") or ()]

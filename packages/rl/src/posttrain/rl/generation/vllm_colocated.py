@@ -223,12 +223,20 @@ class VLLMColocatedGenerator:
 
         sampling = request.sampling
         usual = {
-            "n": 1, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
-            "include_stop_str_in_output": True, "logprobs": 0, "seed": request.seed % 2**63,
+            "n": 1,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p or 0.0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.eos_token_ids),
+            "include_stop_str_in_output": True,
+            "logprobs": 0,
+            "seed": request.seed % 2**63,
             "logit_bias": never(sampling),
-        } | ({} if sampling is PROBE else self.options)  # fmt: skip
+        } | ({} if sampling is PROBE else self.options)
         if isinstance(wanted := usual.get("structured_outputs"), dict):
             from vllm.sampling_params import StructuredOutputsParams
 

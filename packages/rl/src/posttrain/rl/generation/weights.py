@@ -46,9 +46,12 @@ def completions(written: Sequence[Written], with_logps: bool) -> Completions:
     versions = syncs if written and len(syncs) == len(written) else None
     routes = [one.routes for one in written if isinstance(one, Stamped) and one.routes is not None]
     return Completions(
-        [ids for ids, _, _ in written], logps, [ended for *_, ended in written], versions=versions,
+        [ids for ids, _, _ in written],
+        logps,
+        [ended for *_, ended in written],
+        versions=versions,
         routes=routes if written and len(routes) == len(written) else None,
-    )  # fmt: skip
+    )
 
 
 class OneByOne:

@@ -257,9 +257,10 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
     )
     steps_per_generation: Resolved[int | None, int] = opt(
         None,
-            "Micro-batches made of one rollout; None: gradient_accumulation_steps. More generate in larger batches, "
-            "and learn from older completions.", min=1,
-    )  # fmt: skip
+        "Micro-batches made of one rollout; None: gradient_accumulation_steps. More generate in larger batches, "
+        "and learn from older completions.",
+        min=1,
+    )
     num_iterations: int = opt(1, "Times that each rollout is gone through.", min=1)
     dynamic_sampling: bool = opt(
         False, "Leave out groups whose rewards are all equal and sample others in their place (DAPO, section 3.2)."

@@ -60,13 +60,17 @@ class Ledger:
         """
         self._write(
             {
-                "rollout": sample.rollout, "sample": sample.place, "prompt": prompt_id(sample.prompt_ids),
+                "rollout": sample.rollout,
+                "sample": sample.place,
+                "prompt": prompt_id(sample.prompt_ids),
                 "versions": [min(sample.versions or [version]), max(sample.versions or [version])],
-                "engine": self.engine, "tokens": len(sample.ids), "reward": None if math.isnan(reward) else reward,
+                "engine": self.engine,
+                "tokens": len(sample.ids),
+                "reward": None if math.isnan(reward) else reward,
                 "step": step,
             }
             for sample, reward in zip(samples, rewards, strict=True)
-        )  # fmt: skip
+        )
 
     def _write(self, lines: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

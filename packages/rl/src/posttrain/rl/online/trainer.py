@@ -81,12 +81,26 @@ logger = logging.getLogger(__name__)
 
 
 @reads_from_arguments(
-    "chat_template_kwargs", "generation_kwargs", "log_completions", "log_multimodal", "log_unique_prompts",
-    "mask_truncated_completions", "max_completion_length", "max_tool_calling_iterations", "num_completions_to_print",
-    "pad_to_multiple_of", "shuffle_dataset", "use_transformers_continuous_batching", "vllm_gpu_memory_utilization",
-    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode", "vllm_tensor_parallel_size", epsilon_low="epsilon",
-)  # fmt: skip
+    "chat_template_kwargs",
+    "generation_kwargs",
+    "log_completions",
+    "log_multimodal",
+    "log_unique_prompts",
+    "mask_truncated_completions",
+    "max_completion_length",
+    "max_tool_calling_iterations",
+    "num_completions_to_print",
+    "pad_to_multiple_of",
+    "shuffle_dataset",
+    "use_transformers_continuous_batching",
+    "vllm_gpu_memory_utilization",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_tensor_parallel_size",
+    epsilon_low="epsilon",
+)
 class RolloutTrainer(Trainer):
     """Trains a policy on completions that it samples itself.
 

@@ -37,10 +37,20 @@ from posttrain.rl.rewards.scorers import RewardModel, load_scorer, scorer
 from posttrain.rl.samples.samples import Sample
 
 __all__ = [
-    "RewardArguments", "RewardError", "RewardModel", "Rewards", "Scores", "accuracy_reward", "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "math_verify_reward", "reasoning_accuracy_reward",
-    "reward_functions", "think_format_reward",
-]  # fmt: skip
+    "RewardArguments",
+    "RewardError",
+    "RewardModel",
+    "Rewards",
+    "Scores",
+    "accuracy_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "math_verify_reward",
+    "reasoning_accuracy_reward",
+    "reward_functions",
+    "think_format_reward",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +80,10 @@ class RewardArguments:
     reward_weights: list[float] | None = opt(None, "Weight of each reward function in the sum; None: 1 each.")
     reward_on_error: str = opt(
         "raise",
-            "When a reward function fails, is too slow or gives NaN: raise stops the run, value scores those "
-            "completions `reward_error_value`, mask leaves the function out for them.",
-            choices=("raise", "value", "mask"),
-    )  # fmt: skip
+        "When a reward function fails, is too slow or gives NaN: raise stops the run, value scores those "
+        "completions `reward_error_value`, mask leaves the function out for them.",
+        choices=("raise", "value", "mask"),
+    )
     reward_error_value: float = opt(
         0.0, "Reward of a completion whose scoring failed, with reward_on_error='value'.", needs="reward_on_error=value"
     )
@@ -82,9 +92,10 @@ class RewardArguments:
     )
     reward_on_none: str = opt(
         "skip",
-            "If no reward function returns a reward for any completion of a rollout: skip logs it and trains on "
-            "nothing, raise stops the run.", choices=("skip", "raise"),
-    )  # fmt: skip
+        "If no reward function returns a reward for any completion of a rollout: skip logs it and trains on "
+        "nothing, raise stops the run.",
+        choices=("skip", "raise"),
+    )
     reward_concurrency: int = opt(
         1,
         "Reward functions that run at the same time, in threads; async ones always run side by side. With "
@@ -235,10 +246,16 @@ class Rewards:
 
     def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
         """What `function` returned, as `size` floats or Nones."""
-        timer = threading.Timer(SLOW, logger.warning, (
-            "The reward function %r has been running for %g seconds. reward_timeout=%s bounds it.", name, SLOW,
-            self.options.reward_timeout,
-        ))  # fmt: skip
+        timer = threading.Timer(
+            SLOW,
+            logger.warning,
+            (
+                "The reward function %r has been running for %g seconds. reward_timeout=%s bounds it.",
+                name,
+                SLOW,
+                self.options.reward_timeout,
+            ),
+        )
         timer.daemon = True
         timer.start()
         try:
@@ -292,8 +309,10 @@ class Rewards:
                 "All reward functions returned None for the following kwargs:\n%s\nSo it was for %d of %d "
                 "completions, which teach nothing; their share is logged as rewards/none. reward_on_none='raise' "
                 "stops the run where it is so for all.",
-                which, int(unknown.sum()), len(unknown),
-            )  # fmt: skip
+                which,
+                int(unknown.sum()),
+                len(unknown),
+            )
 
 
 def name_of(function: Any) -> str:

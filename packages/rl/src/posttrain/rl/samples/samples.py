@@ -84,9 +84,16 @@ class Sample:
 
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
 OF_TOKENS = (
-    "advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask", "teacher_ids",
-    "teacher_logps", "teacher_places",
-)  # fmt: skip
+    "advantages",
+    "old_logps",
+    "ref_logps",
+    "sampling_logps",
+    "correction",
+    "entropy_mask",
+    "teacher_ids",
+    "teacher_logps",
+    "teacher_places",
+)
 OF_ROWS = ("teacher_rows", "teacher_lengths")
 
 

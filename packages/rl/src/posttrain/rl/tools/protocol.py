@@ -36,9 +36,12 @@ TOOL = {
     },
 }
 THOUGHTS = (
-    ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
-)  # fmt: skip
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 CHANNEL = re.compile(
     r"<\|channel\|>\s*(analysis|commentary|final)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
     r"(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
