@@ -924,3 +924,27 @@ def test_a_sampler_that_takes_no_dataset_and_a_callback_that_asks_for_the_tokeni
     tokenizer = tiny.tokenizer()
     InOrder(tiny.causal_lm(), args, train_dataset=rows, processing_class=tokenizer, callbacks=[Asks]).train()
     assert seen == [tokenizer.eos_token, 7, 5, 9]
+
+
+@pytest.mark.parametrize(("rows", "accumulation"), [(20, 3), (12, 3), (8, 4)])
+def test_a_get_batch_samples_that_calls_next_as_often_as_it_is_asked_trains_whole_epochs(rows, accumulation, tmp_path):
+    asked = []
+
+    class ByNext(posttrain.core.Trainer):
+        def get_batch_samples(self, epoch_iterator, num_batches, device):
+            asked.append(num_batches)
+            return [next(epoch_iterator) for _ in range(num_batches)], None
+
+    args = posttrain.core.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=2,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = ByNext(model=tiny.causal_lm(), args=args, train_dataset=tiny.token_rows(rows), data_collator=pad)
+    trainer.train()
+    of_epoch = [*[accumulation] * (rows // 2 // accumulation), *filter(None, [rows // 2 % accumulation])]
+    assert asked == 2 * of_epoch and trainer.state.epoch == 2

@@ -423,12 +423,17 @@ class Trainer(TrainerNames):
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """The data of an epoch, as training sees it: ``(micro-batches, items in them)`` of one optimizer step after
         another. Override to make training data on the way, as online reinforcement learning does."""
-        batches = iter(loader)
-        asked = override_checks.taken(self.get_batch_samples, batches, plan.accumulation, self.args.device)
+        batches, device, count = iter(loader), self.args.device, plan.accumulation
+        takes = len(override_checks.taken(self.get_batch_samples, batches, count, device))
+        # Old code calls `next` as often as it is told to; transformers tells it how many batches are left.
+        length = None if override_checks.is_ours(self, "get_batch_samples") else plan.batches_per_epoch
         self.restore_rng()  # the first row that is read must find the random numbers of the checkpoint
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
+            if length is not None and (count := min(count, length - self.run.progress.batches)) < 1:
+                next(batches, None)  # so that the loader ends its epoch
+                return
             with self.clock("data"):
-                window, num_items = self.get_batch_samples(*asked)
+                window, num_items = self.get_batch_samples(*(batches, count, device)[:takes])
             if not window:
                 return
             yield window, num_items
