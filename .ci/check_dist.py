@@ -114,7 +114,18 @@ def main() -> None:
         away.mkdir()
         names = [f"posttrain-{part.name}=={version}" for part in SOURCES[:-1]]
         options = ["--no-index", "--no-deps", "--force-reinstall", "--quiet", "--disable-pip-version-check"]
-        run(python, "-m", "pip", "install", *options, "--find-links", dist, *names, f"posttrain=={version}", env=clean)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            *options,
+            "--find-links",
+            dist,
+            *names,
+            f"posttrain-all=={version}",
+            env=clean,
+        )
         found = run(python.parent / "posttrain", "--version", cwd=away, env=clean).strip()
         if found != f"posttrain {version}":
             raise SystemExit(f"posttrain --version says {found!r}, not {version}")
