@@ -432,8 +432,9 @@ class Trainer(TrainerNames):
             if length is not None and (count := min(count, length - self.run.progress.batches)) < 1:
                 next(batches, None)  # so that the loader ends its epoch
                 return
+            given: tuple[Any, ...] = (batches, count, device)
             with self.clock("data"):
-                window, num_items = self.get_batch_samples(*(batches, count, device)[:takes])
+                window, num_items = self.get_batch_samples(*given[:takes])
             if not window:
                 return
             yield window, num_items
