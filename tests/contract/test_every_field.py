@@ -275,6 +275,20 @@ LORA = {
     "trainable_token_indices": [3], "use_dora": True, "lora_bias": True, "target_parameters": ["gate_proj.weight"],
     "ensure_weight_tying": True, "fan_in_fan_out": True,
 }  # fmt: skip
+#: What has no effect on a model here, and is said or refused in words that name it.
+SAID = {"use_qalora": True, "qalora_group_size": 8, "layer_replication": [(0, 2), (1, 2)]}
+#: Fields that are not in the tables above, by the reason.
+OF_PEFT = {
+    "what peft writes about an adapter": "task_type peft_type auto_mapping peft_version",
+    "what names the base, for loading": "base_model_name_or_path revision",
+    "whether it is loaded to train: refused by check_trainable": "inference_mode",
+    "refused or warned of by peft": "layers_pattern loftq_config eva_config corda_config use_bdlora",
+    "for Megatron's layers": "megatron_config megatron_core",
+    "gradients, and not what is computed": "velora_config",
+    "adapters of these kinds have tests of their own": "alora_invocation_tokens",
+    "other computations, by a config of peft": "monteclora_config kasa_config lora_ga_config runtime_config",
+    "refused, see below": "arrow_config",
+}
 #: Names that match nothing.
 ASTRAY = {
     "target_modules": ["q_proj", "nothing"], "target_parameters": ["nothing.weight"], "modules_to_save": ["nothing"],
@@ -309,6 +323,29 @@ def test_every_field_of_a_lora_config_changes_the_adapter_or_is_named(name):
     other, begun, computed, said = adapter(**{name: LORA[name]})
     same = other == names and torch.equal(begun, start) and torch.equal(computed, logits)
     assert not same or name in said
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_field_of_a_lora_config_without_effect_is_named(name):
+    try:
+        said = adapter(**{name: SAID[name]})[-1]
+    except ValueError as error:
+        said = str(error)
+    assert name in said
+
+
+def test_arrow_routing_which_trains_nothing_is_refused_by_name():
+    from peft.tuners.lora.config import ArrowConfig
+
+    with pytest.raises(ValueError, match="arrow_config"):
+        adapter(arrow_config=ArrowConfig())
+
+
+def test_no_field_of_a_lora_config_is_missing_from_these_tables():
+    from peft import LoraConfig
+
+    others = {name for names in OF_PEFT.values() for name in names.split()}
+    assert {field.name for field in dataclasses.fields(LoraConfig)} <= {*LORA, *SAID, *others}
 
 
 @pytest.mark.parametrize("name", ASTRAY)

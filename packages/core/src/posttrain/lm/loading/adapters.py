@@ -30,6 +30,16 @@ def check_peft_config(peft_config: Any) -> Any:
             "peft.get_peft_model and peft.initialize_lora_eva_weights with your data, and pass that model without "
             "peft_config."
         )
+    if vars(peft_config).get("arrow_config") is not None:
+        raise ValueError(
+            "peft_config.arrow_config routes between adapters that are trained already, and trains nothing. Leave it "
+            "out here, and call peft.create_arrow_model with the trained adapters."
+        )
+    given = vars(peft_config)
+    if given.get("lora_ga_config") is not None and given.get("init_lora_weights") != "lora_ga":
+        warnings.warn("peft_config.lora_ga_config has no effect without init_lora_weights='lora_ga'.", stacklevel=3)
+    if given.get("qalora_group_size", 16) != 16 and not given.get("use_qalora"):  # 16 is peft's default
+        warnings.warn("peft_config.qalora_group_size has no effect without use_qalora=True.", stacklevel=3)
     check_base_can_be_found_again(peft_config)
     return peft
 
@@ -77,7 +87,14 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             "is_trainable=True), and leave out peft_config."
         )
     checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if vars(peft_config).get("layer_replication") is not None and hasattr(base_model(model).config, "layer_types"):
+        raise ValueError(
+            f"peft_config.layer_replication cannot copy layers of this {type(model).__name__}, whose config lists the "
+            "kind of each layer. Leave it out, or use a model whose layers are all alike, such as Llama."
+        )
     adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
+    if vars(peft_config).get("use_qalora") and not is_quantized(model):
+        warnings.warn("peft_config.use_qalora has no effect on a model that GPTQ has not quantized.", stacklevel=3)
     parts.tell_adapted(adapted)
     _tell_unmatched(adapted)
     if checkpointed and hasattr(model, "enable_input_require_grads"):
