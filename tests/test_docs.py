@@ -269,3 +269,10 @@ def test_links_between_pages_lead_somewhere():
 def test_the_index_for_language_models_names_pages_that_are_there():
     named = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
     assert len(named) > 10 and all((ROOT / "docs" / name).is_file() for name in named)
+
+
+def test_the_places_that_contributing_names_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("### Where is")[2].partition("The maps")[0]
+    named = re.findall(r"`((?:core|lm|rl|compat)/[\w/]+\.py)`", text)
+    homes = [ROOT / "packages" / part / "src" / "posttrain" for part in ("core", "rl")]
+    assert len(named) >= 15 and [name for name in named if not any((home / name).is_file() for home in homes)] == []
