@@ -81,6 +81,7 @@ LONG_HOOKS = {
     "training_step": "the one place where a loss is scaled, with every case in sight",
     "train_on_window": "one optimizer step, read from top to bottom with the order of its events",
     "accumulate": "every micro-batch of a step, with the order of its events",
+    "windows": "the calls of get_batch_samples, in every signature and with every count that it ever had",
 }
 
 

@@ -8,8 +8,8 @@ from tests.core.tools.test_memory_plan import MIXTURE, WIDTH, a_run, workload
 from tests.distributed import jobs
 
 SHARDED = {"fsdp": "full_shard"}
-SPLIT = {"parallelism_config": {"tp_size": 2}}
-# The exchange of tokens is in one step or another still held by a thread of gloo: the lowest peak of five counts.
+# What processes exchange is in one step or another still held by a thread of gloo: the lowest peak of five counts.
+SPLIT = {"parallelism_config": {"tp_size": 2}, "max_steps": 6}
 EXPERTS = {"parallelism_config": {"ep_size": 2}, "max_steps": 6}
 BOTH = {"parallelism_config": {"ep_size": 2, "tp_size": 2}, "max_steps": 6}
 CASES = {

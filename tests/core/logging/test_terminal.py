@@ -125,9 +125,12 @@ def test_a_warning_that_repeats_is_written_once_and_counted(capsys, monkeypatch)
     assert lines == ["Step 0 was left out.", "Step 9 was left out. (the 10th time)", "Another one."]
 
 
-def test_noise_of_other_libraries_is_left_out_and_their_other_messages_are_not(caplog):
+def test_noise_of_other_libraries_is_left_out_and_their_other_messages_are_not(caplog, monkeypatch):
     noise.quiet()
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    for name in ("bitsandbytes", "bitsandbytes.backends", "bitsandbytes.backends.cpu", log.name):  # as if not imported
+        for attribute, value in {"propagate": True, "disabled": False, "level": logging.NOTSET}.items():
+            monkeypatch.setattr(logging.getLogger(name), attribute, value)
     log.warning("Failed to load CPU gemm_4bit_forward from somewhere: %s", "no kernels")
     log.warning("The weights are broken.")
     assert caplog.messages == ["The weights are broken."]

@@ -8,6 +8,7 @@ An algorithm is a subclass that overrides `compute_advantages` and `policy_loss`
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -240,13 +241,14 @@ class RolloutTrainer(Trainer):
         self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
         if args.router_replay:
             setup.enable_router_replay(self.model, sees)
+        me = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         hooks = Hooks(
-            new_samples=lambda rows: self.new_samples(rows),  # as it is when it is called
-            complete=self._complete,
-            sample=self._sample,
-            sync=self._sync_weights,
-            score=self._score,
-            layout=lambda: self.layout,
+            new_samples=lambda rows: me.new_samples(rows),
+            complete=lambda samples: me._complete(samples),
+            sample=lambda samples: me._sample(samples),
+            sync=lambda: me._sync_weights(),
+            score=lambda samples: me._score(samples),
+            layout=lambda: me.layout,
         )
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
