@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from posttrain.compat import old_hooks
 from posttrain.core import hub
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import sharding
@@ -22,6 +24,7 @@ from posttrain.core.models import wrapping
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import CallbackHandler
+    from posttrain.core.data.loaders import Loaders
     from posttrain.core.distributed import Distributed
     from posttrain.core.logging.memory import MemoryTracker
     from posttrain.core.state import EvalLoopOutput, TrainerState
@@ -39,6 +42,12 @@ class TrainerNames:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     make_plan: Callable[[Any], Plan]
+    train_dataset: Any
+    loaders: Loaders
+    train_sampler: Callable[[Any], torch.utils.data.Sampler[Any] | None]
+    complete_inputs: Callable[[Any], Any]
+    load_checkpoint: Callable[..., None]
+    _prepare_input: Callable[[Any], Any]
     _keep_columns: Callable[..., tuple[Any, Any]]
     metrics: Metrics
     model_wrapped: nn.Module
@@ -133,11 +142,48 @@ class TrainerNames:
         """Gathers an evaluation batch of all processes."""
         return self.accelerator.gather_for_metrics
 
+    # --------------------------------------------------------------------------------- old names of overridable methods
+
+    def _follow_old_names(self) -> None:
+        """Let a method of `Trainer` go through its old name where a script has replaced that, see `old_hooks`."""
+        old_hooks.follow(self)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self.complete_inputs(self._prepare_input(inputs))
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Earlier name of `compute_loss_context_manager`."""
+        return self.dist.autocast()
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> torch.utils.data.DataLoader[Any]:
+        return self.loaders.make(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[Any] | None:
+        return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler[Any] | None:
+        return None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
+        self.load_checkpoint(resume_from_checkpoint, model)
+
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return self._keep_columns(dataset, None, description)[0]
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         return self._keep_columns(None, data_collator, description)[1]
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.args.output_dir

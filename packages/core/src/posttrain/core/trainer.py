@@ -28,6 +28,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
+from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
 from posttrain.core.logging.input_counter import InputCounter
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 #: What stands for a model, an optimizer or a manager until the run makes it.
 NOT_MADE: Any = None
-_NOTHING = contextlib.nullcontext()
 
 DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback, trackers.JSONLinesCallback]
 
@@ -152,6 +152,7 @@ class Trainer(TrainerNames):
         self.run, self.loaders = Run(owner), Loaders(owner)
         self.saving, self.evaluator = Saving(owner), Evaluator(owner)
         self._new_record()
+        self._follow_old_names()
         self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         self.checkpoints: CheckpointManager = NOT_MADE  # made by all processes together, at the start of `train`
@@ -269,6 +270,7 @@ class Trainer(TrainerNames):
             ignore_keys_for_eval: outputs of the model that are no predictions, in evaluations along the way.
         """
         self.args.validate()  # what was assigned since construction
+        self._follow_old_names()
         self.store.output_dir = Path(self._get_output_dir(trial))
         self.checkpoints = CheckpointManager(self.args, self.dist, self.store)  # as `args` are now
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
@@ -339,7 +341,7 @@ class Trainer(TrainerNames):
             given: tuple[Any, ...] = (model, inputs, num_items)
             is_filler = pipeline.is_filler(inputs)
             # A metric of a micro-batch that only keeps this process in step counts for nothing.
-            metrics = self.metrics.apart() if is_filler else _NOTHING
+            metrics = self.metrics.apart() if is_filler else NOTHING
             sync = self.dist.sync_gradients(model, when=number == len(window) or self._sync_each_batch)
             with sync, self.dist.in_step(), metrics:
                 try:
@@ -473,9 +475,6 @@ class Trainer(TrainerNames):
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Where the forward pass and the loss are computed: autocast, when a lower precision was asked for."""
-        return self.autocast_smart_context_manager()
-
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
         return self.dist.autocast()
 
     def log_metric(
@@ -526,11 +525,13 @@ class Trainer(TrainerNames):
         if isinstance(eval_dataset, str):
             eval_dataset = pipeline.named_dataset(self.eval_dataset, eval_dataset)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._follow_old_names()
         return self.make_dataloader(dataset, "Evaluation", self.eval_batch_size, dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
         """The loader that `predict` reads."""
         pipeline.check_dataset(test_dataset, "test_dataset")
+        self._follow_old_names()
         return self.make_dataloader(test_dataset, "test", self.eval_batch_size)
 
     def make_dataloader(
@@ -543,22 +544,8 @@ class Trainer(TrainerNames):
             sampler_fn: ``dataset -> sampler``, for a dataset that has a length; by default `train_sampler` in training.
             dataloader_key: the name under which workers that persist are kept.
         """
-        sampler_fn = sampler_fn or (self._train_sampler_of if is_training else self._get_eval_sampler)
-        return self._get_dataloader(
-            dataset=dataset, description=description, batch_size=batch_size, sampler_fn=sampler_fn,
-            is_training=is_training, dataloader_key=dataloader_key,
-        )  # fmt: skip
-
-    def _get_dataloader(
-        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
-    ) -> torch.utils.data.DataLoader:
+        sampler_fn = sampler_fn or (self.train_sampler if is_training else None)
         return self.loaders.make(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-
-    def _train_sampler_of(self, dataset: Any) -> torch.utils.data.Sampler | None:
-        return self._get_train_sampler(*override_checks.taken(self._get_train_sampler, dataset))
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
-        return self.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler | None:
         """The order of the training rows; None: that of the dataset."""
@@ -573,9 +560,6 @@ class Trainer(TrainerNames):
         rows have neither a column of lengths nor the model's main input."""
         return pipeline.row_lengths(dataset, self.args.length_column_name, self.main_input)
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
-        return None
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | None]:
@@ -584,10 +568,7 @@ class Trainer(TrainerNames):
         return window, self.count_window(window) if window else None
 
     def prepare_inputs(self, inputs: Any) -> Any:
-        """A micro-batch as the model gets it, on the device. Override `_prepare_inputs`, as in transformers."""
-        return self._prepare_inputs(inputs)
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A micro-batch as the model gets it, on the device."""
         return self.complete_inputs(self._prepare_input(inputs))
 
     def _prepare_input(self, data: Any) -> Any:
@@ -599,9 +580,7 @@ class Trainer(TrainerNames):
 
     def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         """(`dataset`, `collator`) without the columns that are not read (`remove_unused_columns`)."""
-        if pipeline.can_drop_columns(dataset):
-            return self._remove_unused_columns(dataset, description=description), collator
-        return dataset, self._get_collator_with_removed_columns(collator, description=description)
+        return self._keep_columns(dataset, collator, description)
 
     def _keep_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         if not self.args.remove_unused_columns:
@@ -806,9 +785,6 @@ class Trainer(TrainerNames):
         for name, part in self.checkpoint_parts().items():
             if Path(checkpoint, f"{name}.json").is_file():
                 part.load_state_dict(codec.load_tree(Path(checkpoint, name)))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
-        self.load_checkpoint(resume_from_checkpoint, model)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         self.saving.checkpoint()

@@ -1,0 +1,74 @@
+"""Old names of overridable methods: which method of `Trainer` goes through which, where a script has replaced one.
+
+transformers calls these methods by private names. Their counterparts here do the work themselves, until `follow` finds
+that a subclass or a script has replaced an old name. It then puts the method of `HOOKS` in the place of that of
+`Trainer`, for every trainer of the process: it calls the old name, whose method in `TrainerNames` does the same work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.core.data import pipeline
+from posttrain.core.training import override_checks
+
+
+def prepare_inputs(self: Any, inputs: Any) -> Any:
+    return self._prepare_inputs(inputs)
+
+
+def compute_loss_context_manager(self: Any) -> Any:
+    return self.autocast_smart_context_manager()
+
+
+def make_dataloader(
+    self: Any,
+    dataset: Any,
+    description: str,
+    batch_size: int,
+    sampler_fn: Callable[[Any], Any] | None = None,
+    is_training: bool = False,
+    dataloader_key: str | None = None,
+) -> Any:
+    def train_sampler(rows: Any) -> Any:
+        return self._get_train_sampler(*override_checks.taken(self._get_train_sampler, rows))
+
+    return self._get_dataloader(
+        dataset=dataset,
+        description=description,
+        batch_size=batch_size,
+        sampler_fn=sampler_fn or (train_sampler if is_training else self._get_eval_sampler),
+        is_training=is_training,
+        dataloader_key=dataloader_key,
+    )
+
+
+def without_unused_columns(self: Any, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+    if pipeline.can_drop_columns(dataset):
+        return self._remove_unused_columns(dataset, description=description), collator
+    return dataset, self._get_collator_with_removed_columns(collator, description=description)
+
+
+#: By the old name: the method, of the name in `Trainer`, that calls it.
+HOOKS: dict[str, Callable[..., Any]] = {
+    "_prepare_inputs": prepare_inputs,
+    "autocast_smart_context_manager": compute_loss_context_manager,
+    "_get_dataloader": make_dataloader,
+    "_get_train_sampler": make_dataloader,
+    "_get_eval_sampler": make_dataloader,
+    "_remove_unused_columns": without_unused_columns,
+    "_get_collator_with_removed_columns": without_unused_columns,
+}
+
+
+def follow(trainer: Any) -> None:
+    """Let methods of `Trainer` go through the old names that the class of `trainer`, or a script, has replaced."""
+    base = next(kind for kind in type(trainer).__mro__ if kind.__module__ == "posttrain.core.trainer")
+    ours = next(kind for kind in base.__mro__ if kind.__module__ == "posttrain.compat.trainer_names")
+    for name, method in HOOKS.items():
+        is_replaced = name in vars(trainer) or getattr(type(trainer), name) is not vars(ours)[name]
+        hook = vars(base)[method.__name__]
+        if is_replaced and getattr(hook, "__wrapped__", None) is None:
+            setattr(base, method.__name__, functools.wraps(hook)(method))
