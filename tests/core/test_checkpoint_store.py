@@ -89,21 +89,6 @@ def test_a_large_file_is_hashed_in_blocks(checkpoints, monkeypatch):
             assert f"its {name} is not" in problem
 
 
-def test_a_checkpoint_of_version_2_is_compared_by_its_sha256(checkpoints):
-    path = save(checkpoints, 1)
-
-    def as_it_was(body):
-        body["version"] = 2
-        for entry in body["files"].values():
-            entry["crc32"] = entry.pop("xxh128")
-
-    rewrite_manifest(path, as_it_was)
-    assert checkpoints.resolve(True) == path
-    flip(path / "state.safetensors", -1)
-    (problem,) = checkpoints.verify(path)
-    assert "its SHA-256 is not" in problem
-
-
 def test_files_are_on_the_disk_before_the_name_is(checkpoints, monkeypatch):
     events = []
     fsync, rename = os.fsync, os.rename

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from posttrain.core.errors import CheckpointError
@@ -108,20 +108,20 @@ def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, 
 
 
 @contextlib.contextmanager
-def explaining_full_disk(directory: str | Path, needed: int = 0) -> Iterator[None]:
+def explaining_full_disk(directory: str | Path, needed: Callable[[], int]) -> Iterator[None]:
     """Convert the errors of writers on a full disk to `DiskFullError`; nothing is removed.
 
     Args:
         directory: the one being written.
-        needed: estimated bytes, if known.
+        needed: estimates the bytes of all of it; called where the disk is full.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, DiskFullError) or not _means_disk_full(error):
             raise
-        written = directory_bytes(directory)
-        of_needed = f" of about {_size(needed)} needed" if needed > written else ""
+        written, whole = directory_bytes(directory), needed()
+        of_needed = f" of about {_size(whole)} needed" if whole > written else ""
         raise DiskFullError(
             f"The disk is full: {_size(written)}{of_needed} were written into {directory} and "
             f"{_size(free_bytes(directory))} are free. Free some space or lower save_total_limit."

@@ -1,6 +1,6 @@
 """``manifest.json``: name, size, SHA-256 and XXH128 of every file of a checkpoint. Written last, read first.
 
-A resume compares the XXH128. The SHA-256 is compared after a download, and for version 2, which had a CRC-32 instead.
+A resume compares the XXH128. The SHA-256 is compared after a download.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
 RECORD = "run.json"
 #: What transformers' trainer writes into each checkpoint, all of it pickles.
 _THEIRS = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"}
-_COMPARED = {2: ["sha256"], VERSION: [*KINDS]}  # of each version that is read: its kinds of checksum
 
 
 def write_manifest(
@@ -90,9 +89,9 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is damaged: it does not hold the format {FORMAT!r}.")
-    if manifest.get("version") not in _COMPARED:
+    if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {manifest.get('version')!r} of its format, and this posttrain reads {[*_COMPARED]}."
+            f"{path} has version {manifest.get('version')!r} of its format, and this posttrain reads {VERSION}."
         )
     if manifest.pop("sha256", None) != _seal(manifest) or not _well_formed(manifest):
         raise CheckpointError(f"{path} is damaged: its content and its own SHA-256 do not agree.")
@@ -100,7 +99,7 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def run_of(manifest: dict[str, Any]) -> str | None:
-    """The id of the run that saved the checkpoint; None for one of an earlier version."""
+    """The id of the run that saved the checkpoint; None where the manifest names none."""
     return (manifest.get("extra") or {}).get("run")
 
 
@@ -125,23 +124,25 @@ def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None
     return read_manifest(checkpoint)["extra"].get("rows_per_batch")
 
 
-def damages(checkpoint: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
+def damages(
+    checkpoint: str | Path, deep: bool = True, kind: str = "xxh128", manifest: dict[str, Any] | None = None
+) -> list[str]:
     """A sentence for each damaged file of the checkpoint; empty if it is intact.
 
     Args:
         deep: read every file and compare its checksum; else only check that it is there and has its size.
         kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
+        manifest: of the checkpoint, where it was read before.
     """
     directory = Path(checkpoint)
     try:
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory) if manifest is None else manifest
         files = manifest["files"]
         problems = {
             name: _misplaced(directory, name) or _missized(directory, name, files[name]["size"]) for name in files
         }
         if deep:
             present = {name: files[name]["size"] for name, problem in problems.items() if not problem}
-            kind = kind if kind in _COMPARED[manifest["version"]] else "sha256"
             for name, digests in digests_of_files(directory, present, manifest["block"], [kind]).items():
                 if [digest[kind] for digest in digests] != files[name][kind]:
                     problems[name] = f"{directory / name} is damaged: its {SHOWN[kind]} is not the one in {MANIFEST}."
@@ -158,14 +159,13 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 def _well_formed(manifest: dict[str, Any]) -> bool:
     files, block = manifest.get("files"), manifest.get("block")
-    kinds = _COMPARED[manifest["version"]]
     return (
         isinstance(block, int)
         and block >= 2**20
         and isinstance(manifest.get("written"), (int, float))
         and isinstance(files, dict)
         and all(isinstance(entry, dict) and isinstance(entry.get("size"), int) for entry in files.values())
-        and all(isinstance(entry.get(kind), list) for entry in files.values() for kind in kinds)
+        and all(isinstance(entry.get(kind), list) for entry in files.values() for kind in KINDS)
     )
 
 

@@ -85,7 +85,7 @@ class Store:
 
     def writing(self, temp: str | Path) -> AbstractContextManager[None]:
         """Around the code that writes into `temp`: an error that means a full disk becomes a `DiskFullError`."""
-        return explaining_full_disk(temp, needed=self._last_size())
+        return explaining_full_disk(temp, self._last_size)
 
     def commit(
         self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
@@ -182,9 +182,17 @@ class Store:
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None
 
-    def by_run(self) -> dict[str | None, list[Path]]:
-        """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out."""
-        read = {path: found for path in self.checkpoints() if (found := self._manifest(path.name))}
+    def manifests(self) -> dict[Path, dict[str, Any]]:
+        """That of each checkpoint here, by ascending step; damaged ones are left out."""
+        return {path: found for path in self.checkpoints() if (found := self._manifest(path.name))}
+
+    def by_run(self, manifests: dict[Path, dict[str, Any]] | None = None) -> dict[str | None, list[Path]]:
+        """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out.
+
+        Args:
+            manifests: of the checkpoints, where they were read before.
+        """
+        read = self.manifests() if manifests is None else manifests
         order = sorted(read.values(), key=lambda manifest: manifest["written"])
         runs = dict.fromkeys(reversed([run_of(manifest) for manifest in order]))
         return {run: [path for path in read if run_of(read[path]) == run] for run in reversed(runs)}
@@ -370,10 +378,10 @@ class Store:
         if not limit or limit < 0:
             return []
         checkpoints = self.checkpoints()
-        whole = [path for path in checkpoints if not self.verify(path, deep=False)]
-        by_run = [paths for one in self.by_run().values() if (paths := [path for path in one if path in whole])]
+        whole = {path: read for path, read in self.manifests().items() if not damages(path, deep=False, manifest=read)}
+        by_run = [*self.by_run(whole).values()]
         protected = {Path(path).resolve() for path in [*keep, *(paths[-1] for paths in by_run)]}
-        protected |= {path.resolve() for path in sorted(whole, key=_written)[-1:]}
+        protected |= {path.resolve() for path in sorted(whole, key=lambda path: whole[path]["written"])[-1:]}
         mine = by_run[-1] if by_run else []
         checkpoints.sort(key=lambda path: path in mine)  # by steps, with those of earlier runs first
         if self.remote is not None:

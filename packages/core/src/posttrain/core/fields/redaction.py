@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ _BEARER = re.compile(r"(\b(?:Bearer|Basic|Token)\s+)[\w.+/=~-]{8,}")
 _NAMED = re.compile(rf"\b((?:\w[\w-]*[_-])?{_WORDS})(\\*['\"]?\s*[:=]\s*)(\\*['\"])(.+?)(?=\3)", re.IGNORECASE)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
     """Whether the value of an argument, a key or a flag of this name must not be written down."""
     return _NAME.fullmatch(name) is not None and _TEXT_TOKENS.fullmatch(name) is None
@@ -53,7 +55,8 @@ def masked(value: Any, name: str = "") -> Any:
     A value without secrets is returned unchanged.
     """
     if isinstance(value, Mapping):
-        found = {key: masked(inner, name if is_secret(name) else str(key)) for key, inner in value.items()}
+        within = is_secret(name)
+        found = {key: masked(inner, name if within else str(key)) for key, inner in value.items()}
         return value if all(found[key] is inner for key, inner in value.items()) else found
     if type(value) in (list, tuple):
         items = [masked(inner, name) for inner in value]
