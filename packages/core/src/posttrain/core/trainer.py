@@ -427,7 +427,7 @@ class Trainer(TrainerNames):
         another. Override to make training data on the way, as online reinforcement learning does."""
         batches, device, count = iter(loader), self.args.device, plan.accumulation
         takes = len(override_checks.taken(self.get_batch_samples, batches, count, device))
-        # Old code calls `next` as often as it is told to; transformers tells it how many batches are left.
+        # Old code calls `next` `num_batches` times; transformers passes at most how many batches are left.
         length = None if override_checks.is_ours(self, "get_batch_samples") else plan.batches_per_epoch
         self.restore_rng()  # the first row that is read must find the random numbers of the checkpoint
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:

@@ -91,7 +91,7 @@ def hyperparameters(args: Any, world_size: int = 1, model: Any = None) -> dict[s
     return table | ({"number of processes": world_size} if world_size > 1 else {}) | {"rows per update": rows}
 
 
-_NOT_OF_ADAPTERS = {"peft_type", "task_type", "peft_version", "base_model_name_or_path"}
+_NOT_OF_ADAPTERS = ("peft_type", "task_type", "peft_version")
 
 
 def adapter_arguments(model: Any) -> dict[str, Any]:
@@ -101,11 +101,7 @@ def adapter_arguments(model: Any) -> dict[str, Any]:
         for field in dataclasses.fields(config):
             factory, value = field.default_factory, vars(config)[field.name]
             default = field.default if factory is dataclasses.MISSING else factory()
-            ours = not field.name.startswith("base_model_name") and field.name not in (
-                "peft_type",
-                "task_type",
-                "peft_version",
-            )
+            ours = not field.name.startswith("base_model_name") and field.name not in _NOT_OF_ADAPTERS
             if ours and (value != default or field.name in ("r", "lora_alpha")) and _is_plain(value):
                 kind = str(config.peft_type).rpartition(".")[2].lower()
                 found[f"{kind}: {field.name}"] = ", ".join(sorted(value)) if isinstance(value, set) else value

@@ -48,8 +48,8 @@ def resume_plan(
         return _plan_without_position(plan, loader, checkpoint, by_steps)
     saved = elastic.load(checkpoint, rank, world_size)
     trainer, shape = saved["trainer"], [plan.accumulation, plan.batches_per_epoch]
-    as_before = saved.get("rows_per_update", rows_per_step) == rows_per_step
-    *then, at = trainer.get("plan") or [*shape, None]  # earlier versions did not save it
+    as_before = saved["rows_per_update"] == rows_per_step
+    *then, at = trainer["plan"]
     if plan.batches_per_epoch is None or (as_before and then == shape):
         if at is None:
             return plan
@@ -57,7 +57,7 @@ def resume_plan(
         return resumed(plan, step, epoch, left, by_steps)
     step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
     epoch, left = trainer["progress"]["epoch"], plan.batches_per_epoch
-    if trainer["progress"]["epoch_ended"] or trainer.get("epoch_stops"):
+    if trainer["progress"]["epoch_ended"] or trainer["epoch_stops"]:
         epoch += 1
     else:
         left = batches_left(loader, trainer)

@@ -170,7 +170,7 @@ class Run:
         self.finite.load_state_dict(state["health"])
         if self.spikes is not None and "spikes" in state["health"]:
             self.spikes.load_state_dict(state["health"]["spikes"])
-        self.epoch_stopped = state.get("epoch_stops", False)
+        self.epoch_stopped = state["epoch_stops"]
         for flag in state["left"]:
             setattr(self.owner.control, flag, True)
         self.seek(state["loader"], skip_data=not self.owner.args.ignore_data_skip)
