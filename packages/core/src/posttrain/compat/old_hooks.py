@@ -65,10 +65,13 @@ HOOKS: dict[str, Callable[..., Any]] = {
 
 def follow(trainer: Any) -> None:
     """Let methods of `Trainer` go through the old names that the class of `trainer`, or a script, has replaced."""
-    base = next(kind for kind in type(trainer).__mro__ if kind.__module__ == "posttrain.core.trainer")
-    ours = next(kind for kind in base.__mro__ if kind.__module__ == "posttrain.compat.trainer_names")
-    for name, method in HOOKS.items():
-        is_replaced = name in vars(trainer) or getattr(type(trainer), name) is not vars(ours)[name]
+    kinds = type(trainer).__mro__
+    base, ours = (
+        next(kind for kind in kinds if kind.__module__ == module)
+        for module in ("posttrain.core.trainer", "posttrain.compat.trainer_names")
+    )
+    replaced = set(vars(trainer)).union(*map(vars, kinds[: kinds.index(ours)]))
+    for method in [method for name, method in HOOKS.items() if name in replaced]:
         hook = vars(base)[method.__name__]
-        if is_replaced and getattr(hook, "__wrapped__", None) is None:
+        if "__wrapped__" not in vars(hook):  # else it goes through old names already
             setattr(base, method.__name__, functools.wraps(hook)(method))
