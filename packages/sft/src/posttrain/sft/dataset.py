@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +61,13 @@ def prepare_sets(
     packing: bool = False,
     formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     limits: Mapping[str, int] | None = None,
+    invocation: Sequence[int] = (),
 ) -> Prepared:
     """Prepare a dataset, or a dict of several by name, which are mixed.
 
     Args:
         name: "train", or the name of an evaluation set. packing: whether its rows are packed.
-        formatting_func, limits: as for `prepare_dataset`.
+        formatting_func, limits: as for `prepare_dataset`. invocation: of `Preparation`.
 
     Raises:
         DataError: as `prepare_dataset` and `mix_datasets`.
@@ -86,7 +87,7 @@ def prepare_sets(
         parts[str(part)], reports[label] = prepare_dataset(
             rows,
             tokenizer,
-            **preparation_options(args) | {"max_length": max_length},
+            **preparation_options(args) | {"max_length": max_length, "invocation": invocation},
             formatting_func=formatting_func,
             num_proc=args.dataset_num_proc,
             limits=limits,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.core.errors import DataError
-from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation, check_row, conversation, whole_numbers
+from posttrain.lm.preparation.rows import NO_TOKENS, NOT_INVOKED, RowPreparation, check_row, conversation, whole_numbers
 from posttrain.lm.text import chat_template, tokenization, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -316,6 +316,9 @@ class Preparation(RowPreparation):
         if not len(positions):
             where = " is left after truncation" if draft.truncated else " in a piece of a row that was split"
             draft.fault = "nothing to train on" + (where if draft.truncated or draft.is_piece else "")
+            return
+        if not self.is_invoked(draft.ids[: positions[-1] + 1]):
+            draft.fault = NOT_INVOKED
             return
         last = len(positions) - 1
         while last > 0 and self._is_white_space(int(draft.ids[positions[last]])):  # "<|im_end|>\n"
