@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.lm.preparation.rows import NO_TOKENS, NOT_INVOKED, RowPreparation, check_row, conversation, whole_numbers
 from posttrain.lm.text import chat_template, tokenization, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
@@ -118,6 +118,11 @@ class Preparation(RowPreparation):
         try:
             kind = chat_template.detect_format(known, among=FORMATS)
         except DataError as error:
+            if self.text_field != "text" and self.text_field not in columns:
+                raise DataError(
+                    f"{name} has no column {self.text_field!r}, the one that dataset_text_field names. It has "
+                    f"{', '.join(columns)}{did_you_mean(self.text_field, columns, '.')}"
+                ) from None
             raise DataError(f"{name}: {error} The column of texts is named by dataset_text_field.") from None
         if kind == "tokenized" and {"seq_lengths", "position_ids"} & set(columns):
             raise DataError(

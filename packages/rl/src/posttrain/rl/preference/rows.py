@@ -44,10 +44,10 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     there as a text while the completions are conversations that begin with it, is one with them.
     """
     chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("one of chosen and rejected is a text and the other a conversation")
     if chosen is None or rejected is None:
         raise DataError(f"{'chosen' if chosen is None else 'rejected'} is null")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError("one of chosen and rejected is a text and the other a conversation")
     if isinstance(chosen, str):
         length = len(os.path.commonprefix([chosen, rejected]))
         if length < max(len(chosen), len(rejected)):
