@@ -380,7 +380,10 @@ def named_function(name: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+        raise ValueError(
+            f"reward_funcs: {name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
+            "one that is installed."
+        ) from error
 
 
 def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -> Iterator[str | Exception]:
