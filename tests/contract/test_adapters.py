@@ -212,6 +212,17 @@ def test_an_adapter_that_begins_at_invocation_tokens_begins_in_each_text(tmp_pat
             make(**changes)
 
 
+@pytest.mark.parametrize("trainer", [GRPOTrainer, rl.GKDTrainer])
+def test_prompts_at_which_an_adapter_does_not_begin_are_named(trainer, tmp_path, caplog):
+    tokens = tiny.tokenizer()(" two")["input_ids"]
+    rows = [{"prompt": "the cat two", "completion": " is"}] * 7 + [{"prompt": "the cat", "completion": " is"}]
+    peft_config = LoraConfig(**LORA | {"alora_invocation_tokens": tokens})
+    make(trainer, tiny.causal_lm(), tmp_path, peft_config, train_dataset=rows)
+    assert "1 of 8 prompts lack alora_invocation_tokens" in caplog.text and "(rows 7)" in caplog.text
+    with pytest.raises(DataError, match=r"prompts lack alora_invocation_tokens.*\(rows 7\)"):
+        make(trainer, tiny.causal_lm(), tmp_path, peft_config, train_dataset=rows, on_bad_rows="raise")
+
+
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
 def test_rows_in_which_an_adapter_never_begins_are_named(trainer, tmp_path):
     """aLoRA: without the invocation tokens before a trained one, a row's gradient is 0."""

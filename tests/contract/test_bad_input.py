@@ -675,3 +675,8 @@ def test_a_sentence_says_where_to_look(run, error, parts, tmp_path):
     with pytest.raises(error) as caught:
         run(tmp_path)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_a_data_frame_is_refused_with_what_to_make_of_it_by_sft_too(tmp_path):
+    refused(TypeError, "DataFrame", "datasets.Dataset.from_pandas(frame)",
+            run=lambda: sft(tmp_path, pandas.DataFrame([{"text": "two"}])))  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import prepare_rows
 from posttrain.lm.text import layouts
@@ -82,6 +83,7 @@ def prepare_sets(
     parts, reports = {}, {}
     for part, rows in dataset.items() if several else [(name, dataset)]:
         label = f"{name}/{part}" if several else name
+        check_dataset(rows, f"{label}_dataset")
         if formatting_func is None:
             rows = layouts.canonical(rows, tokenizer, ("prompt_completion",), label)
         parts[str(part)], reports[label] = prepare_dataset(

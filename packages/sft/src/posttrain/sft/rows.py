@@ -12,7 +12,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.lm.preparation.rows import NO_TOKENS, NOT_INVOKED, RowPreparation, check_row, conversation, whole_numbers
+from posttrain.lm.preparation.rows import (
+    NO_TOKENS,
+    NOT_INVOKED,
+    RowPreparation,
+    check_row,
+    conversation,
+    is_invoked,
+    whole_numbers,
+)
 from posttrain.lm.text import chat_template, tokenization, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -322,7 +330,7 @@ class Preparation(RowPreparation):
             where = " is left after truncation" if draft.truncated else " in a piece of a row that was split"
             draft.fault = "nothing to train on" + (where if draft.truncated or draft.is_piece else "")
             return
-        if not self.is_invoked(draft.ids[: positions[-1] + 1]):
+        if not is_invoked(draft.ids[: positions[-1] + 1], self.invocation):
             draft.fault = NOT_INVOKED
             return
         last = len(positions) - 1

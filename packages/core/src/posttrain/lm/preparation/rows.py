@@ -107,13 +107,6 @@ class RowPreparation:
         has_end = bool(self.after) and ids[-len(self.after) :] == self.after
         return [] if has_start else self.before, [] if has_end else self.after, has_start
 
-    def is_invoked(self, ids: Sequence[int] | np.ndarray) -> bool:
-        """Whether the adapter computes the last of `ids`: the tokens at which it begins stand before that."""
-        wanted, read = np.asarray(self.invocation), np.asarray(ids)[:-1]
-        if not len(wanted):
-            return True
-        return len(wanted) <= len(read) and bool((sliding_window_view(read, len(wanted)) == wanted).all(1).any())
-
     def content(self) -> str:
         """Everything that affects the prepared rows, the tokenizer included, as a string to hash."""
         from datasets.fingerprint import Hasher
@@ -131,6 +124,14 @@ class RowPreparation:
         special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
         rendered_by = [tokenizer.chat_template, special, tokenization.REVISION]
         return Hasher.hash([vocabulary, *rendered_by, arguments, function])
+
+
+def is_invoked(ids: Sequence[int] | np.ndarray, invocation: Sequence[int]) -> bool:
+    """Whether an adapter that begins at the tokens `invocation` computes the last of `ids`: they stand before that."""
+    wanted, read = np.asarray(invocation), np.asarray(ids)[:-1]
+    if not len(wanted):
+        return True
+    return len(wanted) <= len(read) and bool((sliding_window_view(read, len(wanted)) == wanted).all(1).any())
 
 
 class ReadsImages(RowPreparation):

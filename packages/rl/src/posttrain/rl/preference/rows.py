@@ -16,7 +16,14 @@ import numpy as np
 
 from posttrain.core.errors import DataError
 from posttrain.lm.images.vision import Shown
-from posttrain.lm.preparation.rows import NOT_INVOKED, RowPreparation, check_row, conversation, whole_numbers
+from posttrain.lm.preparation.rows import (
+    NOT_INVOKED,
+    RowPreparation,
+    check_row,
+    conversation,
+    is_invoked,
+    whole_numbers,
+)
 from posttrain.lm.text import chat_template, tokenization
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -372,7 +379,7 @@ class PreferencePreparation(RowPreparation):
             draft.oddity = "chosen and rejected are equal" + (" after truncation" if draft.truncated else "")
         if any(len(ids) + bool(draft.prompt) < 2 for ids in draft.completions):
             draft.fault = "a completion has no token to predict"
-        elif not any(self.is_invoked([*draft.prompt, *ids]) for ids in draft.completions):
+        elif not any(is_invoked([*draft.prompt, *ids], self.invocation) for ids in draft.completions):
             draft.fault = NOT_INVOKED
         if draft.oddity and self.faulty_rows == "error":
             raise DataError(f"Row {draft.row}: {draft.oddity}. Correct the row, or set faulty_rows to drop or keep.")
