@@ -6,6 +6,7 @@ import atexit
 import multiprocessing.util  # whose own work at the end of the program must be registered before ours
 import os
 import pickle
+import re
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -86,11 +87,12 @@ def explain(error: BaseException, rows_of: Callable[[int], list[int] | None] = l
     """
     if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
         return
-    if any(note.startswith("Worker ") for note in getattr(error, "__notes__", ())):
+    if any(note.startswith("Worker ") for note in vars(error).get("__notes__", ())):
         return
+    ended = set(re.findall(r"\d+", str(error)))  # process ids
     for reader in [reader for readers in _readers.values() for reader in readers]:
         for number, worker in enumerate(reader._workers):
-            if worker.exitcode:
+            if worker.exitcode and str(worker.pid) in ended:
                 due = [i for i, info in sorted(reader._task_info.items()) if info == (number,)]
                 rows = [row for i in due for row in rows_of(i - reader._rcvd_idx) or ()]
                 named = ", ".join(map(str, rows[:ROWS_NAMED])) + (", ..." if len(rows) > ROWS_NAMED else "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.data.pipeline import is_stream
+from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
@@ -17,7 +17,7 @@ from posttrain.rl.agents.environments import Environments
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
 from posttrain.rl.policy.shared_prefix import sharing_problem
-from posttrain.rl.samples.prompts import PromptCodec, check_prompts, listed, with_room
+from posttrain.rl.samples.prompts import PromptCodec, check_prompts, rows_listed, with_room
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def check_invocation(
         return
     problem = (
         f"train_dataset: {len(without)} of {len(dataset)} prompts lack alora_invocation_tokens, at which the adapter "
-        f"begins ({listed(without)}): their completions do not change it, unless they hold these tokens themselves"
+        f"begins ({rows_listed(without)}): their completions do not change it, unless they hold these tokens themselves"
     )
     if refuses:
         raise DataError(f"{problem}. End each prompt with these tokens, or filter those rows.")
