@@ -472,6 +472,10 @@ def split(settings: Settings) -> bool:
     return accumulates(settings) or settings["logging_steps"] != 1 or bool(several)
 
 
+def saves_by_eval_loss(settings: Settings) -> bool:
+    return settings.get("save_strategy") == "best" and settings.get("metric_for_best_model") in ("loss", "eval_loss")
+
+
 def shuffles_anew(settings: Settings) -> bool:
     """Prompts are shuffled by another seed than `seed`, or for a second epoch."""
     many = settings["max_steps"] < 0 or settings["per_device_train_batch_size"] == 8 or accumulates(settings)
@@ -504,6 +508,8 @@ DOCUMENTED = [
     Documented(["tpo"], ["eval_loss", "entropy"], "TPO: `eval_loss`"),
     Documented([*PEERS], ["eval_loss"], "`eval_loss` is the exact mean", lambda s: "per_device_eval_batch_size" in s),
     Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
+    Documented(SAMPLING, ["events"], "`eval_loss` is the exact mean", saves_by_eval_loss),
+    Documented(["grpo"], ["eval_loss"], "GRPO: `eval_loss` leaves out the entropy bonus"),
     Documented(["sft"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`", lambda s: s.get("packing", False)),
     Documented(
         [*PEERS],
