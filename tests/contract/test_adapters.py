@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 
 from posttrain import rl
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import DPOTrainer, GRPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
@@ -28,6 +28,7 @@ def make(trainer_class, model, folder, peft_config, **changes):
     kwargs = {
         name: changes.pop(name) for name in ("quantization_config", "optimizer_cls_and_kwargs") if name in changes
     }
+    given = changes.pop("train_dataset", None)
     usual, rows = {"max_steps": 2, "gradient_checkpointing": False}, trainers.preference_rows(16)
     if issubclass(trainer_class, (*SAMPLING, *TAUGHT)):
         usual["max_completion_length"] = 4
@@ -40,7 +41,12 @@ def make(trainer_class, model, folder, peft_config, **changes):
         rows = trainers.text_rows(16)
     args = trainers.arguments(trainer_class.config_class, folder, **(usual | changes))
     return trainer_class(
-        model, args=args, train_dataset=rows, processing_class=tiny.tokenizer(), peft_config=peft_config, **kwargs
+        model,
+        args=args,
+        train_dataset=rows if given is None else given,
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+        **kwargs,
     )
 
 
@@ -204,3 +210,33 @@ def test_an_adapter_that_begins_at_invocation_tokens_begins_in_each_text(tmp_pat
     for changes in ({"packing": True}, {"padding_free": True}):
         with pytest.raises(ValueError, match="alora_invocation_tokens.*packing=False and padding_free=False"):
             make(**changes)
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, rl.GKDTrainer])
+def test_prompts_at_which_an_adapter_does_not_begin_are_named(trainer, tmp_path, caplog):
+    tokens = tiny.tokenizer()(" two")["input_ids"]
+    rows = [{"prompt": "the cat two", "completion": " is"}] * 7 + [{"prompt": "the cat", "completion": " is"}]
+    peft_config = LoraConfig(**LORA | {"alora_invocation_tokens": tokens})
+    make(trainer, tiny.causal_lm(), tmp_path, peft_config, train_dataset=rows)
+    assert "1 of 8 prompts lack alora_invocation_tokens" in caplog.text and "(rows 7)" in caplog.text
+    with pytest.raises(DataError, match=r"prompts lack alora_invocation_tokens.*\(rows 7\)"):
+        make(trainer, tiny.causal_lm(), tmp_path, peft_config, train_dataset=rows, on_bad_rows="raise")
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer])
+def test_rows_in_which_an_adapter_never_begins_are_named(trainer, tmp_path):
+    """aLoRA: without the invocation tokens before a trained one, a row's gradient is 0."""
+    invocation = [5, 9, 14]
+    whole, without, too_late = [20, *invocation, 30, 31], [20, 21, 30, 31], [20, 21, 30, *invocation]
+    rows = [{"prompt_ids": row[:1], "chosen_ids": row[1:], "rejected_ids": [*row[1:-1], 40]}
+            for row in (whole, without)]  # fmt: skip
+    if trainer is SFTTrainer:
+        rows = [{"input_ids": row} for row in (whole, without, too_late)]
+    peft_config = LoraConfig(**LORA | {"alora_invocation_tokens": invocation})
+    made = make(trainer, tiny.causal_lm(), tmp_path, peft_config, train_dataset=rows)
+    (report,) = made.data_reports.values()
+    bad = list(range(1, len(rows)))
+    assert {why: named for why, named in report.dropped.items() if "alora_invocation_tokens" in why} == report.dropped
+    assert list(report.dropped.values()) == [(len(bad), bad)] and report.rows_kept == 1
+    with pytest.raises(DataError, match="alora_invocation_tokens.*rows 1"):
+        make(trainer, tiny.causal_lm(), tmp_path, peft_config, train_dataset=rows, on_bad_rows="raise")

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
+import pickle
 import re
+import signal
 import sys
 
 import datasets
@@ -362,6 +365,56 @@ def test_an_error_in_a_worker_says_the_same(tmp_path):
     refused(DataError, "of the dataset could not be made into a batch by <lambda>", "IndexError", run=trainer.train)
 
 
+class Ending(torch.utils.data.Dataset):
+    """Row 17 ends the process that reads it."""
+
+    def __init__(self, end):
+        self.end, self.rows = end, tiny.token_rows(32)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        if i == 17:
+            self.end()
+        return self.rows[i]
+
+
+@pytest.mark.parametrize(
+    ("end", "parts"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), ["by SIGKILL", "memory", "smaller dataloader_num_workers"]),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), ["by SIGBUS", "/dev/shm", "--shm-size"]),
+        (lambda: os._exit(3), ["with exit code 3", "dataloader_num_workers=0"]),
+    ],
+    ids=["killed", "no shared memory", "exit"],
+)
+def test_a_worker_that_ends_is_named_with_its_rows_the_cause_and_what_to_set(end, parts, tmp_path):
+    run = base(tmp_path, Ending(end), dataloader_num_workers=2, train_sampling_strategy="sequential", max_steps=4)
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        run.train()
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("Worker ")]
+    assert note.startswith("Worker 0 of 2 (dataloader_num_workers) ended ")
+    assert all(part in note for part in parts)
+
+
+def test_an_evaluation_names_a_worker_that_ends_and_its_rows(tmp_path):
+    run = base(tmp_path, Ending(lambda: None), dataloader_num_workers=1, per_device_eval_batch_size=4)
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        run.evaluate(Ending(lambda: os._exit(3)))
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("Worker ")]
+    assert re.search(
+        r"while it read rows of the dataset among these: .*16, 17, 18, 19.*; it ended with exit code 3", note
+    )
+
+
+def test_what_workers_cannot_be_given_is_named(tmp_path):
+    run = base(tmp_path, Ending(lambda: None), dataloader_num_workers=1, dataloader_multiprocessing_context="spawn")
+    with pytest.raises((AttributeError, pickle.PicklingError)) as caught:
+        run.train()
+    assert any("dataloader_num_workers=0" in note and "spawn" in note for note in caught.value.__notes__)
+
+
 def test_an_error_in_a_dataset_names_the_rows_and_keeps_its_type_where_that_says_something(tmp_path):
     class Broken(Rows):
         def __getitem__(self, i):
@@ -622,3 +675,8 @@ def test_a_sentence_says_where_to_look(run, error, parts, tmp_path):
     with pytest.raises(error) as caught:
         run(tmp_path)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_a_data_frame_is_refused_with_what_to_make_of_it_by_sft_too(tmp_path):
+    refused(TypeError, "DataFrame", "datasets.Dataset.from_pandas(frame)",
+            run=lambda: sft(tmp_path, pandas.DataFrame([{"text": "two"}])))  # fmt: skip

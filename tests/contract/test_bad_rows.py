@@ -11,6 +11,8 @@ from posttrain.rl import (
     CPOTrainer,
     DPOConfig,
     DPOTrainer,
+    GKDConfig,
+    GKDTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
@@ -111,3 +113,24 @@ def test_rows_that_another_argument_leaves_out_are_not_refused(tmp_path):
 def test_an_unknown_answer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="on_bad_rows"):
         SFTConfig(str(tmp_path), on_bad_rows="ignore")
+
+
+def test_the_reason_is_that_of_the_value_that_is_missing(tmp_path):
+    rows = [{"chosen": "two and two", "rejected": "two and one"}] * 4 + [{"rejected": "two and one"}]
+    with pytest.raises(DataError, match="chosen is null"):
+        make("reward", tmp_path, rows, on_bad_rows="raise")
+
+
+def test_a_conversation_that_distillation_cannot_read_is_named(tmp_path):
+    good = {"messages": [{"role": "user", "content": "What"}, {"role": "assistant", "content": " four"}]}
+    for rows in ([good] * 8 + [{"messages": None}], Dataset.from_list([good] * 8 + [{"messages": None}])):
+        with pytest.raises(DataError, match=r"train_dataset: messages is null \(rows 8\)"):
+            GKDTrainer(
+                tiny.causal_lm(), args=GKDConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none"),
+                teacher_model=tiny.causal_lm(seed=3), train_dataset=rows, processing_class=tiny.tokenizer(),
+            )  # fmt: skip
+
+
+def test_a_column_of_texts_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    with pytest.raises(DataError, match="no column 'txt', the one that dataset_text_field names. It has text, did you"):
+        make("sft", tmp_path, [{"text": "two and two"}] * 4, dataset_text_field="txt")

@@ -147,3 +147,8 @@ def test_methods_copied_from_transformers_4_run(tmp_path):
 def test_a_model_in_place_of_model_init_is_named(tmp_path):
     with pytest.raises(TypeError, match="model_init is a model; pass the function"):
         Trainer(model_init=tiny.causal_lm(), args=TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_an_old_name_of_a_share_takes_no_larger_number(tmp_path):
+    with pytest.raises(ConfigError, match="warmup_ratio=2.0 must be <= 1; warmup_steps takes larger numbers"):
+        TrainingArguments(str(tmp_path), warmup_ratio=2.0)

@@ -96,3 +96,22 @@ def test_a_reward_model_is_named_beside_functions(method, tmp_path, monkeypatch)
     (record, *_) = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     found = {name for name in record if name.startswith("rewards/") and name.endswith("/mean")}
     assert len(found) == 2 and "rewards/accuracy_reward/mean" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--reward_funcs", "nowhere:reward"], "reward_funcs: 'nowhere:reward' cannot be imported"),
+        (["--reward_funcs", "accuracy_reward", "--save_steps", "1", "--output_dir", "/proc/out"], "/proc/out"),
+    ],
+    ids=["reward", "folder"],
+)
+def test_a_single_problem_that_is_found_before_the_run_is_a_sentence(words, part, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny.causal_lm().save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "What is", "solution": "4"}\n' * 8)
+    usual = "--model_name_or_path model --dataset_name train.jsonl --use_cpu --report_to none --max_steps 1"
+    assert main(["grpo", *usual.split(), "--output_dir", "out", *words]) == 2
+    said = capsys.readouterr().err
+    assert "posttrain grpo: " in said and part in said and "Traceback" not in said

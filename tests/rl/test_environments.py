@@ -14,6 +14,7 @@ import pytest
 from posttrain.core.errors import DataError
 from posttrain.rl.agents.environments import Environments, context_length
 from posttrain.rl.agents.rollout_functions import take_rollout
+from posttrain.rl.rewards import background
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
@@ -219,6 +220,34 @@ class Counter:
 
     def get_reward(self):
         return float(self.count)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_tool_that_hangs_is_named_while_the_rollout_waits_for_it(waits, monkeypatch, caplog):
+    monkeypatch.setattr(background, "SLOW", 0.01)
+
+    def hangs(a: int):
+        """Wait.
+
+        Args:
+            a: A number.
+        """
+        time.sleep(0.1)
+        return a
+
+    async def hangs_async(a: int):
+        """Wait.
+
+        Args:
+            a: A number.
+        """
+        await asyncio.sleep(0.1)
+        return a
+
+    tool = hangs_async if waits else hangs
+    Environments([tool]).converse([sample(call(tool.__name__, a=1))], CODEC, writer("oh")[0], 500)
+    (said,) = [record.getMessage() for record in caplog.records if "has been running" in record.getMessage()]
+    assert repr(tool.__name__) in said and "time limit of its own" in said
 
 
 def test_each_completion_has_an_environment_of_its_own():

@@ -228,7 +228,7 @@ def test_functions_are_named_by_their_module_also_in_the_current_folder(tmp_path
         assert function(["a", "b"]) == [3.0, 3.0]
     assert [str(error) for error in rw.reward_problems(["own_scores_of_this_test.four"], None)] == [
         "reward_funcs: 'own_scores_of_this_test.four' cannot be imported: module 'own_scores_of_this_test' has no "
-        "attribute 'four'"
+        "attribute 'four'. Give module:function, of a module in this folder or one that is installed."
     ]
     (tmp_path / "model-1.5").mkdir()
     names = ["org/model-1.5", "model-1.5", "./model", "model", "math.sqrt", "a:b", "accuracy_reward"]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import CheckpointError, ConfigError, DataError
+from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, ConfigError, DataError
 from posttrain.core.logging import noise
 
 # Each is a module of `posttrain.cli.tools` with a function `run`; `train` is here.
@@ -97,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stop, SystemExit):  # of a run that has saved a checkpoint; it has its own exit code
             raise
         message, status = f"\nposttrain {words[0]}: interrupted.", 128 + signal.SIGINT
+    except Exception as error:
+        if BEFORE_THE_RUN not in vars(error):
+            raise
+        message, status = f"posttrain {words[0]}: {error}", 2
     if os.environ.get("RANK", "0") == "0":  # once, not once a process
         print(message, file=sys.stderr)
     return status

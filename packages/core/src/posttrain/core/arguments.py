@@ -48,6 +48,7 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
         lambda share: math.nextafter(1.0, 0) if share == 1 else share,
         (None, 0),
         lambda steps: steps if steps < 1 else 0.0,
+        most=1,
     ),
     "group_by_length": Renamed(
         "train_sampling_strategy",

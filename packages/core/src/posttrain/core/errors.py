@@ -12,6 +12,8 @@ from typing import TypeVar
 from posttrain.core.fields.redaction import redact
 
 Config = TypeVar("Config")
+#: An attribute of errors of any type that were found before a run began: each is a sentence on what the user set.
+BEFORE_THE_RUN = "_found_before_the_run"
 
 
 class ConfigError(ValueError, TypeError):

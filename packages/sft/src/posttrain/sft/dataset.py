@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import prepare_rows
 from posttrain.lm.text import layouts
@@ -61,12 +62,13 @@ def prepare_sets(
     packing: bool = False,
     formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     limits: Mapping[str, int] | None = None,
+    invocation: Sequence[int] = (),
 ) -> Prepared:
     """Prepare a dataset, or a dict of several by name, which are mixed.
 
     Args:
         name: "train", or the name of an evaluation set. packing: whether its rows are packed.
-        formatting_func, limits: as for `prepare_dataset`.
+        formatting_func, limits: as for `prepare_dataset`. invocation: of `Preparation`.
 
     Raises:
         DataError: as `prepare_dataset` and `mix_datasets`.
@@ -81,12 +83,13 @@ def prepare_sets(
     parts, reports = {}, {}
     for part, rows in dataset.items() if several else [(name, dataset)]:
         label = f"{name}/{part}" if several else name
+        check_dataset(rows, f"{label}_dataset")
         if formatting_func is None:
             rows = layouts.canonical(rows, tokenizer, ("prompt_completion",), label)
         parts[str(part)], reports[label] = prepare_dataset(
             rows,
             tokenizer,
-            **preparation_options(args) | {"max_length": max_length},
+            **preparation_options(args) | {"max_length": max_length, "invocation": invocation},
             formatting_func=formatting_func,
             num_proc=args.dataset_num_proc,
             limits=limits,

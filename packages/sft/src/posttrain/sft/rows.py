@@ -11,8 +11,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.core.errors import DataError
-from posttrain.lm.preparation.rows import NO_TOKENS, RowPreparation, check_row, conversation, whole_numbers
+from posttrain.core.errors import DataError, did_you_mean
+from posttrain.lm.preparation.rows import (
+    NO_TOKENS,
+    NOT_INVOKED,
+    RowPreparation,
+    check_row,
+    conversation,
+    is_invoked,
+    whole_numbers,
+)
 from posttrain.lm.text import chat_template, tokenization, turn_closers
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -118,6 +126,11 @@ class Preparation(RowPreparation):
         try:
             kind = chat_template.detect_format(known, among=FORMATS)
         except DataError as error:
+            if self.text_field != "text" and self.text_field not in columns:
+                raise DataError(
+                    f"{name} has no column {self.text_field!r}, the one that dataset_text_field names. It has "
+                    f"{', '.join(columns)}{did_you_mean(self.text_field, columns, '.')}"
+                ) from None
             raise DataError(f"{name}: {error} The column of texts is named by dataset_text_field.") from None
         if kind == "tokenized" and {"seq_lengths", "position_ids"} & set(columns):
             raise DataError(
@@ -316,6 +329,9 @@ class Preparation(RowPreparation):
         if not len(positions):
             where = " is left after truncation" if draft.truncated else " in a piece of a row that was split"
             draft.fault = "nothing to train on" + (where if draft.truncated or draft.is_piece else "")
+            return
+        if not is_invoked(draft.ids[: positions[-1] + 1], self.invocation):
+            draft.fault = NOT_INVOKED
             return
         last = len(positions) - 1
         while last > 0 and self._is_white_space(int(draft.ids[positions[last]])):  # "<|im_end|>\n"

@@ -390,6 +390,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
                 packing=packing,
                 formatting_func=self._formatting_func,
                 limits=id_limits(self.model),
+                invocation=document_positions.invocation_tokens(self.model),
             )
         self.report_rows(done.reports)
         if done.sources:

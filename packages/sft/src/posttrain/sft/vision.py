@@ -11,7 +11,7 @@ import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows, round_up
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.lm.attention.document_positions import DocumentPositions
+from posttrain.lm.attention.document_positions import DocumentPositions, invocation_tokens
 from posttrain.lm.images.image_positions import SeenPrompt
 from posttrain.lm.images.images import ROW_NUMBER, ImageReader, fault_of, read_images
 from posttrain.lm.images.vision import CountedBatch, Shown, VisionProcessor, check_processor, join_tensors, place_images
@@ -213,4 +213,5 @@ def vision_collator(
 ) -> VisionCollator:
     """The collator of an `SFTTrainer` with these arguments, for rows with images."""
     prepare = preparation(VisionProcessor.of_run(processor, model, args), args, formatting_func)
+    prepare.invocation = invocation_tokens(model)
     return VisionCollator(prepare, DocumentPositions(model), pad_to_multiple_of, args.padding_free)

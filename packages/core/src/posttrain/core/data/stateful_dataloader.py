@@ -286,14 +286,25 @@ class Loader(DataLoader):
 
     def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
         given, unit = now.given, self._unit
-        for batch in batches:
+        for batch in self._explained(batches, now):
             given[0] += unit
             self._now = now  # of several iterations at a time, the position is that of the one that moved last
             yield batch
         self._end(now)
 
+    def _explained(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
+        """`batches`; an error for a worker that ended names the rows that it read."""
+        epoch = self.epoch
+        try:
+            yield from batches
+        except RuntimeError as error:
+            shift = self._shift[1] if self._shift[0] == epoch else 0
+            waited_for = (now.given[0] - shift) // self._unit
+            workers.explain(error, lambda ahead: self.rows_of(epoch, waited_for + ahead))
+            raise
+
     def _give_from_stream(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
-        for worker, batch in batches:
+        for worker, batch in self._explained(batches, now):
             if worker == GAP:
                 continue
             now.given[worker] += self._unit

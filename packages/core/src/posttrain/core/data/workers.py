@@ -1,10 +1,12 @@
-"""Manages data loader workers: signals and shutdown."""
+"""Manages data loader workers: signals, shutdown, and what is said of one that fails."""
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing.util  # noqa: F401  whose own work at the end of the program must be registered before ours
+import multiprocessing.util  # whose own work at the end of the program must be registered before ours
 import os
+import pickle
+import re
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+
+ROWS_NAMED = 16
 
 _readers: weakref.WeakKeyDictionary[DataLoader, weakref.WeakSet] = weakref.WeakKeyDictionary()
 
@@ -57,10 +61,64 @@ class WorkerStart:
 
 def iterate(loader: DataLoader) -> Iterator[Any]:
     """``iter(loader)``, with workers that `end` can stop."""
-    reader = iter(loader)
+    try:
+        reader = iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        start = (loader.multiprocessing_context or multiprocessing).get_start_method()
+        if loader.num_workers and start != "fork":
+            error.add_note(
+                f"Workers that are started by {start} get the dataset and the collator pickled. Define their classes "
+                "and functions at the top level of a module, or set dataloader_num_workers=0 or "
+                "dataloader_multiprocessing_context='fork'."
+            )
+        raise
     if hasattr(reader, "_workers"):
         _readers.setdefault(loader, weakref.WeakSet()).add(reader)
     return reader
+
+
+def explain(error: BaseException, rows_of: Callable[[int], list[int] | None] = lambda ahead: None) -> None:
+    """Add to torch's error for a worker that ended on its own what it read, why it may have ended, and what to set.
+
+    torch raises it wherever this process is when the worker ends, also in the middle of a step.
+
+    Args:
+        rows_of: the rows of the batch that comes this many batches after the one that is waited for, if known.
+    """
+    if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
+        return
+    if any(note.startswith("Worker ") for note in vars(error).get("__notes__", ())):
+        return
+    ended = set(re.findall(r"\d+", str(error)))  # process ids
+    for reader in [reader for readers in _readers.values() for reader in readers]:
+        for number, worker in enumerate(reader._workers):
+            if worker.exitcode and str(worker.pid) in ended:
+                due = [i for i, info in sorted(reader._task_info.items()) if info == (number,)]
+                rows = [row for i in due for row in rows_of(i - reader._rcvd_idx) or ()]
+                named = ", ".join(map(str, rows[:ROWS_NAMED])) + (", ..." if len(rows) > ROWS_NAMED else "")
+                what = f" while it read rows of the dataset among these: {named}; it ended" if rows else ""
+                of = f"Worker {number} of {len(reader._workers)} (dataloader_num_workers)"
+                error.add_note(f"{of} ended{what} {_cause(worker.exitcode)}")
+
+
+def _cause(exit_code: int) -> str:
+    """How a worker ended, why that may be, and what to set."""
+    alone = "Set dataloader_num_workers=0 to read in the main process, where an error of the dataset shows."
+    if exit_code > 0:
+        return f"with exit code {exit_code}: something that it called ends the process. {alone}"
+    name = signal.Signals(-exit_code).name
+    if name == "SIGKILL":
+        return (
+            "by SIGKILL. The system ends processes in this way when memory runs out (dmesg names them): set a smaller "
+            "dataloader_num_workers or dataloader_prefetch_factor. With dataloader_num_workers=0 the main process "
+            "reads alone."
+        )
+    if name == "SIGBUS":
+        return (
+            "by SIGBUS: /dev/shm has no room for its batches. Enlarge it (docker run --shm-size=8g), or set a smaller "
+            "dataloader_num_workers or dataloader_prefetch_factor."
+        )
+    return f"by {name}: a library that the dataset or the collator calls may have crashed. {alone}"
 
 
 def end(loader: DataLoader) -> None:

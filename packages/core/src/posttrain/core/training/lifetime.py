@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from posttrain.core.callbacks import ClosingCallback
+from posttrain.core.data import workers
 from posttrain.core.distributed import sharding
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import memory
@@ -70,10 +71,11 @@ def _compiled(run: Run) -> contextlib.AbstractContextManager:
 
 
 def _explain(run: Run, error: Exception) -> None:
-    """Add to an error for lack of memory what held it, and what to set."""
+    """Add to an error for lack of memory, or for a worker that ended, the cause and what to set."""
     owner = run.owner
     if run.window_size and run.splitter is None and memory.is_out_of_memory(error):
         error.add_note(memory.advice(owner.train_batch_size, run.window_size))
+    workers.explain(error)
     memory.explain_shortage(error, owner.model, owner.optimizer, owner.dist.device)
 
 

@@ -23,7 +23,7 @@ from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import problems_of_callbacks
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
-from posttrain.core.errors import ConfigError, wrong_args
+from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.wrapping import base_model
 from posttrain.core.optim import builder
@@ -125,6 +125,7 @@ def raise_together(where: str, problems: Iterable[Problem]) -> None:
     """
     found = list({str(problem): problem for problem in problems}.values())
     if len(found) == 1 and isinstance(found[0], Exception):
+        setattr(found[0], BEFORE_THE_RUN, True)  # the command line prints such an error without its traceback
         raise found[0]
     if found:
         raise PreflightError.of(where, found)

@@ -29,13 +29,19 @@ class DocumentPositions:
         return plain if self._axes is None else torch.cat([plain, self._axes(document)[:, :-1]])
 
 
+def invocation_tokens(model: nn.Module) -> list[int]:
+    """The tokens at which an adapter of `model` begins (aLoRA); none where no adapter waits for tokens."""
+    configs = getattr(model, "peft_config", None) or {}  # peft leaves it on the base too
+    found = (vars(config).get("alora_invocation_tokens") for config in configs.values())
+    return list(next(filter(None, found), ()))
+
+
 def invocation_problem(model: nn.Module) -> str | None:
     """Why no two texts can share a row of `model`, whose adapter begins at tokens of theirs (aLoRA); None if they can.
 
     peft looks for those tokens once in each row, so the adapter would change the last text alone.
     """
-    configs = getattr(model, "peft_config", None) or {}  # peft leaves it on the base too
-    if not any(vars(config).get("alora_invocation_tokens") for config in configs.values()):
+    if not invocation_tokens(model):
         return None
     return "The adapter has alora_invocation_tokens, which peft looks for once in each row."
 

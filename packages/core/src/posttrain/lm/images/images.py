@@ -278,8 +278,8 @@ def has_images(dataset: Any) -> bool:
     """
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()), None)
-    if dataset is None or isinstance(dataset, (dict, str)):  # a warning about the dataset itself follows
-        return False
+    if dataset is None or isinstance(dataset, (dict, str)) or type(dataset).__name__ == "DataFrame":
+        return False  # a warning or an error about the dataset itself follows
     if isinstance(dataset, list):  # of rows with several sets of columns
         return any(isinstance(row, Mapping) and _has_images(row) for row in dataset[:ROWS_LOOKED_AT])
     columns = getattr(dataset, "column_names", None)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from posttrain.core.errors import DataError
 from posttrain.core.models.special_tokens import tokenizer_of
@@ -19,6 +20,7 @@ from posttrain.lm.text import chat_template, tokenization
 
 INT32_MAX = 2**31 - 1
 NO_TOKENS = np.empty(0, dtype=np.int32)
+NOT_INVOKED = "nothing to train on after alora_invocation_tokens, at which the adapter begins"
 
 
 @dataclass
@@ -30,6 +32,8 @@ class RowPreparation:
         truncation: the side of a long row that is kept, "keep_start" or "keep_end".
         eos_token: ends texts; the tokenizer's by default. Conversations end as in their template.
         chat_template_kwargs: variables for the chat template; a row's own column of that name takes precedence.
+        invocation: tokens at which the model's adapter begins (aLoRA): nothing before them, and no row without them,
+            changes the adapter.
     """
 
     tokenizer: Any
@@ -37,6 +41,7 @@ class RowPreparation:
     truncation: str = "keep_start"
     eos_token: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    invocation: Sequence[int] = ()
 
     #: What is known of each prepared row besides its tokens, and the Arrow type of each. The report counts these.
     facts: ClassVar[dict[str, str]] = {"row": "int64", "fault": "string", "truncated": "bool"}
@@ -119,6 +124,14 @@ class RowPreparation:
         special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
         rendered_by = [tokenizer.chat_template, special, tokenization.REVISION]
         return Hasher.hash([vocabulary, *rendered_by, arguments, function])
+
+
+def is_invoked(ids: Sequence[int] | np.ndarray, invocation: Sequence[int]) -> bool:
+    """Whether an adapter that begins at the tokens `invocation` computes the last of `ids`: they stand before that."""
+    wanted, read = np.asarray(invocation), np.asarray(ids)[:-1]
+    if not len(wanted):
+        return True
+    return len(wanted) <= len(read) and bool((sliding_window_view(read, len(wanted)) == wanted).all(1).any())
 
 
 class ReadsImages(RowPreparation):

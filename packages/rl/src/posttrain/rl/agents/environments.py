@@ -5,6 +5,7 @@ A tool's answer is part of the completion but not trained on: `Sample.learn` is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -353,15 +354,22 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
         near = did_you_mean(call.name, tools)
         return f"error: there is no tool {call.name!r}{near}; there are {', '.join(tools)}", True
     try:
-        result = tools[call.name](**call.arguments)
+        with _naming_slow(call.name):
+            result = tools[call.name](**call.arguments)
     except Exception as error:
         return _failure(error)
     return _finish(call.name, result) if inspect.isawaitable(result) else (_as_text(call.name, result), False)
 
 
+def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
+    remedy = "The rollout waits for it: give what it waits for a time limit of its own, and return a text after that."
+    return background.naming_slow(f"The tool {name!r}", remedy)
+
+
 async def _finish(name: str, awaitable: Any) -> tuple[str, bool]:
     try:
-        result = await awaitable
+        with _naming_slow(name):
+            result = await awaitable
     except Exception as error:
         return _failure(error)
     return _as_text(name, result), False

@@ -193,7 +193,8 @@ class DistillationTrainer(RolloutTrainer):
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the teacher, and with completions that are not there."""
         args = checked_args(args, DistillationConfig)
-        parts.train_dataset, parts.eval_dataset = with_prompts(parts.train_dataset), with_prompts(parts.eval_dataset)
+        parts.train_dataset = with_prompts(parts.train_dataset, "train_dataset")
+        parts.eval_dataset = with_prompts(parts.eval_dataset, "eval_dataset")
         yield from super().preflight(args, parts)
         if (parts.ref_model is None) == (args.teacher_model_server_url is None):
             how = "No teacher" if parts.ref_model is None else "Two teachers"

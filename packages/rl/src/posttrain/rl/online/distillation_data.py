@@ -6,19 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.core.data import pipeline
+from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template
 
 
-def with_prompts(dataset: Any) -> Any:
-    """`dataset`, or each of a dict of them, whose rows of ``messages`` are turned into prompt and completion."""
+def with_prompts(dataset: Any, name: str) -> Any:
+    """Dataset `name`, or each of a dict of them, whose rows of ``messages`` are turned into prompt and completion.
+
+    Raises:
+        DataError: the messages of a row are no conversation; names the row.
+    """
     if isinstance(dataset, Mapping):
-        return {name: with_prompts(part) for name, part in dataset.items()}
+        return {part: with_prompts(rows, f"{name}[{part!r}]") for part, rows in dataset.items()}
     row = _first(dataset)
     if row is None or "prompt" in row or "messages" not in row:
         return dataset
+
+    def numbered(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        try:
+            return prompt_and_completion(row)
+        except DataError as error:
+            raise DataError(f"{name}: {error} (rows {number}). Correct or filter that row.") from None
+
     if hasattr(dataset, "map"):
-        return dataset.map(prompt_and_completion, remove_columns=["messages"])
-    return [prompt_and_completion(row) for row in dataset]
+        return dataset.map(numbered, with_indices=True, remove_columns=["messages"])
+    return [numbered(row, number) for number, row in enumerate(dataset)]
 
 
 def prompt_and_completion(row: Mapping[str, Any]) -> dict[str, Any]:

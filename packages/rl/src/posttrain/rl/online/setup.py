@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from posttrain.core.data.samplers import is_stream
+from posttrain.core.errors import DataError
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
+from posttrain.lm.preparation.rows import is_invoked
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
 from posttrain.rl.policy.shared_prefix import sharing_problem
-from posttrain.rl.samples.prompts import PromptCodec, check_prompts, with_room
+from posttrain.rl.samples.prompts import PromptCodec, check_prompts, rows_listed, with_room
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -50,11 +53,10 @@ def prompts_with_room(
 ) -> Any:
     """`datasets`, one or several by name, without prompts that are too long; see `with_room`."""
 
-    def count(row: dict[str, Any]) -> int:
-        schemas = environments.schemas_of(Sample(row, row["prompt"], []))
-        return len(encode(row, row["prompt"], schemas, codec)[0])
-
     def fitting(dataset: Any, name: str) -> Any:
+        def count(row: dict[str, Any]) -> int:
+            return len(_tokens_of(row, codec, environments))
+
         found = None if dataset is None else with_room(dataset, name, count, context, drops)
         if found is not dataset:
             check_prompts(found, name, at_least)
@@ -63,6 +65,34 @@ def prompts_with_room(
     if isinstance(datasets, Mapping):
         return {key: fitting(dataset, key) for key, dataset in datasets.items()}
     return fitting(datasets, name)
+
+
+def check_invocation(
+    dataset: Any, codec: PromptCodec, environments: Environments, invocation: Sequence[int], refuses: bool
+) -> None:
+    """Warn of prompts to train on without `invocation`, the tokens at which the adapter begins (aLoRA).
+
+    Raises:
+        DataError: instead, if `refuses`.
+    """
+    if not invocation or dataset is None or is_stream(dataset) or "prompt" not in dataset[0]:
+        return
+    prompts = (_tokens_of(dataset[number], codec, environments) for number in range(len(dataset)))
+    without = [number for number, ids in enumerate(prompts) if not is_invoked([*ids, -1], invocation)]
+    if not without:
+        return
+    problem = (
+        f"train_dataset: {len(without)} of {len(dataset)} prompts lack alora_invocation_tokens, at which the adapter "
+        f"begins ({rows_listed(without)}): their completions do not change it, unless they hold these tokens themselves"
+    )
+    if refuses:
+        raise DataError(f"{problem}. End each prompt with these tokens, or filter those rows.")
+    logger.warning("%s. End each prompt with these tokens.", problem)
+
+
+def _tokens_of(row: dict[str, Any], codec: PromptCodec, environments: Environments) -> Sequence[int]:
+    schemas = environments.schemas_of(Sample(row, row["prompt"], []))
+    return encode(row, row["prompt"], schemas, codec)[0]
 
 
 def shares_prompts(

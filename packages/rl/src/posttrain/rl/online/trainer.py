@@ -29,6 +29,7 @@ from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
+from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
@@ -272,6 +273,8 @@ class RolloutTrainer(Trainer):
             )
             self.train_dataset = room(self.train_dataset, "train_dataset", self.layout.prompts)
             self.eval_dataset = room(self.eval_dataset, "eval_dataset", 1)
+            invocation, refuses = invocation_tokens(self.model), args.on_bad_rows == "raise"
+            setup.check_invocation(self.train_dataset, self.codec, self.environments, invocation, refuses)
         generator = generator or make_generator(tokenizer, args, None if images is None else images.example)
         if args.max_staleness and (problem := asynchronous.engine_problem(generator)):
             raise ValueError(problem)

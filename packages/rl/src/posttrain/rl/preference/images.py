@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from posttrain.core.data.batches import Filler
 from posttrain.core.data.pipeline import check_dataset
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.images import image_tokens
 from posttrain.lm.images.image_features import ImageCopies
 from posttrain.lm.images.image_positions import ImagePositions
@@ -280,6 +281,6 @@ def image_collator(
         collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
     """
     given = VisionProcessor.of_run(processor, model, args), ImageReader.of(args), args.bad_images == "drop"
-    options = {"kind": kind} | preparation_options(args)
+    options = {"kind": kind, "invocation": invocation_tokens(model)} | preparation_options(args)
     prepare, answers = ImagePreparation(*given, **options), AnswerPreparation(*given, **options)
     return ImageCollator(prepare, collate, once, answers, ImagePositions.of(model) if shared else None)

@@ -16,7 +16,14 @@ import numpy as np
 
 from posttrain.core.errors import DataError
 from posttrain.lm.images.vision import Shown
-from posttrain.lm.preparation.rows import RowPreparation, check_row, conversation, whole_numbers
+from posttrain.lm.preparation.rows import (
+    NOT_INVOKED,
+    RowPreparation,
+    check_row,
+    conversation,
+    is_invoked,
+    whole_numbers,
+)
 from posttrain.lm.text import chat_template, tokenization
 from posttrain.lm.text.tool_calls import require_calls
 
@@ -44,10 +51,10 @@ def extract_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     there as a text while the completions are conversations that begin with it, is one with them.
     """
     chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("one of chosen and rejected is a text and the other a conversation")
     if chosen is None or rejected is None:
         raise DataError(f"{'chosen' if chosen is None else 'rejected'} is null")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError("one of chosen and rejected is a text and the other a conversation")
     if isinstance(chosen, str):
         length = len(os.path.commonprefix([chosen, rejected]))
         if length < max(len(chosen), len(rejected)):
@@ -372,6 +379,8 @@ class PreferencePreparation(RowPreparation):
             draft.oddity = "chosen and rejected are equal" + (" after truncation" if draft.truncated else "")
         if any(len(ids) + bool(draft.prompt) < 2 for ids in draft.completions):
             draft.fault = "a completion has no token to predict"
+        elif not any(is_invoked([*draft.prompt, *ids], self.invocation) for ids in draft.completions):
+            draft.fault = NOT_INVOKED
         if draft.oddity and self.faulty_rows == "error":
             raise DataError(f"Row {draft.row}: {draft.oddity}. Correct the row, or set faulty_rows to drop or keep.")
         if draft.oddity and self.faulty_rows == "drop":

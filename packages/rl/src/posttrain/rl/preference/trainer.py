@@ -26,6 +26,7 @@ from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import TrainOutput
 from posttrain.core.training import preflight as checks
 from posttrain.lm.attention import varlen_attention
+from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.generate import samples as written
 from posttrain.lm.images.images import columns_of
 from posttrain.lm.images.vision import VisionProcessor
@@ -372,6 +373,7 @@ class PreferenceTrainer(LanguageModelTrainer):
                 limits=embeddings.id_limits(self.model),
                 on_bad_rows=args.on_bad_rows,
                 name=name,
+                invocation=invocation_tokens(self.model),
                 **preparation_options(args),
             )
         self.report_rows({name: report})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import signal
 import sys
 import threading
@@ -14,6 +15,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which a call of the user's code is named in the log: all of the run waits for it.
+SLOW = 60.0
 
 
 def keep_device() -> Callable[[], None]:
@@ -54,6 +60,18 @@ def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
     else:
         result = call_with_limit(function, timeout)
     return wait_for(result, timeout) if inspect.isawaitable(result) else result
+
+
+@contextlib.contextmanager
+def naming_slow(what: str, remedy: str) -> Iterator[None]:
+    """Warns, where the work in this context takes longer than `SLOW` seconds, that `what` does, and of the `remedy`."""
+    timer = threading.Timer(SLOW, logger.warning, ("%s has been running for %g seconds. %s", what, SLOW, remedy))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,9 +55,6 @@ logger = logging.getLogger(__name__)
 
 RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
 """Columns that reward functions get by other names, or from elsewhere."""
-
-SLOW = 60.0
-"""Seconds after which a call that has not returned is logged."""
 
 
 class RewardError(RuntimeError):
@@ -246,24 +242,11 @@ class Rewards:
 
     def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
         """What `function` returned, as `size` floats or Nones."""
-        timer = threading.Timer(
-            SLOW,
-            logger.warning,
-            (
-                "The reward function %r has been running for %g seconds. reward_timeout=%s bounds it.",
-                name,
-                SLOW,
-                self.options.reward_timeout,
-            ),
-        )
-        timer.daemon = True
-        timer.start()
-        try:
+        limit = f"reward_timeout={self.options.reward_timeout} bounds it."
+        with background.naming_slow(f"The reward function {name!r}", limit):
             # Lists of their own, so that a function that changes them changes nothing here.
             own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
             returned = background.call(partial(function, **own), self.options.reward_timeout)
-        finally:
-            timer.cancel()
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
@@ -380,7 +363,10 @@ def named_function(name: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+        raise ValueError(
+            f"reward_funcs: {name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
+            "one that is installed."
+        ) from error
 
 
 def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -> Iterator[str | Exception]:

@@ -147,13 +147,14 @@ def _check_each(dataset: Any, name: str) -> None:
         except DataError as error:
             faults.setdefault(str(error), []).append(number)
     if faults:
-        listed = "; ".join(f"{fault} ({_listed(at)})" for fault, at in faults.items())
+        listed = "; ".join(f"{fault} ({rows_listed(at)})" for fault, at in faults.items())
         raise DataError(
             f"{name}: {listed}. A prompt is a text, or messages with role and content; correct or filter those rows."
         )
 
 
-def _listed(numbers: list[int]) -> str:
+def rows_listed(numbers: list[int]) -> str:
+    """The first of the `numbers` of rows, as messages name them."""
     return f"rows {', '.join(map(str, numbers[:5]))}{', ...' if len(numbers) > 5 else ''}"
 
 
@@ -174,7 +175,7 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
         try:
             count(dataset[empty[0]])  # some tokenizers begin each text with a token
         except DataError as error:
-            raise DataError(f"{name}: {error} Filter such rows ({_listed(empty)}).") from error
+            raise DataError(f"{name}: {error} Filter such rows ({rows_listed(empty)}).") from error
     if context is None:
         return dataset
     long: list[int] = []
@@ -186,7 +187,7 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
         return dataset
     problem = (
         f"{name}: {len(long)} of {len(dataset)} prompts leave no room for a completion, of the {context} tokens that "
-        f"the model reads ({_listed(long)})"
+        f"the model reads ({rows_listed(long)})"
     )
     if not drops:
         raise DataError(f"{problem}. Shorten or filter those rows, or set long_prompts=drop.")
