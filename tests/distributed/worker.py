@@ -99,6 +99,14 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
     return found
 
 
+def cut_elsewhere(experts=None, **given):
+    """`train`, or `mixture` of so many experts, with weights cut along another dimension than the first, where one
+    divides evenly: as those are whose first has fewer rows than there are processes."""
+    with mock.patch.object(sharding, "MOST_FILLED", 0.0):
+        found = train(**given) if experts is None else mixture(model={"num_experts": experts}, **given)
+    return found
+
+
 def with_cpu_adam(name, out, **changes):
     """`train` with DeepSpeed's own AdamW, which is made for states in host memory."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam

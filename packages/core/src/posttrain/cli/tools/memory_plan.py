@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from posttrain.cli.tools import memory_mesh
+from posttrain.cli.tools.communication import Exchange, Traffic
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
 from posttrain.core.data.collators import IGNORE_INDEX
@@ -35,6 +37,7 @@ from posttrain.lm.loading import adapters, loading, parts
 from posttrain.lm.loss import language_modeling, lm_head
 
 TILE = 512  # rows of the largest tile of `posttrain.lm.loss.language_modeling`
+BUCKET = 25  # MiB of gradients that DDP averages at a time, unless it is told otherwise
 STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
 
 # Bytes of bitsandbytes for each number of a weight, by the field of `ModelConfig`: a 4-bit
@@ -78,6 +81,9 @@ class Footprint:
     most that lives at one time. Not in it: what kernels use inside, the fragments between tensors, batches that are
     waiting, CUDA's own libraries, Python. host: the most that is moved to the host at one time: activations, and with
     FSDP's `cpu_offload` weights, gradients and optimizer state, which the other numbers then leave out.
+
+    Of an optimizer step, with all its micro-batches: operations: of floating-point numbers in matrix products and
+    attention. exchanges: what is sent between processes, but for what is a few bytes: norms, counts, metrics.
     """
 
     weights: int
@@ -91,6 +97,8 @@ class Footprint:
     cache: int = 0
     buckets: int = 0
     host: int = 0
+    operations: float = 0
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def parts(self) -> dict[str, int]:
@@ -241,7 +249,7 @@ def _register_attention() -> str:
 def _measure(
     run: Run, work: Workload, model: nn.Module, quantized: list[nn.Linear], mesh: memory_mesh.Mesh
 ) -> Footprint:
-    args, live = run.config, LiveBytes()
+    args, live, traffic = run.config, LiveBytes(), Traffic()
     weights = live.add([*model.parameters(), *model.buffers()])
     held = weights
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -252,15 +260,19 @@ def _measure(
         weights = live.now
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda one: live.to_host([one.grad]))
-    with live:
+    with traffic, live:
         optimizer = builder.build(model, args)
         if args.gradient_accumulation_steps > 1:  # what the micro-batches before this one have left
-            _accumulate(model, args, work, live, trained)
+            with traffic.times(args.gradient_accumulation_steps - 1):
+                _accumulate(model, args, work, live, trained)
+        traffic.operations = 0.0
         activations, head = _pass(model, args, work, live)
+        traffic.operations += _head_operations(model, work)
         if wrapping.sees(model):  # what encodes images is trained too, though none was shown
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
+        operations = traffic.operations * args.gradient_accumulation_steps
         early, in_pass, host = _state_bytes(optimizer), live.peak, live.host_peak
         with live.on_host() if mesh.offloads else contextlib.nullcontext():
             memory_mesh.step(optimizer, mesh)
@@ -277,8 +289,12 @@ def _measure(
     else:
         host = live.host_peak
     buckets = gradients if mesh.copies else 0
+    if mesh.copies:
+        cap = (args.ddp_bucket_cap_mb or BUCKET) * 2**20
+        traffic.add("all-reduce", tuple(range(memory_mesh.processes())), gradients, calls=math.ceil(gradients / cap))
     peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
-    others = {"reference": reference, "average": average, "cache": cache, "buckets": buckets, "host": host}
+    others: dict[str, Any] = {"reference": reference, "average": average, "cache": cache, "buckets": buckets}
+    others |= {"host": host, "operations": operations, "exchanges": tuple(traffic.exchanges.values())}
     return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **others)
 
 
@@ -419,6 +435,16 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
                     model(**inputs)
         loss.backward()
     return activations, taken
+
+
+def _head_operations(model: nn.Module, work: Workload) -> int:
+    """Of the products with the head that `_pass` leaves out, which computes one tile of the positions: logits and the
+    gradients of both factors, and where the loss is of log-probabilities the logits again in the backward pass."""
+    head, length = wrapping.output_embedding(model), work.target_length or work.length
+    if not isinstance(head, nn.Linear) or work.loss not in ("tokens", "logps"):
+        return 0
+    products = 1 + (work.loss == "logps") + 1 + head.weight.requires_grad
+    return products * 2 * math.prod(head.weight.shape) * max(work.rows * (length - 1) - TILE, 0)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,4 +1,4 @@
-"""The command ``posttrain plan``, which estimates the memory of a run and suggests changes."""
+"""The command ``posttrain plan``, which estimates the memory, computation and communication of a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
 USAGE = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
-                      [--image_size WIDTHxHEIGHT] [--name value ...]
+                      [--image_size WIDTHxHEIGHT] [--per_machine N] [--bandwidth INSIDE,BETWEEN] [--tflops N]
+                      [--name value ...]
 
-Estimates the peak memory of one process of a run and suggests changes if it does not fit. Takes all arguments of the
-method (posttrain <method> --help); nothing is loaded, trained or written.
+Estimates the peak memory of one process of a run and suggests changes if it does not fit, and says what an optimizer
+step computes and sends. Takes all arguments of the method (posttrain <method> --help); nothing is loaded, trained or
+written.
 
   --memory SIZE  available memory, such as 24GiB [default: free memory of the training device]
   --processes N  processes of the run, each with so much memory; fsdp and parallelism_config divide the model over them
@@ -27,6 +29,11 @@ method (posttrain <method> --help); nothing is loaded, trained or written.
   --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
   --image_size WIDTHxHEIGHT
                  says how many of a row's tokens an image of that size in pixels becomes
+  --per_machine N
+                 processes of a machine [default: 8]
+  --bandwidth INSIDE,BETWEEN
+                 GB a second that a process can send to others of its machine, and to other machines [default: 450,50]
+  --tflops N     10^12 operations a second that a device reaches in training [default: 400]
 
 Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates from torch operations on
 fake tensors, without workspaces of kernels and fragmentation; keep a tenth free for these."""
@@ -69,6 +76,7 @@ def _plan(
     memory: int | None,
     length: int | None,
     image_size: tuple[int, int] | None,
+    **links: Any,
 ) -> None:
     from posttrain.cli.tools import memory_plan
 
@@ -85,7 +93,8 @@ def _plan(
         _choose(asked, workload, memory, device)
         print(of_images, end="")
     else:
-        _show(asked, workload, memory, whose, device, is_host, of_images)
+        plan = _show(asked, workload, memory, whose, device, is_host, of_images)
+        print(f"\n{_of_step(plan, **links)}", end="")
 
 
 def _choose(asked: Run, workload: Callable[[Run], Any], memory: int, device: str) -> None:
@@ -122,7 +131,7 @@ def _flags(changes: dict[str, Any]) -> str:
 
 def _show(
     asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, is_host: bool, of_images: str
-) -> None:
+) -> Any:
     from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
     work, processes = workload(asked), memory_mesh.processes()
@@ -141,6 +150,17 @@ def _show(
     print(f"{_verdict(taken, memory)}: {in_words(memory)} {whose}.", flush=True)
     if taken > memory:
         _propose(memory_proposals.proposals(asked, workload, memory), memory)
+    return plan
+
+
+def _of_step(plan: Any, per_machine: int | None, bandwidth: tuple[float, float] | None, tflops: float | None) -> str:
+    """What an optimizer step of `plan` computes and sends, in paragraphs."""
+    from posttrain.cli.tools.communication import Links, table
+
+    given: dict[str, Any] = {} if per_machine is None else {"per_machine": per_machine}
+    given |= {} if bandwidth is None else dict(zip(("inside", "between"), bandwidth, strict=True))
+    given |= {} if tflops is None else {"operations": tflops * 1e12}
+    return table(plan.exchanges, plan.operations, Links(**given))
 
 
 def _of_images(run: Run, size: tuple[int, int] | None) -> str:
@@ -244,7 +264,8 @@ def _free(device: str) -> int:
 
 
 def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    options: dict[str, Any] = {"memory": None, "length": None, "processes": None, "cards": None, "image_size": None}
+    names = "memory", "length", "processes", "cards", "image_size", "per_machine", "bandwidth", "tflops"
+    options: dict[str, Any] = dict.fromkeys(names)
     rest, given = parse.take_flags(words, options)
     problems = []
     for name, value in given:
@@ -271,7 +292,15 @@ def _sides(word: str) -> tuple[int, int] | None:
     return None if sides is None else (int(sides[1]), int(sides[2]))
 
 
+def _bandwidths(word: str) -> tuple[float, float] | None:
+    """Bytes a second, of GB a second."""
+    found = re.fullmatch(r"(\d+\.?\d*),(\d+\.?\d*)", word)
+    sizes = (0.0, 0.0) if found is None else (1e9 * float(found[1]), 1e9 * float(found[2]))
+    return sizes if all(sizes) else None
+
+
 READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "memory": (_bytes, "size such as 24GiB"),
+    "bandwidth": (_bandwidths, "pair of numbers such as 450,50, in GB a second"),
     "image_size": (_sides, "size such as 1024x768, in pixels"),
 }

@@ -25,6 +25,9 @@ from posttrain.core.models.wrapping import base_model, unwrap
 
 logger = logging.getLogger(__name__)
 
+#: A weight's first dimension is filled up to so many times its length at most, if another divides evenly.
+MOST_FILLED = 1.1
+
 # ----------------------------------------------------------------------------------------------------- sharding a model
 
 
@@ -141,10 +144,13 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings.cpu_offload else OffloadPolicy()
     types = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     options = {"mesh": mesh, "mp_policy": types, "offload_policy": offload}
+    options["shard_placement_fn"] = _placement(mesh)
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for part in experts:
         unit: Any = fully_shard(
-            part, reshard_after_forward=settings.reshard_after_forward, **options | {"mesh": expert_mesh}
+            part,
+            reshard_after_forward=settings.reshard_after_forward,
+            **options | {"mesh": expert_mesh, "shard_placement_fn": _placement(expert_mesh)},
         )
         # Its gradient is a sum over the rows of all processes, of which the mean is wanted.
         unit.set_gradient_divide_factor(float(mesh.size()))
@@ -164,6 +170,26 @@ def shard(
     # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
     root._get_fsdp_state()._lazy_init()
     return model
+
+
+def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
+    """Along which dimension FSDP cuts a weight over the ``shard`` processes of `mesh`; None: the first.
+
+    FSDP fills the first up to a multiple of the processes. Of two experts, or of the 16 rows of an adapter, over 1,024
+    processes it would gather mostly filling. Such a weight is cut along another dimension that divides evenly, which
+    FSDP requires of all but the first.
+    """
+    from torch.distributed.tensor import Shard
+
+    size = mesh["shard"].size()
+
+    def place(parameter: nn.Parameter) -> Any:
+        rows, *others = (parameter.to_local() if is_piece(parameter) else parameter).shape
+        if -(-rows // size) * size <= MOST_FILLED * rows:
+            return None
+        return next((Shard(dim) for dim, length in enumerate(others, start=1) if length % size == 0), None)
+
+    return place
 
 
 def _own_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

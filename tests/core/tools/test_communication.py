@@ -1,0 +1,113 @@
+"""What an optimizer step sends: the table of all trainers and meshes, and theory where there is one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from posttrain.cli.tools import communication, memory_mesh
+from posttrain.cli.tools.communication import Exchange, Links, Traffic
+from tests.core.tools import communication_table as recorded
+
+TABLE = json.loads(recorded.PATH.read_text())
+CELLS = [
+    (trainer, mesh, size) for trainer in recorded.TRAINERS for mesh in recorded.meshes(8) for size in recorded.SIZES
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    recorded.save_models(path)
+    return path
+
+
+@pytest.mark.rotated
+@pytest.mark.parametrize(("trainer", "mesh", "processes"), CELLS)
+def test_a_step_sends_what_the_table_says(trainer, mesh, processes, folder):
+    found = json.loads(json.dumps(recorded.cell(trainer, mesh, processes, folder)))
+    again = "python -m tests.core.tools.communication_table writes the table again, if this is meant"
+    assert found == TABLE[trainer][mesh][str(processes)], again
+
+
+def parameters() -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(recorded.MODELS["dense"]).parameters())
+
+
+@pytest.mark.parametrize("processes", [8, 64])
+def test_ddp_and_fsdp_send_what_theory_says(processes, folder):
+    """DDP reduces all gradients. FSDP gathers every weight for the forward and, but for the norm that the root keeps,
+    for the backward pass, and reduces every gradient once."""
+    whole = 4 * parameters()
+    (ddp,) = recorded.measure("sft", "DDP", processes, folder).exchanges
+    assert (ddp.kind, ddp.size) == ("all-reduce", whole)
+    assert ddp.calls == math.ceil(whole / 25 / 2**20)
+    found = {one.kind: one for one in recorded.measure("sft", "FSDP", processes, folder).exchanges}
+    assert found["all-gather"].size == pytest.approx(2 * whole, rel=0.01)
+    assert found["reduce-scatter"].size == pytest.approx(whole, rel=0.01)
+    units = recorded.LAYERS + 2  # and both embeddings
+    assert (found["all-gather"].calls, found["reduce-scatter"].calls) == (2 * units + 1, units + 1)
+
+
+def test_accumulation_gathers_for_each_micro_batch_and_reduces_once(folder, monkeypatch):
+    once = {one.kind: one for one in recorded.measure("sft", "FSDP", 8, folder).exchanges}
+    monkeypatch.setitem(recorded.TRAINERS, "sft accumulating", {"gradient_accumulation_steps": 4})
+    plan = recorded.measure("sft accumulating", "FSDP", 8, folder)
+    found = {one.kind: one for one in plan.exchanges}
+    assert found["all-gather"].size == pytest.approx(4 * once["all-gather"].size, rel=0.01)
+    assert found["reduce-scatter"] == once["reduce-scatter"]
+
+
+def test_small_weights_are_not_filled_up_to_the_number_of_processes():
+    """The rows of adapters and the experts of a process are fewer than 1,024 processes and 128."""
+    for trainer, mesh in (("sft with LoRA", "FSDP"), ("sft", "EP 8")):
+        sent = TABLE[trainer][mesh]
+        for kind in ("all-gather", "reduce-scatter"):
+            sizes = {
+                size: sum(value[1] for name, value in cell.items() if name.startswith(kind))
+                for size, cell in sent.items()
+            }
+            assert sizes["1024"] == pytest.approx(sizes["64"], rel=0.1), (trainer, kind)
+
+
+def test_a_ring_sends_all_but_one_part_and_a_sum_twice_that():
+    ranks = tuple(range(4))
+    assert Exchange("all-gather", ranks, 1, 400).sent == 300
+    assert Exchange("all-reduce", ranks, 1, 400).sent == 600
+    assert Exchange("all-gather", (0, 8), 1, 400).is_inside(16)
+    assert not Exchange("all-gather", (0, 8), 1, 400).is_inside(8)
+
+
+def test_operations_and_collectives_are_counted_with_their_groups():
+    with memory_mesh.imagined(4):
+        pair = torch.distributed.new_group([0, 1])
+        with Traffic() as traffic:
+            nn.functional.linear(torch.ones(2, 3), torch.ones(5, 3))
+            torch.distributed.all_reduce(torch.ones(10), group=pair)
+            with traffic.times(3):
+                torch.distributed.all_reduce(torch.ones(10))
+    assert traffic.operations == 2 * 2 * 3 * 5
+    found = {(one.kind, one.ranks): (one.calls, one.size) for one in traffic.exchanges.values()}
+    assert found == {("all-reduce", (0, 1)): (1, 40), ("all-reduce", (0, 1, 2, 3)): (3, 120)}
+
+
+def test_the_lines_say_what_bounds_the_step():
+    slow = Exchange("all-gather", tuple(range(16)), 13, 16e9)
+    fast = Exchange("all-reduce", (0, 1), 40, 9e9)
+    links = Links(per_machine=8, inside=450e9, between=50e9, operations=400e12)
+    lines = communication.table((fast, slow), 4e13, links).splitlines()
+    assert lines[0].startswith(
+        "In an optimizer step each process computes 40 TFLOP, which takes 100 ms at 400 TFLOP/s."
+    )
+    assert "all-gather" in lines[3] and "16 processes, between machines" in lines[3] and "300 ms" in lines[3]
+    assert "2 processes, in one machine" in lines[4] and "20 ms" in lines[4]
+    assert "All of it takes 320 ms" in lines[6] and "communication bounds the step" in lines[6]
+    assert "computing bounds the step" in communication.table((slow,), 4e15, links)
+    assert len(communication.table((), 4e13, links).splitlines()) == 1
