@@ -346,7 +346,11 @@ class RolloutTrainer(Trainer):
         return bool(self.beta)
 
     def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
-        """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities."""
+        """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities.
+
+        Args:
+            samples: of each of its completions.
+        """
         if not self.uses_reference or self.reference is None:
             return rollout
         with self.reference.use() as policy:  # which chooses its own experts
@@ -474,7 +478,7 @@ class RolloutTrainer(Trainer):
         of_tokens = self.policy_loss(policy, inputs)
         if "correction" in inputs and not self.corrects_itself:
             of_tokens = of_tokens * inputs["correction"]
-        loss = policy_losses.summed(of_tokens, mask, self.average)
+        loss = policy_losses.summed(of_tokens, mask, self.average, inputs.get("trajectories"))
         loss = self.mean_loss(loss, inputs, num_items_in_batch, policy.aux_loss)
         if policy.entropies is not None:
             self.metrics.add_sum("entropy", (policy.entropies.detach() * mask).sum(), mask.sum())
@@ -505,7 +509,8 @@ class RolloutTrainer(Trainer):
         if isinstance(inputs, list):
             return len(inputs)
         longest, per_row = self.args.max_completion_length, inputs["tokens_per_row"]
-        return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row)
+        number = len(inputs["first_sequences"]) if "first_sequences" in inputs else None
+        return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row, number)
 
     def loss_is_scaled(self) -> bool:
         return True
@@ -578,7 +583,9 @@ class RolloutTrainer(Trainer):
             return None
         samples, scores = found
         rollout, kl = self._with_logps(self._rollout_of(samples), samples)
-        mine = Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
+        if kl is not None:
+            kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
+        mine = Summary.of(samples, scores, kl)
         everyone = Summary.join(self.dist.gather_object(mine), layout.dealt().argsort())
         source.num_tokens += everyone.num_tokens
         metrics.add_extreme("num_tokens", source.num_tokens, "max")  # the same everywhere, and it only grows
@@ -591,7 +598,7 @@ class RolloutTrainer(Trainer):
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
-        return replace(rollout, advantages=advantages)
+        return replace(rollout, advantages=rollout.of_completions(advantages))
 
     def _sync_weights(self) -> None:
         """Send the weights to the engine, if they have changed."""
@@ -621,7 +628,8 @@ class RolloutTrainer(Trainer):
         return scores
 
     def _rollout_of(self, samples: list[Sample]) -> Rollout:
-        known = [sample.routes is not None and len(sample.routes) >= sample.num_read for sample in samples]
+        sequences = [one for sample in samples for one in sample.sequences]
+        known = [one.routes is not None and len(one.routes) >= one.num_read for one in sequences]
         if self.args.router_replay and not all(known):
             raise ValueError(
                 f"router_replay=True replays the experts chosen in sampling, and {type(self.generator).__name__} "
@@ -632,6 +640,7 @@ class RolloutTrainer(Trainer):
 
     def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
         """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
+        samples = [one for sample in samples for one in sample.sequences]
         quantile = 1 - self.top_entropy_quantile
 
         def by_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -699,7 +708,9 @@ class RolloutTrainer(Trainer):
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self.reporter.collect(samples, scores, advantages, self.state.global_step)
-        rollout = self.complete_rollout(replace(self._rollout_of(samples), advantages=advantages), samples)
+        rollout = self._rollout_of(samples)
+        rollout = replace(rollout, advantages=rollout.of_completions(advantages))
+        rollout = self.complete_rollout(rollout, [one for sample in samples for one in sample.sequences])
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
             items = self.count_items(part)
