@@ -28,12 +28,16 @@ DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
 DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED_VENV)/extensions \
                    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(DEEPSPEED_VENV)/bin/python
 
+# Agents of others are programs that ask over HTTP, in an environment without PyTorch.
+AGENTS       := .venv-agents
+AGENTS_STAMP := $(AGENTS)/.installed
+
 # Versions of the packages that others may have.
 VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
-.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-browser gpu \
-        figures lint types house check docs dist-check clean
+.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-agents \
+        test-browser gpu figures lint types house check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -66,6 +70,9 @@ test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Lin
 
 test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine on the CPU, the slow ones too. Needs a C++ compiler.
 	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
+
+test-agents: $(STAMP) $(AGENTS_STAMP) ## Train agents of others unchanged: SDKs of OpenAI and Anthropic, and what is built on them.
+	$(PYTEST) -n 0 tests/rl/agents
 
 test-browser: $(STAMP) ## Open the site and the reports of runs in Chromium, where it is installed.
 	$(PYTEST) -n 0 tests/browser
@@ -103,7 +110,7 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
-	rm -rf $(VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(VERSIONS) out site
+	rm -rf $(VENV) $(AGENTS) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(VERSIONS) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
@@ -155,6 +162,12 @@ $(DEEPSPEED_STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproje
 	else $(DEEPSPEED_PY) -m pip uninstall --quiet --yes deepspeed; \
 	  echo "DeepSpeed cannot be built here, and its tests are skipped: $$(grep -i error $$log | tail -1) (all of it: $$log)"; \
 	fi
+
+$(AGENTS_STAMP): .ci/agents.txt
+	@echo "Setting up $(AGENTS) with agents of others: 300 MB on disk. This happens once."
+	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
+	@$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/agents.txt
+	@touch $@
 
 $(TORCHAO_STAMP): pyproject.toml constraints.txt $(STAMP)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --group torchao \

@@ -92,6 +92,18 @@ def test_truncated_completions_can_be_left_out():
     assert made.loss_mask.sum(1).tolist() == [2, 0, 2, 2, 3, 0]
 
 
+def test_a_micro_batch_holds_whole_trajectories():
+    samples = rollout()[1]
+    made = Rollout.of([samples[0], replace(samples[1], others=(samples[2], samples[3])), samples[4]])
+    assert made.num_trajectories == 3 and made.trajectories.tolist() == [0, 1, 1, 1, 2]
+    assert made.of_trajectories(torch.tensor([1.0, 2, 3, 4, 5])).tolist() == [1, 9, 5]
+    made = replace(made, advantages=made.of_completions(torch.tensor([1.0, 2, 3])))
+    first, second = made.micro_batches(2)
+    assert first["trajectories"].tolist() == [0, 1, 1, 1] and first["first_sequences"].tolist() == [0, 1]
+    assert first["advantages"].tolist() == [1, 2, 2, 2] and second["trajectories"].tolist() == [0]
+    assert first["tokens_per_row"] == made.loss_mask.sum() / 3
+
+
 def test_a_batch_without_a_loss_has_a_graph():
     model, made = tiny.causal_lm(), Rollout.of([Sample({}, "", [5], [6, 7])], mask_truncated=True)
     logps = completion_logps(model, made.micro_batches(1)[0]).logps

@@ -126,6 +126,23 @@ def test_averages_of_two_ragged_completions():
     )
 
 
+def test_a_trajectory_of_several_sequences_counts_once():
+    loss, mask = t(1, 2, 3, 4, 0, 0, 5, 6, 0).view(3, 3), t(1, 1, 1, 1, 0, 0, 1, 1, 0).view(3, 3)
+    trajectories = torch.tensor([0, 1, 1])  # 3 tokens, and 1 + 2
+
+    def mean(average):
+        count = pl.count(mask, average, max_length=10, tokens_per_row=3.0, num_trajectories=2)
+        return (pl.summed(loss, mask, average, trajectories) / count).item()
+
+    found = {name: mean(name) for name in pl.AVERAGES}
+    assert found == pytest.approx(
+        {"sequences": (2 + 15 / 3) / 2, "tokens": 21 / 6, "rollout_tokens": 21 / 6, "constant": 21 / 20, "sums": 21 / 2}
+    )
+    log_ratio = t(0.3, 0, 0, 0.5, 9, 9, 0.2, 0.2, 9).view(3, 3)
+    ratio = pl.importance_ratio(log_ratio, torch.zeros(3, 3), mask, "sequence", trajectories)
+    close(ratio, math.exp(0.1), *[math.exp(0.9 / 3)] * 2)
+
+
 def test_a_value_per_sequence_counts_for_each_of_its_tokens():
     mask = t(1, 1, 1, 1, 0, 0).view(2, 3)
     assert pl.summed(t(2, 5).view(2, 1), mask, "tokens").item() == 3 * 2 + 5

@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.rl.agents.agent import Agent
+    from posttrain.rl.agents.command import AgentCommand
     from posttrain.rl.algorithms.cpo import CPOConfig, CPOTrainer
     from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
     from posttrain.rl.algorithms.dpo import DPOConfig, DPOTrainer
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
 _HOMES = {
+    "agents.agent": ("Agent",),
+    "agents.command": ("AgentCommand",),
     "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
     "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
     "algorithms.dpo": ("DPOConfig", "DPOTrainer"),

@@ -188,7 +188,8 @@ class GRPOTrainer(RolloutTrainer):
         advantages, correction = inputs["advantages"], inputs.get("correction")
         advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
         old_logps = inputs.get("old_logps", logps.detach())
-        ratio = policy_losses.importance_ratio(logps, old_logps, mask, args.importance_sampling_level)
+        level, trajectories = args.importance_sampling_level, inputs.get("trajectories")
+        ratio = policy_losses.importance_ratio(logps, old_logps, mask, level, trajectories)
         parts = Policy(logps, old_logps, ratio, advantages, mask, correction)
         loss = loss_type.of_tokens(parts, args)
         if args.off_policy_mask_threshold is not None:

@@ -19,6 +19,7 @@ from torch import nn
 from posttrain.core.config import opt
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.losses.advantages import total_rewards
+from posttrain.rl.losses.policy_losses import of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
@@ -174,17 +175,23 @@ class OnlineDPOTrainer(RolloutTrainer):
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of its pair for each completion, (N, 1)."""
         beta, mask, side = self.current_beta, inputs["loss_mask"], inputs["advantages"]
-        ratios = ((policy.logps - inputs["ref_logps"]) * mask).sum(1)
+        logps, ratios = (policy.logps * mask).sum(1), ((policy.logps - inputs["ref_logps"]) * mask).sum(1)
+        trajectories = inputs.get("trajectories")
+        if trajectories is not None:  # a completion of several sequences is one
+            firsts = inputs["first_sequences"]
+            logps, ratios = (of_trajectory(values, trajectories)[firsts] for values in (logps, ratios))
+            side = side[firsts]
         margins = (ratios * side).view(-1, 2).sum(1, keepdim=True)
         losses = (margins - 1 / (2 * beta)).square() if self.args.loss_type == "ipo" else -F.logsigmoid(beta * margins)
-        self._log_pairs(policy.logps.detach(), ratios.detach(), margins.detach(), mask, side)
-        return (losses * (side.view(-1, 2)[:, :1] != 0)).expand(-1, 2).reshape(-1, 1)
+        self._log_pairs(logps.detach(), ratios.detach(), margins.detach(), side)
+        losses = (losses * (side.view(-1, 2)[:, :1] != 0)).expand(-1, 2).reshape(-1, 1)
+        return losses if trajectories is None else losses[trajectories]
 
-    def _log_pairs(self, logps, ratios, margins, mask, side) -> None:
+    def _log_pairs(self, logps, ratios, margins, side) -> None:
         beta, add = self.current_beta, self.metrics.add_sum
         for name, chosen in (("chosen", side > 0), ("rejected", side < 0)):
             add(f"rewards/{name}", beta * (ratios * chosen).sum(), chosen.sum())
-            add(f"logps/{name}", ((logps * mask).sum(1) * chosen).sum(), chosen.sum())
+            add(f"logps/{name}", (logps * chosen).sum(), chosen.sum())
         known = side.view(-1, 2)[:, 0] != 0
         add("rewards/margins", beta * (margins[:, 0] * known).sum(), known.sum())
         add("rewards/accuracies", ((margins[:, 0] > 0) & known).sum(), known.sum())

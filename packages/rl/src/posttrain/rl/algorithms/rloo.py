@@ -15,7 +15,7 @@ from posttrain.compat.trainer_names import renamed_arguments
 from posttrain.core.config import Resolved, opt
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
-from posttrain.rl.losses.policy_losses import clipped
+from posttrain.rl.losses.policy_losses import clipped, of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.reporting import log_clipping
 from posttrain.rl.online.trainer import RolloutTrainer
@@ -133,11 +133,12 @@ class RLOOTrainer(RolloutTrainer):
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """PPO's surrogate of whole completions: (N, 1).
 
-        A completion is one action, and its ratio a product over tokens.
+        A completion is one action, and its ratio a product over its tokens, those of all sequences of a trajectory.
         """
         mask = inputs["loss_mask"]
         old_logps = inputs.get("old_logps", policy.logps.detach())
-        ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True).exp()
+        log_ratio = ((policy.logps - old_logps) * mask).sum(1, keepdim=True)
+        ratio = of_trajectory(log_ratio, inputs.get("trajectories")).exp()
         advantages = inputs["advantages"].unsqueeze(1)
         of_all, bounds = torch.ones_like(ratio), (self.args.epsilon, self.epsilon_high)
         log_clipping(self.metrics, ratio.detach(), advantages, of_all, *bounds)

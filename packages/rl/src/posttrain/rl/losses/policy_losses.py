@@ -18,16 +18,32 @@ import torch
 # --------------------------------------------------------------------------------------------------------- components
 
 
+def of_trajectory(values: torch.Tensor, trajectories: torch.Tensor | None) -> torch.Tensor:
+    """(N,) or (N, 1) `values` of sequences, summed over each trajectory, at every one of its sequences.
+
+    Args:
+        trajectories: (N,) the number of the trajectory of each, below N; None where each is one.
+    """
+    if trajectories is None:
+        return values
+    return torch.zeros_like(values).index_add(0, trajectories, values)[trajectories]
+
+
 def importance_ratio(
-    logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor, level: str = "token"
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    level: str = "token",
+    trajectories: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    r""":math:`\pi_\theta / \pi_{old}`, of each token (N, T), or of each sequence (N, 1) as GSPO has it.
+    r""":math:`\pi_\theta / \pi_{old}`, of each token (N, T), or of each trajectory (N, 1) as GSPO has it of a response.
 
     GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equation 7: the geometric mean of the tokens' ratios.
     """
     log_ratio = logps - old_logps
     if level == "sequence":
-        log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        tokens = of_trajectory(mask.sum(1, keepdim=True), trajectories)
+        log_ratio = of_trajectory((log_ratio * mask).sum(1, keepdim=True), trajectories) / tokens.clamp(min=1)
     elif level != "token":
         raise ValueError(f"level={level!r} is neither token nor sequence.")
     return log_ratio.exp()
@@ -247,6 +263,7 @@ LOSSES: dict[str, PolicyLoss] = {
 
 # ------------------------------------------------------------------------------------------------------- the average
 
+# A completion of several sequences, a trajectory, counts once.
 AVERAGES = {
     "sequences": "the mean over completions of the mean over their tokens",
     "tokens": "the mean over the tokens of the optimizer step",
@@ -256,22 +273,35 @@ AVERAGES = {
 }
 
 
-def summed(of_tokens: torch.Tensor, mask: torch.Tensor, average: str) -> torch.Tensor:
-    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> ()."""
+def summed(
+    of_tokens: torch.Tensor, mask: torch.Tensor, average: str, trajectories: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> ().
+
+    Args:
+        trajectories: see `of_trajectory`.
+    """
     masked = of_tokens * mask
     if average == "sequences":
-        return (masked.sum(1) / mask.sum(1).clamp(min=1)).sum()
+        return (masked.sum(1) / of_trajectory(mask.sum(1), trajectories).clamp(min=1)).sum()
     return masked.sum()
 
 
-def count(mask: torch.Tensor, average: str, max_length: int, tokens_per_row: float | torch.Tensor) -> torch.Tensor:
+def count(
+    mask: torch.Tensor,
+    average: str,
+    max_length: int,
+    tokens_per_row: float | torch.Tensor,
+    num_trajectories: int | None = None,
+) -> torch.Tensor:
     """What the sum over these rows is divided by, shape (): additive over micro-batches and processes.
 
     Args:
         mask: (N, T) of a micro-batch. max_length: the longest that a completion may get.
-        tokens_per_row: tokens with a loss in the rollout that these rows belong to, by its rows.
+        tokens_per_row: tokens with a loss in the rollout that these rows belong to, by its trajectories.
+        num_trajectories: that these rows are of; None: each is one.
     """
-    rows = mask.new_tensor(float(len(mask)), dtype=torch.float32)
+    rows = mask.new_tensor(float(len(mask) if num_trajectories is None else num_trajectories), dtype=torch.float32)
     if average == "tokens":
         return mask.sum().float()
     if average == "rollout_tokens":

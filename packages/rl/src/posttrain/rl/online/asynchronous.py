@@ -310,6 +310,10 @@ def engine_problem(generator: Any) -> str | None:
 
 def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
     """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
+    samples = [
+        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
+        for sample in samples
+    ]
     if version is None:
         return [replace(sample, versions=None) for sample in samples]
     return [

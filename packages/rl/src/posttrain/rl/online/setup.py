@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 def turn_problems(args: RolloutConfig, names: list[str]) -> Iterator[str]:
     """What does not go together with further turns of the policy, which the arguments called `names` make."""
+    if "agent" in names and len(names) > 1:
+        yield f"agent makes whole episodes, and {names[0]} makes others; pass one of the two"
     for name in names:
         if args.data_parallel_size < args.world_size:
             yield (

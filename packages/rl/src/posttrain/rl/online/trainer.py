@@ -33,6 +33,7 @@ from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.rl.agents.agent import Agent, Episodes
 from posttrain.rl.agents.environments import Environments, context_length
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
@@ -123,6 +124,8 @@ class RolloutTrainer(Trainer):
             `posttrain.rl.agents.rollout_functions.take_rollout`.
         environment_factory: makes environments, see `posttrain.rl.agents.environments`.
         generator: the generation engine; by default as `args` set.
+        agent: what makes episodes of rows in place of all these: ``async (episode, row)``, a command, or an
+            `posttrain.rl.agents.agent.Agent`.
 
     The other arguments are those of `Trainer`.
     """
@@ -163,6 +166,7 @@ class RolloutTrainer(Trainer):
         rollout_func: Callable[[list[Any], Any], dict[str, Any]] | None = None,
         environment_factory: Any = None,
         generator: Generator | None = None,
+        agent: Any = None,
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
@@ -170,6 +174,7 @@ class RolloutTrainer(Trainer):
         sees = any(map(has_images, (train_dataset, eval_dataset))) or (self.reads_images and reads_parts)
         given = functions_by_name(args) if reward_funcs is None else reward_funcs
         turns = {"environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func}
+        turns["agent"] = agent
         parts = Parts.of(
             others,
             model=model,
@@ -188,12 +193,14 @@ class RolloutTrainer(Trainer):
             others={"reward_funcs": given, **turns},
         )
         self.run_preflight(args, parts)
-        if train_dataset is None and environment_factory is not None:
+        agent = None if agent is None else Agent.of(agent)
+        makes_prompts = environment_factory is not None or agent is not None
+        if train_dataset is None and makes_prompts and args.max_steps > 0:
             train_dataset = setup.rows_without_prompts(args)
         self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
         self.rollout_func = rollout_func
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
-        own = self.environments.reward_functions
+        own = self.environments.reward_functions + ([] if agent is None else [agent.reward_function()])
         functions += own
         if not functions and self.learns_from_rewards:
             raise ValueError(
@@ -228,7 +235,7 @@ class RolloutTrainer(Trainer):
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
         self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args), args) if sees else None
-        self._make_sampler(generator)
+        self._make_sampler(generator, agent)
         self.old_logps = OldLogps(args, self.dist)
         self.reference = self._make_reference(peft_config is not None and not loading.is_adapter(parts.model))
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
@@ -254,7 +261,7 @@ class RolloutTrainer(Trainer):
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
 
-    def _make_sampler(self, generator: Generator | None) -> None:
+    def _make_sampler(self, generator: Generator | None, agent: Agent | None) -> None:
         """Make what completes prompts, once the prompts and the tools are checked."""
         args, images, processor = self.args, self.image_prompts, self.processing_class
         kwargs = images.vision.template_kwargs(args.chat_template_kwargs) if images else None
@@ -263,7 +270,8 @@ class RolloutTrainer(Trainer):
         config = getattr(wrapping.base_model(self.model), "config", None)
         context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
         ends = self._check_tools()
-        if self.rollout_func is None and not self.environments.factories and images is None:
+        self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)
+        if self.rollout_func is None and not self.environments.factories and images is None and agent is None:
             room = partial(
                 setup.prompts_with_room,
                 codec=self.codec,
@@ -292,8 +300,8 @@ class RolloutTrainer(Trainer):
         yield from super().preflight(args, parts)
         yield from prompt_problems(args, parts)
         yield from image_problems(args, parts, cls.reads_images)
-        names = ("rollout_func", "tools", "environment_factory")
-        yield from setup.turn_problems(args, [name for name in names if parts.others.get(name)])
+        names = [name for name in ("rollout_func", "tools", "environment_factory", "agent") if parts.others.get(name)]
+        yield from setup.turn_problems(args, names)
         if parts.compute_metrics is not None:
             yield (
                 f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
@@ -302,18 +310,26 @@ class RolloutTrainer(Trainer):
             )
         given = parts.others["reward_funcs"]
         if cls.learns_from_rewards or given is not None:
-            yield from reward_problems(given, args.reward_weights, parts.others["environment_factory"])
+            makes_rewards = parts.others["environment_factory"] or parts.others.get("agent")
+            yield from reward_problems(given, args.reward_weights, makes_rewards)
         yield from tokenizer_problems(args, parts)
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row."""
+        if self.episodes is not None:  # the agent makes the prompts
+            return [Sample(dict(row), row.get("prompt"), []) for row in rows]
         return self.sampler.new_samples(rows, check=self.rollout_func is None)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
-        """The `samples` completed, in their order: by `rollout_func`, or by turns of the policy and of its tools."""
+        """The `samples` completed, in their order: by `rollout_func`, by episodes of the agent, or by turns of the
+        policy and of its tools.
+        """
         if self.rollout_func is not None:
             output = self.rollout_func([sample.prompt for sample in samples], self)
             return take_rollout(samples, output, self.codec)
+        if self.episodes is not None:
+            turn = partial(self.sampler.generate_turn, logps_temperature=self.logps_temperature)
+            return self.episodes.run(samples, sampling, turn, self.metrics)
         return self.sampler.converse(samples, sampling, self.logps_temperature, self.metrics)
 
     def score(self, samples: list[Sample]) -> Scores:
@@ -349,7 +365,11 @@ class RolloutTrainer(Trainer):
         return bool(self.beta)
 
     def complete_rollout(self, rollout: Rollout, samples: list[Sample]) -> Rollout:
-        """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities."""
+        """`rollout` with whatever else the loss needs of it; adds the reference's log-probabilities.
+
+        Args:
+            samples: of each of its completions.
+        """
         if not self.uses_reference or self.reference is None:
             return rollout
         with self.reference.use() as policy:  # which chooses its own experts
@@ -477,7 +497,7 @@ class RolloutTrainer(Trainer):
         of_tokens = self.policy_loss(policy, inputs)
         if "correction" in inputs and not self.corrects_itself:
             of_tokens = of_tokens * inputs["correction"]
-        loss = policy_losses.summed(of_tokens, mask, self.average)
+        loss = policy_losses.summed(of_tokens, mask, self.average, inputs.get("trajectories"))
         loss = self.mean_loss(loss, inputs, num_items_in_batch, policy.aux_loss)
         if policy.entropies is not None:
             self.metrics.add_sum("entropy", (policy.entropies.detach() * mask).sum(), mask.sum())
@@ -508,7 +528,8 @@ class RolloutTrainer(Trainer):
         if isinstance(inputs, list):
             return len(inputs)
         longest, per_row = self.args.max_completion_length, inputs["tokens_per_row"]
-        return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row)
+        number = len(inputs["first_sequences"]) if "first_sequences" in inputs else None
+        return policy_losses.count(inputs["loss_mask"], self.average, longest, per_row, number)
 
     def loss_is_scaled(self) -> bool:
         return True
@@ -581,7 +602,9 @@ class RolloutTrainer(Trainer):
             return None
         samples, scores = found
         rollout, kl = self._with_logps(self._rollout_of(samples), samples)
-        mine = Summary.of(samples, scores, None if kl is None else torch.stack([kl, rollout.loss_mask.sum(1)]))
+        if kl is not None:
+            kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
+        mine = Summary.of(samples, scores, kl)
         everyone = Summary.join(self.dist.gather_object(mine), layout.dealt().argsort())
         source.num_tokens += everyone.num_tokens
         metrics.add_extreme("num_tokens", source.num_tokens, "max")  # the same everywhere, and it only grows
@@ -594,7 +617,7 @@ class RolloutTrainer(Trainer):
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
-        return replace(rollout, advantages=advantages)
+        return replace(rollout, advantages=rollout.of_completions(advantages))
 
     def _sync_weights(self) -> None:
         """Send the weights to the engine, if they have changed."""
@@ -624,7 +647,8 @@ class RolloutTrainer(Trainer):
         return scores
 
     def _rollout_of(self, samples: list[Sample]) -> Rollout:
-        known = [sample.routes is not None and len(sample.routes) >= sample.num_read for sample in samples]
+        sequences = [one for sample in samples for one in sample.sequences]
+        known = [one.routes is not None and len(one.routes) >= one.num_read for one in sequences]
         if self.args.router_replay and not all(known):
             raise ValueError(
                 f"router_replay=True replays the experts chosen in sampling, and {type(self.generator).__name__} "
@@ -635,6 +659,7 @@ class RolloutTrainer(Trainer):
 
     def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
         """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
+        samples = [one for sample in samples for one in sample.sequences]
         quantile = 1 - self.top_entropy_quantile
 
         def by_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -691,7 +716,7 @@ class RolloutTrainer(Trainer):
         size = self.num_generations_eval
         samples = self.new_samples([row for row in rows for _ in range(size)])
         return [  # seeds are of the prompt, so that no batch size and no order changes them
-            replace(sample, seed=mix(self.args.seed, i % size, *sample.prompt_ids), is_evaluated=True)
+            replace(sample, seed=mix(self.args.seed, i % size, *_identity(sample)), is_evaluated=True)
             for i, sample in enumerate(samples)
         ]
 
@@ -702,7 +727,9 @@ class RolloutTrainer(Trainer):
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         self.reporter.collect(samples, scores, advantages, self.state.global_step)
-        rollout = self.complete_rollout(replace(self._rollout_of(samples), advantages=advantages), samples)
+        rollout = self._rollout_of(samples)
+        rollout = replace(rollout, advantages=rollout.of_completions(advantages))
+        rollout = self.complete_rollout(rollout, [one for sample in samples for one in sample.sequences])
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
             items = self.count_items(part)
@@ -775,6 +802,11 @@ class RolloutTrainer(Trainer):
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
         return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
+
+
+def _identity(sample: Sample) -> Sequence[int]:
+    """Numbers of a prompt, or of the row where the prompt is not known yet."""
+    return sample.prompt_ids or repr(sample.row).encode()
 
 
 def as_they_are(rows: list[Any]) -> list[Any]:

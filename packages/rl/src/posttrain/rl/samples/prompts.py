@@ -218,7 +218,7 @@ def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Prob
 
 def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems in a trainer's datasets of prompts."""
-    environments = parts.others["environment_factory"] is not None
+    environments = parts.others["environment_factory"] is not None or parts.others.get("agent") is not None
     columns = () if environments else ("prompt",)
     if parts.train_dataset is not None:
         at_least = args.generation_batch_size // args.num_generations
@@ -226,16 +226,16 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     elif not environments and parts.eval_dataset is None:
         yield ValueError(
             "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes "
-            "prompts, or an eval_dataset to evaluate alone."
+            "prompts, an agent, or an eval_dataset to evaluate alone."
         )
     elif isinstance(parts.others["environment_factory"], Mapping) and parts.eval_dataset is None:
         yield ValueError(
             "environment_factory is a dict, and rows say which of its environments they are for: it requires a "
             "`train_dataset` with a column 'environment'. Pass one, or a single factory."
         )
-    elif environments and args.max_steps <= 0:
+    elif environments and args.max_steps <= 0 and parts.eval_dataset is None:
         yield ValueError(
-            "Without a train_dataset, prompts come from reset() of the environments, and their number is unknown: "
+            "Without a train_dataset, prompts come from environments or the agent, and their number is unknown: "
             "set max_steps, or pass a train_dataset."
         )
     sets = parts.eval_dataset if isinstance(parts.eval_dataset, Mapping) else {"eval_dataset": parts.eval_dataset}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Sample:
         rollout, place: the number of its batch of prompts in the run, and its own in that.
         is_evaluated: whether it is of an evaluation, and not learned from.
         shown: the images of the prompt; None for a model of text alone.
+        others: the further sequences of its trajectory, where an agent had several conversations.
         extra: further columns for reward functions. environment: the object with its tools.
     """
 
@@ -54,11 +56,17 @@ class Sample:
     place: int = 0
     is_evaluated: bool = False
     shown: Shown | None = None
+    others: tuple[Sample, ...] = ()
+
+    @property
+    def sequences(self) -> list[Sample]:
+        """The sequences of tokens of its trajectory: this one and the others."""
+        return [self, *self.others]
 
     @property
     def num_chosen(self) -> int:
-        """Tokens that the policy chose."""
-        return len(self.ids) if self.learn is None else sum(self.learn)
+        """Tokens of its trajectory that the policy chose."""
+        return sum(len(one.ids) if one.learn is None else sum(one.learn) for one in self.sequences)
 
     @property
     def num_read(self) -> int:
@@ -101,6 +109,8 @@ OF_ROWS = ("teacher_rows", "teacher_lengths")
 class Rollout:
     """N scored completions of this process, those of a prompt adjacent. Immutable; on the CPU.
 
+    A completion is a sequence of tokens. A trajectory may have several, which are adjacent.
+
     Attributes:
         prompt_ids, prompt_lengths: (N, P) padded on the right, and (N,).
         completion_ids, completion_lengths: (N, C) padded on the right, and (N,).
@@ -118,6 +128,7 @@ class Rollout:
         routes: (N, at most P + C, layers, k) the experts of a mixture with which each token of prompt and completion,
             one behind the other, was read in sampling, -1 for none; None unless they are replayed.
         images: of the prompts; None for a model of text alone.
+        trajectories: (N,) the number of the trajectory of each completion, from 0; None where each is one.
     """
 
     prompt_ids: torch.Tensor
@@ -139,15 +150,19 @@ class Rollout:
     versions: torch.Tensor | None = None
     routes: torch.Tensor | None = None
     images: RolloutImages | None = None
+    trajectories: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False, image_token_id: int | None = None) -> Rollout:
-        """The tokens of `samples`, not yet scored.
+        """The tokens of `samples`, each a trajectory, not yet scored.
 
         Args:
             mask_truncated: do not train on truncated completions.
             image_token_id: the token that stands for a feature of an image.
         """
+        numbers = [number for number, sample in enumerate(samples) for _ in sample.sequences]
+        one_each = len(numbers) == len(samples)
+        samples = [one for sample in samples for one in sample.sequences]
         prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
         completions = [torch.tensor(sample.ids) for sample in samples]
         learn = [torch.tensor(sample.learn or [True] * len(sample.ids)) for sample in samples]
@@ -170,10 +185,26 @@ class Rollout:
             versions=versions,
             routes=_stack(routes, OWN) if len(routes) == len(samples) > 0 else None,
             images=RolloutImages.of([s.shown for s in samples], [s.prompt_ids for s in samples], image_token_id),
+            trajectories=None if one_each else torch.tensor(numbers),
         )
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories that the completions are of."""
+        return len(self) if self.trajectories is None else int(self.trajectories[-1]) + 1
+
+    def of_completions(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` of trajectories, one for each completion."""
+        return values if self.trajectories is None else values[self.trajectories]
+
+    def of_trajectories(self, values: torch.Tensor) -> torch.Tensor:
+        """(N,) `values` of completions, summed over each trajectory."""
+        if self.trajectories is None:
+            return values
+        return values.new_zeros(self.num_trajectories).index_add(0, self.trajectories, values)
 
     def micro_batches(
         self,
@@ -183,21 +214,29 @@ class Rollout:
         multiple: int | None = None,
         positions: ImagePositions | None = None,
     ) -> list[dict[str, Any]]:
-        """The inputs of `compute_loss`, `size` completions each; see `lay_out` for `share` and `multiple`.
+        """The inputs of `compute_loss`, `size` trajectories each; see `lay_out` for `share` and `multiple`.
 
         Args:
             positions: numbers the positions of prompts with images, where they are shared and the model has several
                 axes of them.
 
         They hold the output of `lay_out`, the fields of this class from `advantages` on that are not None, and
-        ``tokens_per_row``, the mean number of trained tokens per completion of the rollout.
+        ``tokens_per_row``, the mean number of trained tokens per trajectory of the rollout. Where trajectories have
+        several completions, ``trajectories``, (N,), says which are of the same one, and ``first_sequences``, (T,),
+        where each of them begins.
         """
-        tokens_per_row = self.loss_mask.sum() / len(self)
-        return [
-            self._part(start, min(start + size, len(self)), share, pad_token_id, multiple, positions)
-            | {"tokens_per_row": tokens_per_row}
-            for start in range(0, len(self), size)
-        ]
+        number, whole = self.num_trajectories, {"tokens_per_row": self.loss_mask.sum() / self.num_trajectories}
+        edges = torch.tensor([*range(0, number, size), number])
+        first = edges if self.trajectories is None else torch.searchsorted(self.trajectories, edges)
+        found = []
+        for start, stop in pairwise(first.tolist()):
+            part = self._part(start, stop, share, pad_token_id, multiple, positions) | whole
+            if self.trajectories is not None:
+                numbers = self.trajectories[start:stop] - self.trajectories[start]
+                firsts = torch.searchsorted(numbers, torch.arange(int(numbers[-1]) + 1))
+                part |= {"trajectories": numbers, "first_sequences": firsts}
+            found.append(part)
+        return found
 
     def _part(
         self,

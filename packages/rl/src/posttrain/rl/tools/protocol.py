@@ -169,7 +169,11 @@ class ToolProtocol:
     # ------------------------------------------------------------------------------------------------ writing
 
     def answer_ids(
-        self, written: Sequence[int], answers: Sequence[Mapping[str, Any]], schemas: Sequence[dict[str, Any]]
+        self,
+        written: Sequence[int],
+        answers: Sequence[Mapping[str, Any]],
+        schemas: Sequence[dict[str, Any]],
+        following: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """The tokens between a turn of the policy and its next one: the end of its turn, the answers, the next
         beginning.
@@ -177,16 +181,17 @@ class ToolProtocol:
         Args:
             written: the tokens of the policy, or the last of them.
             answers: messages of the role ``tool``, in the order of the calls.
+            following: messages behind the answers.
         """
-        ids, ends = self._encode(self._tail(answers, schemas))
-        for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):
-            if list(written[-length:]) == ids[:length]:
-                return ids[length:]
-        if written and written[-1] in ids[:ends] and written[-1] in self.tokenizer.added_tokens_decoder:
-            return ids[ids.index(written[-1]) + 1 :]  # the policy has left out white space before the end of its turn
-        return ids
+        ids, ends = self._encode(self._tail(answers, schemas, following))
+        return behind(written, ids, ends, self.tokenizer)
 
-    def _tail(self, answers: Sequence[Mapping[str, Any]], schemas: Sequence[dict[str, Any]]) -> str:
+    def _tail(
+        self,
+        answers: Sequence[Mapping[str, Any]],
+        schemas: Sequence[dict[str, Any]],
+        following: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """What the template writes behind a call, up to the policy's next turn."""
         template = self._template(schemas)
         ids = [answer.get("tool_call_id") or identifier(i) for i, answer in enumerate(answers)]
@@ -197,7 +202,7 @@ class ToolProtocol:
             said = self._asking([answer["name"] for answer in answers[: len(way)]], way)
             answered = [dict(answer) | {"tool_call_id": way[min(i, len(way) - 1)]} for i, answer in enumerate(answers)]
             try:
-                text = template.render([QUESTION, said, *answered], add_generation_prompt=True)
+                text = template.render([QUESTION, said, *answered, *map(dict, following)], add_generation_prompt=True)
             except DataError:
                 if way is ways[-1]:
                     raise
@@ -305,6 +310,20 @@ class ToolProtocol:
         ids, ends = self._encode(tail)
         special = [token for token in ids[:ends] if token in self.tokenizer.added_tokens_decoder]
         self.end_ids = tuple(special[:1])
+
+
+def behind(written: Sequence[int], ids: list[int], ends: int, tokenizer: Any) -> list[int]:
+    """Those of `ids` that are still to come after what the policy has `written`, which may have ended its turn itself.
+
+    Args:
+        ids: from the end of a turn to the next one's beginning; the first `ends` of them end the turn.
+    """
+    for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):
+        if list(written[-length:]) == ids[:length]:
+            return ids[length:]
+    if written and written[-1] in ids[:ends] and written[-1] in tokenizer.added_tokens_decoder:
+        return ids[ids.index(written[-1]) + 1 :]  # the policy has left out white space before the end of its turn
+    return ids
 
 
 def has_parser(tokenizer: Any) -> bool:

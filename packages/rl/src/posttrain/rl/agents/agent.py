@@ -1,0 +1,371 @@
+"""Episodes of an agent: any program that asks the policy through the recorder or the endpoint, as samples.
+
+row -> agent (a function or a command) <-> recorder <-> engine, then the sequences of tokens as a sample
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import reprlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+from posttrain.core.errors import require
+from posttrain.core.logging.metrics import Metrics
+from posttrain.rl.agents.chat_api import read_message
+from posttrain.rl.agents.command import AgentCommand
+from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
+from posttrain.rl.agents.environments import schema_of
+from posttrain.rl.agents.messages import Message, Request, assistant
+from posttrain.rl.agents.recorder import Recorder, Written
+from posttrain.rl.generation.protocol import Sampling
+from posttrain.rl.rewards import background
+from posttrain.rl.rewards.scoring import RewardArguments, name_of
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+REWARD = "agent_reward"
+"""The column with what the agent itself has given as its reward."""
+CUT_REWARD = 0.0
+"""Reward of an episode that a bound has ended, and whose agent gave none."""
+QUIET = 0.01
+"""Seconds without a request after which those that wait are answered together."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent to train, and the bounds of its episodes.
+
+    Args:
+        run: ``async (episode, row)``, or a plain function, which runs in a thread, or an `AgentCommand`. It returns its
+            reward, a dict with ``reward`` and further columns for reward functions, or None.
+        seconds: of an episode at most; None: no limit. turns: of the policy at most; None: any number.
+        inflight: episodes that run at a time; None: all of a rollout.
+        host: the address that the endpoint listens at.
+    """
+
+    run: Callable[..., Any]
+    seconds: float | None = 600.0
+    turns: int | None = None
+    inflight: int | None = None
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def of(cls, given: Any) -> Agent:
+        """`given`, an agent, a function, or a command as a text or a list, as an agent.
+
+        Raises:
+            TypeError: it is none of these.
+        """
+        if isinstance(given, (str, list, tuple)):
+            given = AgentCommand(given)
+        if isinstance(given, cls):
+            return given
+        if not callable(given):
+            raise TypeError(f"agent is of type {type(given).__name__}; pass a function (episode, row) or a command.")
+        return cls(given)
+
+    @property
+    def name(self) -> str:
+        """In the log."""
+        return name_of(self.run)
+
+    def reward_function(self) -> Callable[..., list[Any]]:
+        """The rewards that the agent itself gives, as a reward function."""
+
+        def given(agent_reward: list[Any]) -> list[Any]:
+            return agent_reward
+
+        given.__name__ = self.name
+        return given
+
+
+class Episode:
+    """One run of the agent, on one row.
+
+    Attributes:
+        model: the name of the policy.
+    """
+
+    model = MODEL
+
+    def __init__(self, recorder: Recorder, endpoint: Endpoint) -> None:
+        self._recorder, self._endpoint = recorder, endpoint
+        self._access: Access | None = None
+        self.rewards: list[float] = []
+
+    def _open(self) -> Access:
+        if self._access is None:
+            self._access = self._endpoint.open(self._recorder.reply)
+        return self._access
+
+    def close(self) -> None:
+        """Refuse what is asked from now on."""
+        self._recorder.ended = True
+        if self._access is not None:
+            self._endpoint.shut(self._access)
+
+    @property
+    def base_url(self) -> str:
+        """Of the policy, for clients of OpenAI's API."""
+        return f"{self._open().url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Of the policy, for clients of Anthropic's API."""
+        return self._open().url
+
+    @property
+    def api_key(self) -> str:
+        """The key of this episode."""
+        return self._open().key
+
+    def client(self, **options: Any) -> Any:
+        """An ``openai.AsyncOpenAI`` that asks the policy."""
+        openai = require("openai", "openai", "episode.client()")
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+
+    def reward(self, value: float) -> None:
+        """Add `value` to the reward of this episode."""
+        self.rewards.append(float(value))
+
+    async def generate(
+        self,
+        messages: Sequence[Message] | str,
+        tools: Sequence[Any] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Any:
+        """The policy's next message, without HTTP: ``content``, and ``tool_calls`` with arguments as dicts; of a text,
+        the text that it writes behind it.
+
+        Args:
+            messages: the conversation. tools: functions, or schemas in OpenAI's form.
+
+        Raises:
+            RequestError: the trajectory has reached a bound, or the chat template refuses the conversation.
+        """
+        history = messages if isinstance(messages, str) else [read_message(message) for message in messages]
+        schemas = tuple(tool if isinstance(tool, Mapping) else schema_of(tool) for tool in tools)
+        reply = await self._recorder.reply(Request(history, schemas, max_tokens=max_tokens, stop=tuple(stop)))
+        return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an episode has ended.
+
+    Attributes:
+        reward: that the agent gave; None: none. columns: for reward functions.
+        failed: the agent raised an error, or its command failed.
+    """
+
+    recorder: Recorder
+    reward: float | None
+    columns: dict[str, Any]
+    failed: bool
+    seconds: float
+
+
+class Episodes:
+    """Runs an agent on rows.
+
+    Args:
+        codec: prompts to tokens. context: tokens that the model reads at most; None: any number.
+        options: what follows where the agent fails, as where a reward function does.
+    """
+
+    def __init__(self, agent: Agent, codec: PromptCodec, context: int | None, options: RewardArguments) -> None:
+        self.agent, self.codec, self.context, self.options = agent, codec, context, options
+        self.endpoint = Endpoint(agent.host)
+
+    def run(
+        self,
+        samples: Sequence[Sample],
+        sampling: Sampling,
+        turn: Callable[[list[Sample], Sampling], list[Sample]],
+        metrics: Metrics,
+    ) -> list[Sample]:
+        """The `samples` after an episode of each, in their order.
+
+        Args:
+            sampling: how tokens are drawn, and how many a sequence may have behind its first prompt.
+            turn: completes samples. It is called in this thread, while episodes run on the program's event loop.
+        """
+        asked: SimpleQueue[Any] = SimpleQueue()
+        loop = background.event_loop()
+        episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, asked), loop)
+        episodes.add_done_callback(lambda _: asked.put(None))
+        try:
+            serve(asked, turn, loop)
+        except BaseException:
+            episodes.cancel()
+            raise
+        ended = episodes.result()
+        log(metrics, ended)
+        return [self._sample(*pair) for pair in zip(samples, ended, strict=True)]
+
+    async def _all(self, samples: Sequence[Sample], sampling: Sampling, asked: SimpleQueue[Any]) -> list[Ended]:
+        places = asyncio.Semaphore(self.agent.inflight or len(samples))
+
+        async def one(place: int, sample: Sample) -> Ended:
+            async with places:
+                return await self._episode(place, sample, sampling, asked)
+
+        tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samples)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # where one has failed, the others end too
+            for task in tasks:
+                task.cancel()
+
+    async def _episode(self, place: int, sample: Sample, sampling: Sampling, asked: SimpleQueue[Any]) -> Ended:
+        async def generate(ids: list[int], sampling: Sampling, seed: int) -> Any:
+            future = asyncio.get_running_loop().create_future()
+            asked.put((place, Sample({}, "", ids, seed=seed), sampling, future))
+            return await future
+
+        recorder = Recorder(self.codec, generate, sampling, sample.seed, self.context, self.agent.turns)
+        episode, started = Episode(recorder, self.endpoint), time.perf_counter()
+        returned, failed = None, False
+        try:
+            async with asyncio.timeout(self.agent.seconds) as limit:
+                returned = await _called(self.agent.run, episode, dict(sample.row))
+        except Exception as error:
+            if recorder.error is not None:
+                raise recorder.error from None
+            if limit.expired():
+                recorder.cut = "seconds"
+            elif recorder.cut is None:
+                failed = True
+                self._report(error, sample)
+        finally:
+            episode.close()
+        reward, columns = read_reward(returned, episode.rewards, self.agent.name)
+        if reward is None and failed and self.options.reward_on_error == "value":
+            reward = self.options.reward_error_value
+        if reward is None and recorder.cut is not None:
+            reward = CUT_REWARD
+        return Ended(recorder, reward, columns, failed, time.perf_counter() - started)
+
+    def _report(self, error: Exception, sample: Sample) -> None:
+        what = f"The agent {self.agent.name!r} failed on the row {reprlib.repr(sample.row)}"
+        if self.options.reward_on_error == "raise":
+            raise RuntimeError(
+                f"{what}: {type(error).__name__}: {error}. Mend it, or set reward_on_error to 'mask' or 'value'."
+            ) from error
+        logger.warning("%s.", what, exc_info=error)
+
+    def _sample(self, sample: Sample, ended: Ended) -> Sample:
+        """`sample` with what the policy has written in its episode."""
+        own = replace(sample, extra=sample.extra | ended.columns | {REWARD: ended.reward})
+        sequences = ended.recorder.sequences()
+        if not sequences:  # nothing to learn from
+            end = self.codec.tokenizer.eos_token_id or 0
+            return replace(own, prompt=sample.prompt or "", prompt_ids=[end], ids=[end], learn=[False], logps=[0.0])
+        seen: set[int] = set()
+        first, *others = [_row(own, turns, seen) for turns in sequences]
+        root, last = sequences[0][0], sequences[0][-1]
+        prompt, completion = root.history[: root.num_asked], last.history[root.num_asked :]
+        finished = last.finished and not ended.failed and ended.recorder.cut is None
+        others = [replace(one, finished=finished) for one in others]
+        prompt = sample.row.get("prompt", prompt)
+        return replace(first, prompt=prompt, completion=completion, finished=finished, others=tuple(others))
+
+
+def serve(
+    asked: SimpleQueue[Any], turn: Callable[[list[Sample], Sampling], list[Sample]], loop: asyncio.AbstractEventLoop
+) -> None:
+    """Answer requests, ``(place, sample, sampling, future)``, together with others that wait, until there is None."""
+    while (first := asked.get()) is not None:
+        waiting = [first]
+        while not _is_quiet(asked):
+            if (more := asked.get()) is None:
+                return
+            waiting.append(more)
+        waiting = sorted((each for each in waiting if not each[3].cancelled()), key=lambda each: each[0])
+        kinds = dict.fromkeys(replace(sampling, max_new_tokens=1) for *_, sampling, _ in waiting)
+        for kind in kinds:
+            some = [each for each in waiting if replace(each[2], max_new_tokens=1) == kind]
+            most = max(sampling.max_new_tokens for *_, sampling, _ in some)
+            done = turn([sample for _, sample, *_ in some], replace(kind, max_new_tokens=most))
+            for (*_, sampling, future), one in zip(some, done, strict=True):
+                loop.call_soon_threadsafe(_answer, future, _cut(one, sampling.max_new_tokens))
+
+
+def _is_quiet(asked: SimpleQueue[Any]) -> bool:
+    until = time.monotonic() + QUIET
+    while asked.empty():
+        if time.monotonic() > until:
+            return True
+        time.sleep(QUIET / 10)
+    return False
+
+
+def _cut(sample: Sample, most: int) -> Sample:
+    logps, versions = (None if values is None else values[:most] for values in (sample.logps, sample.versions))
+    finished = sample.finished and len(sample.ids) <= most
+    return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, finished=finished)
+
+
+def _answer(future: asyncio.Future[Any], sample: Sample) -> None:
+    if not future.done():
+        future.set_result(sample)
+
+
+async def _called(run: Callable[..., Any], episode: Episode, row: dict[str, Any]) -> Any:
+    if background.is_async(run):
+        return await run(episode, row)
+    return await asyncio.to_thread(run, episode, row)
+
+
+def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float | None, dict[str, Any]]:
+    """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions).
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    columns = dict(returned) if isinstance(returned, Mapping) else {}
+    value = columns.pop("reward", None) if isinstance(returned, Mapping) else returned
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, (int, float, type(None))):
+        raise TypeError(
+            f"The agent {name!r} returned {reprlib.repr(returned)}; return a number, a dict with 'reward', or None."
+        )
+    if value is None and not given:
+        return None, columns
+    return float(value or 0) + sum(given), columns
+
+
+def _row(sample: Sample, turns: Sequence[Written], seen: set[int]) -> Sample:
+    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before."""
+    own = next(i for i, turn in enumerate(turns) if id(turn) not in seen)
+    seen.update(map(id, turns))
+    first, learned = turns[own], turns[own:]
+    before = first.before.tokens if first.before is not None else []
+    row = replace(sample, prompt_ids=[*before, *first.asked], learn=[], logps=[], versions=[], ids=[])
+    for turn in learned:
+        if turn is not first:
+            row = row.extended(turn.asked, [0.0] * len(turn.asked), chosen=False)
+        row = row.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions)
+    return replace(row, is_exact=all(turn.is_exact for turn in learned))
+
+
+def log(metrics: Metrics, ended: Sequence[Ended]) -> None:
+    """Log what the episodes of a rollout were like."""
+    number = len(ended)
+    sums = {
+        "turns": sum(len(one.recorder.turns) for one in ended),
+        "sequences": sum(len(one.recorder.sequences()) for one in ended),
+        "seconds": sum(one.seconds for one in ended),
+        "failed": sum(one.failed for one in ended),
+        **{f"cut/{why}": sum(one.recorder.cut == why for one in ended) for why in ("turns", "tokens", "seconds")},
+    }
+    for name, value in sums.items():
+        metrics.add_sum(f"agent/{name}", value, number)

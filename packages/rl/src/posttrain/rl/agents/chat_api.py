@@ -1,0 +1,178 @@
+"""OpenAI's chat completions and completions, https://platform.openai.com/docs/api-reference/chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.rl.agents.messages import (
+    API,
+    Event,
+    Message,
+    Reply,
+    ReplyCall,
+    Request,
+    RequestError,
+    assistant,
+    fields,
+    text_of,
+)
+
+READ = ("model", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens", "logprobs", "n", "user")
+OF_CHAT = (*READ, "messages", "tools", "tool_choice", "parallel_tool_calls", "store", "metadata")
+NEUTRAL = {"n": 1, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0, "best_of": 1, "suffix": ""}
+ROLES = {"developer": "system", "function": "tool"}
+
+
+def read_chat(body: Mapping[str, Any]) -> Request:
+    """The request of ``/v1/chat/completions``."""
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise RequestError("messages is missing or empty: send the conversation.")
+    tools = body.get("tools") or ()
+    if kinds := {tool.get("type") for tool in tools} - {"function"}:
+        raise RequestError(f"tools has the type {kinds.pop()!r}; the policy calls functions alone.")
+    return Request(
+        history=[read_message(message) for message in body["messages"]],
+        tools=tuple(tools),
+        calls_tools=body.get("tool_choice") != "none",
+        ignored=fields(body, OF_CHAT, NEUTRAL | {"response_format": {"type": "text"}}),
+        **_common(body),
+    )
+
+
+def read_message(message: Any) -> Message:
+    """A message of the API, as chat templates read it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("messages holds something without a role; a message has role and content.")
+    role, text = ROLES.get(message["role"], message["role"]), text_of(message.get("content") or message.get("refusal"))
+    if role == "assistant":
+        calls = [
+            ReplyCall(c.get("id", ""), c["function"]["name"], c["function"].get("arguments") or "{}")
+            for c in message.get("tool_calls") or ()
+            if c.get("type", "function") == "function"
+        ]
+        return assistant(text, calls)
+    found = {"role": role, "content": text}
+    return found | {name: message[name] for name in ("tool_call_id", "name") if role == "tool" and message.get(name)}
+
+
+def read_completion(body: Mapping[str, Any]) -> Request:
+    """The request of ``/v1/completions``: of one prompt, a text or token ids."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+        raise RequestError("prompt holds several prompts; send one request for each.")
+    if not prompt or not isinstance(prompt, (str, list)):
+        raise RequestError("prompt is missing or empty: send a text, or token ids.")
+    if body.get("echo"):
+        raise RequestError("echo is not supported: the answer is what the policy writes behind the prompt.")
+    return Request(prompt, ignored=fields(body, (*READ, "prompt", "echo"), NEUTRAL), **_common(body))
+
+
+def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    if body.get("n", 1) not in (1, None):
+        raise RequestError(f"n={body['n']}: a trajectory goes on in one way; leave n out, or send several requests.")
+    limit, stop = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("stop") or ()
+    return {
+        "max_tokens": limit,
+        "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+        "stream": bool(body.get("stream")),
+        "wants_usage": bool((body.get("stream_options") or {}).get("include_usage")),
+        "wants_logprobs": body.get("logprobs") not in (None, False),
+        "model": body.get("model") or "",
+    }
+
+
+def _head(request: Request, reply: Reply, kind: str, prefix: str = "chatcmpl") -> dict[str, Any]:
+    return {"id": f"{prefix}-{reply.number}", "object": kind, "created": reply.created, "model": request.model}
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    written = len(reply.tokens)
+    return {
+        "prompt_tokens": reply.num_read,
+        "completion_tokens": written,
+        "total_tokens": reply.num_read + written,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def _logprobs(request: Request, reply: Reply) -> dict[str, Any] | None:
+    if not request.wants_logprobs or reply.logps is None:
+        return None
+    pairs = zip(reply.tokens, reply.logps, strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": []} for text, logp in pairs
+        ],
+        "refusal": None,
+    }
+
+
+def _message(reply: Reply) -> Message:
+    message: Message = {"role": "assistant", "content": reply.text if reply.text or not reply.calls else None}
+    if reply.thoughts:
+        message["reasoning_content"] = reply.thoughts
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in reply.calls
+        ]
+    return message
+
+
+def answer_chat(request: Request, reply: Reply) -> dict[str, Any]:
+    """The body that answers ``/v1/chat/completions``."""
+    choice = {"index": 0, "message": {"refusal": None} | _message(reply), "finish_reason": reply.finish}
+    choice["logprobs"] = _logprobs(request, reply)
+    return _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+
+
+def stream_chat(request: Request, reply: Reply) -> Iterator[Event]:
+    """The chunks of a streamed answer: role, thoughts, text, each call, the reason of the end, and what was used."""
+    head = _head(request, reply, "chat.completion.chunk")
+    message = _message(reply)
+    calls = [{"index": i} | call for i, call in enumerate(message.pop("tool_calls", ()))]
+    deltas = [{"role": "assistant", "content": ""}]
+    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+    deltas += [{"tool_calls": [call]} for call in calls]
+    for delta in deltas:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
+        if delta.get("content"):
+            choice["logprobs"] = _logprobs(request, reply)
+        yield None, head | {"choices": [choice]}
+    yield None, head | {"choices": [{"index": 0, "delta": {}, "finish_reason": reply.finish}]}
+    if request.wants_usage:
+        yield None, head | {"choices": [], "usage": _usage(reply)}
+    yield None, "[DONE]"
+
+
+def answer_completion(request: Request, reply: Reply) -> dict[str, Any]:
+    """The body that answers ``/v1/completions``."""
+    logprobs = None
+    if request.wants_logprobs and reply.logps is not None:
+        offsets = [sum(map(len, reply.tokens[:i])) for i in range(len(reply.tokens))]
+        logprobs = {"tokens": [*reply.tokens], "token_logprobs": [*reply.logps], "text_offset": offsets}
+        logprobs["top_logprobs"] = None
+    choice = {"index": 0, "text": reply.text, "finish_reason": reply.finish, "logprobs": logprobs}
+    return _head(request, reply, "text_completion", "cmpl") | {"choices": [choice], "usage": _usage(reply)}
+
+
+def stream_completion(request: Request, reply: Reply) -> Iterator[Event]:
+    """The chunks of a streamed completion."""
+    whole = answer_completion(request, reply)
+    yield None, whole if request.wants_usage else {name: whole[name] for name in whole if name != "usage"}
+    yield None, "[DONE]"
+
+
+def error(message: str, status: int, code: str | None) -> dict[str, Any]:
+    """The body of an error of OpenAI's APIs."""
+    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(status)
+    kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+CHAT = API(read_chat, answer_chat, stream_chat, error)
+COMPLETIONS = API(read_completion, answer_completion, stream_completion, error)

@@ -1,0 +1,203 @@
+"""An endpoint over HTTP at which agents ask the policy, as they ask OpenAI's or Anthropic's API.
+
+Each trajectory has a base URL and a key of its own, so that what an agent asks is recorded where it belongs. starlette
+and uvicorn serve it, on the program's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.errors import require
+from posttrain.rl.agents.anthropic_api import MESSAGES
+from posttrain.rl.agents.chat_api import CHAT, COMPLETIONS
+from posttrain.rl.agents.messages import API, Event, Reply, Request, RequestError
+from posttrain.rl.agents.responses_api import RESPONSES
+from posttrain.rl.rewards import background
+
+logger = logging.getLogger(__name__)
+
+PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+MODEL = "policy"
+"""The name of the policy in the list of models. Requests may name any."""
+GONE = 499
+"""The status of a request that nobody waits for, in the words of nginx."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """The way of one trajectory to the policy.
+
+    Attributes:
+        url: without a version, as Anthropic's clients take it; OpenAI's take it with ``/v1``.
+    """
+
+    url: str
+    key: str
+    reply: Callable[[Request], Awaitable[Reply]]
+
+
+class Endpoint:
+    """Serves the trajectories that are open.
+
+    Args:
+        host: the address to listen at. Programs on other machines, or in containers, reach no ``127.0.0.1``.
+        max_requests: that are answered at a time; others get the status 429 and may come again.
+        max_bytes: of a request; larger ones get 413.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", max_requests: int = 1024, max_bytes: int = 32 * 2**20) -> None:
+        self.host, self.max_requests, self.max_bytes = host, max_requests, max_bytes
+        self._open: dict[str, Access] = {}  # by key
+        self._running = 0
+        self._server: Any = None
+        self._address = ""
+
+    def open(self, reply: Callable[[Request], Awaitable[Reply]]) -> Access:
+        """A way to the policy for a trajectory whose requests are answered by `reply`."""
+        if self._server is None:
+            self._serve()
+        key = f"sk-posttrain-{secrets.token_urlsafe(24)}"
+        access = Access(f"{self._address}/t/{secrets.token_hex(8)}", key, reply)
+        self._open[key] = access
+        return access
+
+    def shut(self, access: Access) -> None:
+        """End the way of a trajectory that is over."""
+        self._open.pop(access.key, None)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.should_exit = True
+        self._server = None
+
+    def _serve(self) -> None:
+        uvicorn = require("uvicorn", "posttrain-rl[agents]", "agents that speak HTTP")
+        kind = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listening = socket.socket(kind, socket.SOCK_STREAM)
+        listening.bind((self.host, 0))
+        listening.listen(self.max_requests)  # before the loop serves it, so that no first request is refused
+        name = f"[{self.host}]" if kind is socket.AF_INET6 else self.host
+        self._address = f"http://{name}:{listening.getsockname()[1]}"
+        config = uvicorn.Config(self.app(), log_config=None, access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
+
+    def app(self) -> Any:
+        """The application of starlette."""
+        require("starlette", "posttrain-rl[agents]", "agents that speak HTTP")
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/t/{name}/v1/models", self._models, methods=["GET"]),
+                Route("/t/{name}/v1/{path:path}", self._answer, methods=["POST"]),
+            ]
+        )
+
+    # ------------------------------------------------------------------------------------------------ one request
+
+    async def _models(self, http: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        try:
+            self._access(http)
+        except RequestError as error:
+            return _refusal(CHAT, error)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "posttrain"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _answer(self, http: Any) -> Any:
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        path = http.path_params["path"]
+        api = PATHS.get(path, CHAT)
+        try:
+            access = self._access(http)
+            if path not in PATHS:
+                raise RequestError(f"There is no /v1/{path} here; there are {', '.join(PATHS)}.", 404, "not_found")
+            request = _request(api, await self._body(http))
+            reply = await self._reply(http, access, request)
+        except RequestError as error:
+            return _refusal(api, error)
+        except Exception as error:  # which ends the trajectory too, see `Recorder.error`
+            return _refusal(api, RequestError(f"{type(error).__name__}: {error}", 500))
+        if reply is None:
+            return Response(status_code=GONE)
+        if request.stream:
+            return StreamingResponse(_sent(api.events(request, reply)), media_type="text/event-stream")
+        return JSONResponse(api.answer(request, reply))
+
+    def _access(self, http: Any) -> Access:
+        """The trajectory that a request is of."""
+        key = http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
+        access = self._open.get(key)
+        if access is None:
+            raise RequestError(
+                "This key is of no trajectory that goes on. Send the key of its environment (OPENAI_API_KEY).", 401
+            )
+        if access.url.rpartition("/")[2] != http.path_params["name"]:
+            raise RequestError("This key is of another trajectory than this URL.", 403)
+        return access
+
+    async def _body(self, http: Any) -> bytes:
+        found = bytearray()
+        async for chunk in http.stream():
+            found += chunk
+            if len(found) > self.max_bytes:
+                raise RequestError(f"The request has more than {self.max_bytes} bytes.", 413)
+        return bytes(found)
+
+    async def _reply(self, http: Any, access: Access, request: Request) -> Reply | None:
+        """The reply; None where the agent has hung up, whose place in the engine is then free."""
+        if self._running >= self.max_requests:
+            raise RequestError(
+                f"{self._running} requests are being answered, and no more are taken.", 429, "rate_limit_exceeded", 1
+            )
+        self._running += 1
+        answering, leaving = asyncio.ensure_future(access.reply(request)), asyncio.ensure_future(_left(http))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return answering.result() if answering.done() else None
+        finally:
+            self._running -= 1
+            answering.cancel()
+            leaving.cancel()
+
+
+async def _left(http: Any) -> None:
+    """Return when the other side has hung up."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _request(api: API, body: bytes) -> Request:
+    try:
+        return api.read(json.loads(body))
+    except RequestError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RequestError(f"The request cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _refusal(api: API, error: RequestError) -> Any:
+    from starlette.responses import JSONResponse
+
+    headers = None if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(api.error(str(error), error.status, error.code), error.status, headers)
+
+
+def _sent(events: Iterator[Event]) -> Iterator[str]:
+    """Events as a stream of server-sent events."""
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data)
+        yield f"{'' if name is None else f'event: {name}{chr(10)}'}data: {text}\n\n"

@@ -1,0 +1,303 @@
+"""Keeps what the policy writes for one agent, token for token.
+
+    request -> tokens (recorded ones, and those of the new messages) -> engine -> turn -> reply
+
+A request goes on with the longest recorded conversation that its own begins with: its tokens stay as they were sampled,
+and the tokens of the new messages go behind them. Where the agent has changed its history, a branch begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.core.data.samplers import mix
+from posttrain.core.errors import DataError
+from posttrain.lm.text.chat_template import PLACEHOLDER, encode_texts, to_messages
+from posttrain.rl.agents.messages import (
+    Message,
+    Reply,
+    ReplyCall,
+    Request,
+    RequestError,
+    assistant,
+    signature,
+    with_names,
+)
+from posttrain.rl.generation.protocol import Sampling
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.tools.protocol import QUESTION, behind, identifier
+
+logger = logging.getLogger(__name__)
+
+REPLIES = itertools.count(1)
+FULL = "context_length_exceeded"
+"""The code of errors about length, by which agents know them."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A turn of the policy, behind the turn `before` it.
+
+    Attributes:
+        asked: the tokens between that turn and this one, or the prompt. ids: of the policy. logps, versions: of each.
+        is_exact: see `posttrain.rl.generation.protocol.Completions`. finished: it ended by itself.
+        history: the conversation up to and with this turn. num_asked: how much of it is before this turn.
+        key: what a request must begin with to go on from here.
+    """
+
+    before: Written | None
+    asked: list[int]
+    ids: list[int]
+    logps: list[float] | None
+    versions: list[int] | None
+    is_exact: bool
+    finished: bool
+    history: Any
+    num_asked: int
+    tools: tuple[dict[str, Any], ...]
+    key: str | tuple[Any, ...]
+
+    @property
+    def path(self) -> list[Written]:
+        """The turns up to this one, from the first."""
+        return [*(self.before.path if self.before is not None else ()), self]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything that was read and written up to the end of this turn."""
+        return [token for turn in self.path for token in (*turn.asked, *turn.ids)]
+
+
+class Recorder:
+    """What the policy has written in one trajectory, and how it answers the next request.
+
+    Args:
+        codec: prompts to tokens. generate: ``(ids, sampling, seed)`` -> what the engine has written.
+        sampling: how tokens are drawn, and how many a sequence may have behind its prompt.
+        context: tokens that the model reads at most; None: any number.
+        max_turns: of the policy; None: any number.
+
+    Attributes:
+        turns: in the order of their ends.
+        cut: which bound has ended the trajectory, "turns", "tokens" or "seconds"; None: none has.
+        error: of the engine, which is not the agent's. ended: nothing is recorded any more.
+    """
+
+    def __init__(
+        self,
+        codec: PromptCodec,
+        generate: Callable[[list[int], Sampling, int], Awaitable[Any]],
+        sampling: Sampling,
+        seed: int = 0,
+        context: int | None = None,
+        max_turns: int | None = None,
+    ) -> None:
+        self.codec, self.generate, self.sampling, self.seed = codec, generate, sampling, seed
+        self.context, self.max_turns = context, max_turns
+        self.turns: list[Written] = []
+        self.cut: str | None = None
+        self.error: Exception | None = None
+        self.ended = False
+        self._begun = 0
+        self._numbers: dict[int, Written] = {}
+
+    async def reply(self, request: Request) -> Reply:
+        """The policy's answer to `request`.
+
+        Raises:
+            RequestError: the trajectory has reached a bound, or the chat template refuses the conversation.
+        """
+        warn_of_ignored(request.ignored)
+        if self.max_turns is not None and self._begun >= self.max_turns:
+            self.cut = "turns"
+            raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
+        number, self._begun = self._begun, self._begun + 1
+        request = self._whole(request)
+        before, asked = self._continued(request)
+        ids = [*(before.tokens if before is not None else ()), *asked]
+        sampling = self._with_room(request, before, asked, len(ids))
+        try:
+            done = await self.generate(ids, sampling, mix(self.seed, number) if number else self.seed)
+        except Exception as error:
+            self.error = error
+            raise
+        if self.ended:
+            raise RequestError("This trajectory has ended.", 410)
+        reply = self._read(request, ids, done)
+        history = _with_reply(request.history, reply, done.ids)
+        written = Written(
+            before=before,
+            asked=asked,
+            ids=list(done.ids),
+            logps=done.logps,
+            versions=done.versions,
+            is_exact=done.is_exact,
+            finished=reply.finish != "length",
+            history=history,
+            num_asked=len(request.history),
+            tools=request.tools,
+            key=_key(history),
+        )
+        self.turns.append(written)
+        self._numbers[reply.number] = written
+        return reply
+
+    def sequences(self) -> list[list[Written]]:
+        """The turns of each sequence of the trajectory: first of that which ends with the last turn."""
+        before = {id(turn.before) for turn in self.turns}
+        leaves = [turn for turn in self.turns if id(turn) not in before]
+        return [leaf.path for leaf in [*leaves[-1:], *leaves[:-1]]]
+
+    # ------------------------------------------------------------------------------------------------ what is asked
+
+    def _whole(self, request: Request) -> Request:
+        """`request` with the conversation that it refers to, and names of tools in their answers."""
+        history = request.history
+        if request.previous is not None:
+            number = request.previous.rpartition("_")[2]
+            earlier = self._numbers.get(int(number)) if number.isdigit() else None
+            if earlier is None:
+                raise RequestError(
+                    f"previous_response_id={request.previous!r} is none of this trajectory.", 404, "not_found"
+                )
+            history = [*earlier.history, *history]
+        if not isinstance(history, str) and not are_ids(history):
+            history = with_names(history)
+        return replace(request, history=history)
+
+    def _continued(self, request: Request) -> tuple[Written | None, list[int]]:
+        """(the turn that `request` goes on from, the tokens behind it)."""
+        key = _key(request.history)
+        fitting = [
+            turn
+            for turn in self.turns
+            if turn.tools == request.tools and len(turn.key) < len(key) and key[: len(turn.key)] == turn.key
+        ]
+        before = max(reversed(fitting), key=lambda turn: len(turn.key), default=None)
+        try:
+            if before is None:
+                tools = list(request.tools) or None
+                first = request.history
+                return None, first if are_ids(first) else self.codec.encode(first, tools)
+            more = request.history[len(before.history) :]
+            if isinstance(more, str):
+                return before, encode_texts(self.codec.tokenizer, [more])[0].ids
+            if are_ids(more):
+                return before, more
+            return before, next_ids(self.codec, before.ids, more, request.tools)
+        except (DataError, ValueError) as error:
+            raise RequestError(f"The conversation cannot be read: {error}") from error
+
+    def _with_room(self, request: Request, before: Written | None, asked: list[int], length: int) -> Sampling:
+        """How this turn is drawn, within what is left for its sequence."""
+        most, used = self.sampling.max_new_tokens, 0
+        if before is not None:
+            used = len(asked) + sum(len(turn.asked) + len(turn.ids) for turn in before.path) - len(before.path[0].asked)
+        room = most - used if self.context is None else min(most - used, self.context - length)
+        if room < 1:
+            self.cut = "tokens"
+            raise RequestError(
+                f"This conversation has {length} tokens, {used} of them behind its first prompt. max_completion_length "
+                f"lets it have {most} there, and the model reads {self.context or 'any number'} in all.",
+                code=FULL,
+            )
+        wanted = room if request.max_tokens is None else min(request.max_tokens, room)
+        stop = tuple(dict.fromkeys((*self.sampling.stop, *request.stop)))
+        return replace(self.sampling, max_new_tokens=max(wanted, 1), stop=stop)
+
+    # ------------------------------------------------------------------------------------------------ what is answered
+
+    def _read(self, request: Request, asked: list[int], done: Any) -> Reply:
+        """What the policy has written behind `asked`, as the agent reads it."""
+        tokenizer, calls, thoughts = self.codec.tokenizer, (), ""
+        if isinstance(request.history, str) or are_ids(request.history):
+            text = tokenizer.decode(done.ids, skip_special_tokens=True)
+        elif request.tools and request.calls_tools:
+            turn = self.codec.protocol(request.tools).read(done.ids, request.tools, asked)
+            text, thoughts = turn.message.get("content") or "", turn.message.get("reasoning_content") or ""
+            numbers = itertools.count(sum(len(m.get("tool_calls") or ()) for m in request.history))
+            calls = tuple(
+                ReplyCall(
+                    call.id or identifier(next(numbers)), call.name, json.dumps(call.arguments, ensure_ascii=False)
+                )
+                for call in turn.calls
+                if call.arguments is not None
+            )
+        else:
+            (message,) = self.codec.decode(request.history, done.ids, asked)
+            text, thoughts = message.get("content") or "", message.get("reasoning_content") or ""
+        if places := [place for stop in request.stop if (place := text.find(stop)) >= 0]:
+            text = text[: min(places)]
+        return Reply(
+            number=next(REPLIES),
+            created=int(time.time()),
+            text=text,
+            thoughts=thoughts,
+            calls=calls,
+            finish="tool_calls" if calls else "stop" if done.finished else "length",
+            tokens=tuple(tokenizer.batch_decode([[token] for token in done.ids])),
+            logps=None if done.logps is None else tuple(done.logps),
+            num_read=len(asked),
+        )
+
+
+def next_ids(
+    codec: PromptCodec, written: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+) -> list[int]:
+    """The tokens of `messages` behind a turn of the policy: the end of its turn, they, and the next beginning.
+
+    Args:
+        written: the tokens of the policy. tools: schemas.
+
+    Raises:
+        DataError: the chat template refuses such messages.
+        ValueError: it does not support tools, whose answers are among the messages.
+    """
+    count = next((i for i, message in enumerate(messages) if message["role"] != "tool"), len(messages))
+    if count:
+        return codec.protocol(tools).answer_ids(written, messages[:count], tools, messages[count:])
+    template, unfinished = codec.template(list(tools)), messages[-1]["role"] == "assistant"
+    turn = {"role": "assistant", "content": PLACEHOLDER}
+    text = template.render([QUESTION, turn, *to_messages(messages)], not unfinished, unfinished)
+    _, found, tail = text.partition(PLACEHOLDER)
+    if not found:
+        raise DataError("the chat template leaves out an earlier turn of the assistant")
+    ending = os.path.commonprefix([tail, template.turn_ending()])
+    whole, end = (encoding.ids for encoding in encode_texts(codec.tokenizer, [tail, ending]))
+    return behind(written, whole, max(len(end), 1), codec.tokenizer)
+
+
+def _key(history: list[Message] | str | list[int]) -> str | tuple[Any, ...]:
+    return (
+        history if isinstance(history, str) else tuple(history) if are_ids(history) else tuple(map(signature, history))
+    )
+
+
+def are_ids(history: Any) -> bool:
+    """Whether `history` is tokens."""
+    return isinstance(history, list) and isinstance(history[0], int)
+
+
+def _with_reply(history: Any, reply: Reply, ids: Sequence[int]) -> Any:
+    if isinstance(history, str):
+        return history + reply.text
+    return [*history, *(ids if are_ids(history) else [assistant(reply.text, reply.calls, reply.thoughts)])]
+
+
+@functools.cache
+def warn_of_ignored(names: tuple[str, ...]) -> None:
+    """Log once which arguments of an agent's requests change nothing."""
+    if names:
+        logger.warning(
+            "The agent sets %s, which changes nothing: the policy samples as the trainer's arguments say (temperature, "
+            "top_p, ...), and no format of its answers is enforced.",
+            ", ".join(names),
+        )

@@ -1,0 +1,307 @@
+"""Agents in training: what they asked is what is learned from, and they train as the trainer's own loops do."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from posttrain.rl import (
+    Agent,
+    AgentCommand,
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    ReinforcePlusPlusConfig,
+    ReinforcePlusPlusTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from tests import tiny
+from tests.rl.agents.scripted import ScriptedEngine, call
+
+TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {i} and {i}?"}], "sum": 2 * i} for i in range(8)]
+QUICK = dict(max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=24, logging_steps=1,
+             learning_rate=1e-2, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True)  # fmt: skip
+
+
+def add(a: int, b: int):
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+def spread(completion_ids, **_):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def trainer(tmp_path, reward=None, kind=GRPOTrainer, config=GRPOConfig, **given):
+    args = config(output_dir=str(tmp_path), **(QUICK | given.pop("args", {})))
+    model = tiny.causal_lm(max_position_embeddings=1024)
+    rows = given.pop("rows", ROWS)
+    return kind(model, reward, args, train_dataset=rows, processing_class=TOKENIZER, **given)
+
+
+def weights_of(run):
+    run.train()
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+async def asks_once(episode, row):
+    await episode.generate(row["prompt"])
+
+
+async def calls_tools(episode, row):
+    """The loop that the trainer has for tools, outside of it."""
+    messages = list(row["prompt"])
+    while True:
+        answer = await episode.generate(messages, tools=[add])
+        messages.append(answer)
+        if not answer.get("tool_calls"):
+            return
+        for one in answer["tool_calls"]:
+            value = add(**one["function"]["arguments"])
+            messages.append({"role": "tool", "tool_call_id": one["id"], "content": str(value)})
+
+
+def test_an_agent_that_asks_once_trains_as_its_prompt_does(tmp_path):
+    plain = weights_of(trainer(tmp_path / "plain", spread))
+    assert equal(plain, weights_of(trainer(tmp_path / "agent", spread, agent=asks_once)))
+
+
+def scripted():
+    """Calls the tool twice with what the question asks for, then tells the sum."""
+
+    def answer(prompt):
+        number, *answers = prompt.split("What is ")[1].split("<tool_response>")
+        number = int(number.split()[0])
+        return call("add", a=number, b=number) if len(answers) < 2 else f"It is {answers[-1].split()[0]}"
+
+    return ScriptedEngine(TOKENIZER, answer)
+
+
+def right(completions, sum, **_):
+    return [float(str(total) in said[-1]["content"]) - 0.1 * len(said) * (i % 2)
+            for i, (said, total) in enumerate(zip(completions, sum, strict=True))]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_a_loop_of_tools_outside_trains_as_the_trainers_own(tmp_path, loss):
+    args = dict(max_completion_length=400, loss_type=loss)
+    inside, outside = scripted(), scripted()
+    one = weights_of(trainer(tmp_path / "in", right, tools=[add], generator=inside, args=args))
+    other = weights_of(trainer(tmp_path / "out", right, agent=calls_tools, generator=outside, args=args))
+    assert sorted(inside.written) == sorted(outside.written) and len(inside.written) == 3 * 8
+    assert equal(one, other)
+
+
+def test_it_trains_on_the_tokens_that_were_sampled_and_on_no_others(tmp_path):
+    engine = scripted()
+    run = trainer(tmp_path, right, agent=calls_tools, generator=engine, args=dict(max_completion_length=400, beta=0.1))
+    rollouts = []
+    make = run.make_rollout
+    run.make_rollout = lambda batches: rollouts.append(make(batches)) or rollouts[-1]
+    run.train()
+    learned = []
+    for rollout in rollouts:
+        for row in range(len(rollout)):
+            learned += rollout.completion_ids[row][rollout.loss_mask[row]].tolist()
+    assert sorted(learned) == sorted(token for _, ids in engine.written for token in ids)
+    assert not run.old_logps.recomputes  # the engine's log-probabilities are those of a forward of all turns
+
+
+async def forgets(episode, row):
+    """Asks twice in two conversations, and goes on with the first."""
+    first = await episode.generate(row["prompt"], max_tokens=8)
+    await episode.generate([{"role": "user", "content": "And now?"}], max_tokens=8)
+    again = [*row["prompt"], first, {"role": "user", "content": "Sure?"}]
+    await episode.generate(again, max_tokens=8)
+    return float(row["sum"]) if episode.api_key else 0.0
+
+
+def test_a_changed_history_begins_a_sequence_that_shares_the_reward(tmp_path):
+    run = trainer(tmp_path, agent=forgets, args=dict(max_steps=1, max_completion_length=60))
+    samples = run.new_samples([{**row} for row in ROWS[:4]])
+    done = run._sample(samples)
+    assert [len(one.sequences) for one in done] == [2] * 4
+    for one in done:
+        main, other = one.sequences
+        assert sum(main.learn) < len(main.ids) and all(other.learn)
+        assert [message["role"] for message in one.completion] == ["assistant", "user", "assistant"]
+        assert one.prompt == one.row["prompt"] and one.num_chosen == sum(main.learn) + sum(other.learn)
+    assert run._score(done).rewards[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    run.train()
+    assert run.state.log_history[0]["agent/sequences"] == 2 and run.state.log_history[0]["agent/turns"] == 3
+
+
+TRAINERS = {
+    "rloo": (RLOOTrainer, RLOOConfig, {}),
+    "reinforce++": (ReinforcePlusPlusTrainer, ReinforcePlusPlusConfig, {}),
+    "online-dpo": (OnlineDPOTrainer, OnlineDPOConfig, dict(num_generations=2, per_device_train_batch_size=2)),
+    "distillation": (DistillationTrainer, DistillationConfig, dict(num_generations=1)),
+}
+
+
+async def asks_and_asks(episode, row):
+    """A conversation that goes on, one apart in every other episode."""
+    first = await episode.generate(row["prompt"], max_tokens=8)
+    if (await episode.generate([*row["prompt"], first, {"role": "user", "content": "?"}], max_tokens=4))["content"]:
+        await episode.generate([{"role": "user", "content": "And?"}], max_tokens=4)
+    return float(row["sum"] % 3) + len(first["content"]) / 10
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_other_trainers_train_agents_too(tmp_path, name):
+    kind, config, more = TRAINERS[name]
+    given = {"teacher_model": tiny.causal_lm(seed=1)} if name == "distillation" else {}
+    args = QUICK | {"max_completion_length": 60} | more
+    model = tiny.causal_lm(max_position_embeddings=256)
+    run = kind(
+        model,
+        args=config(output_dir=str(tmp_path), **args),
+        train_dataset=ROWS,
+        eval_dataset=ROWS[:2],
+        processing_class=TOKENIZER,
+        agent=asks_and_asks,
+        **given,
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run.train()
+    assert not equal(before, dict(model.named_parameters()))
+    logged = run.evaluate()
+    assert logged["eval_reward"] > 0 and logged["eval_rewards/asks_and_asks/mean"] == logged["eval_reward"]
+
+
+def test_it_can_be_evaluated_alone(tmp_path):
+    args = dict(max_steps=-1, num_generations_eval=4, eval_temperature=0.0)
+    run = trainer(tmp_path, agent=sync_agent, rows=None, eval_dataset=[{"sum": 1}, {"sum": 0}], args=args)
+    logged = run.evaluate()
+    assert logged["eval_pass@1"] == 0.5 and logged["eval_reward"] == 0.5 and "eval_loss" in logged
+
+
+def sync_agent(episode, row):
+    """A plain function, which runs in a thread, and asks over HTTP."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    headers = {"authorization": f"Bearer {episode.api_key}"}
+    httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers).raise_for_status()
+    episode.reward(row["sum"])
+
+
+async def breaks(episode, row):
+    await episode.generate(row["prompt"], max_tokens=4)
+    if row["sum"] == 2:
+        raise KeyError("lost")
+    return 1.0
+
+
+@pytest.mark.parametrize("how", ["raise", "value", "mask"])
+def test_an_agent_that_fails_is_treated_as_a_reward_function_that_does(tmp_path, how, caplog):
+    args = dict(reward_on_error=how) | (dict(reward_error_value=-1.0) if how == "value" else {})
+    run = trainer(tmp_path, agent=breaks, args=args)
+    samples = run.new_samples(ROWS[:3])
+    if how == "raise":
+        with pytest.raises(RuntimeError, match="The agent 'breaks' failed on the row .*KeyError: 'lost'"):
+            run._sample(samples)
+        return
+    done = run._sample(samples)
+    rewards = run._score(done).rewards[:, 0]
+    assert rewards[[0, 2]].tolist() == [1.0, 1.0] and caplog.text.count("failed on the row") == 1
+    assert rewards[1].isnan() if how == "mask" else rewards[1] == -1
+    assert [one.finished for one in done] == [False] * 3  # 4 tokens are no end
+
+
+async def slow_or_long(episode, row):
+    if row["sum"] == 0:
+        await asyncio.sleep(60)
+    said = list(row["prompt"])
+    while True:
+        said += [await episode.generate(said, max_tokens=10), {"role": "user", "content": "On."}]
+
+
+def test_what_bounds_an_episode_is_counted(tmp_path):
+    agent = Agent(slow_or_long, seconds=2.0, turns=2)
+    run = trainer(tmp_path, agent=agent, args=dict(max_completion_length=60, max_steps=1), rows=ROWS[:2])
+    done = run._sample(run.new_samples(ROWS[:2]))
+    assert len(done[0].ids) == 1 and not any(done[0].learn)  # it has asked nothing
+    assert sum(done[1].learn) == 20 and run._score(done).rewards[:, 0].tolist() == [0.0, 0.0]
+    agent = Agent(slow_or_long, turns=None)
+    run = trainer(tmp_path, agent=agent, args=dict(max_completion_length=60), rows=ROWS[1:])
+    (one,) = run._sample(run.new_samples(ROWS[1:2]))
+    assert len(one.ids) <= 60 and sum(one.learn) >= 20
+    assert {name: run.metrics.state_dict()[f"agent/cut/{name}"][0] for name in ("turns", "tokens")} == {
+        "turns": 0,
+        "tokens": 1,
+    }
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(open("row.json"))
+assert row["sum"] == int(sys.argv[1]) and os.environ["WHERE"] == os.getcwd()
+body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+json.load(urllib.request.urlopen(asked))
+open("answer", "w").write(str(row["sum"]))
+print("done")
+"""
+
+
+JUDGES = {"exit": (["sh", "-c", "grep -q 2 answer"], [0.0, 1.0]), "number": (["cat", "answer"], [0.0, 2.0])}
+
+
+@pytest.mark.parametrize(("verifier", "rewards"), JUDGES.values(), ids=JUDGES)
+def test_a_command_is_run_for_each_row_and_its_verifier_gives_the_reward(tmp_path, verifier, rewards):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    agent = AgentCommand([sys.executable, str(program), "{sum}"], verifier, {"WHERE": "{folder}"})
+    run = trainer(tmp_path, agent=agent)
+    done = run._sample(run.new_samples(ROWS[:2]))
+    assert run._score(done).rewards[:, 0].tolist() == rewards and [len(one.ids) for one in done] == [4, 4]
+
+
+def test_a_command_that_fails_says_what_it_printed(tmp_path):
+    run = trainer(tmp_path, agent="sh -c 'echo no disk >&2; exit 3'")
+    with pytest.raises(RuntimeError, match="exited with 3: no disk"):
+        run._sample(run.new_samples(ROWS[:1]))
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
+    mark = tmp_path / "pid"
+    agent = Agent(AgentCommand(["sh", "-c", f"sleep 60 & echo $! > {mark}; wait"]), seconds=1.0)
+    run = trainer(tmp_path, agent=agent)
+    run._sample(run.new_samples(ROWS[:1]))
+    status = Path(f"/proc/{mark.read_text().strip()}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_agents_do_not_go_with_other_ways_to_complete(tmp_path):
+    with pytest.raises(ValueError, match="agent makes whole episodes, and tools"):
+        trainer(tmp_path, spread, agent=asks_once, tools=[add])
+    with pytest.raises(TypeError, match="pass a function"):
+        trainer(tmp_path, agent=3)
+
+
+async def returns_a_text(episode, row):
+    await episode.generate(row["prompt"], max_tokens=2)
+    return "good"
+
+
+def test_what_an_agent_returns_must_be_a_reward(tmp_path):
+    run = trainer(tmp_path, agent=returns_a_text)
+    with pytest.raises(TypeError, match="returned 'good'"):
+        run._sample(run.new_samples(ROWS[:1]))

@@ -1,0 +1,289 @@
+"""The endpoint: what each API answers, whose key opens what, and what a request may not be."""
+
+import asyncio
+import json
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+from posttrain.rl.agents.endpoint import Endpoint  # noqa: E402
+from posttrain.rl.agents.recorder import Recorder  # noqa: E402
+from posttrain.rl.generation.protocol import Sampling  # noqa: E402
+from posttrain.rl.rewards import background  # noqa: E402
+from posttrain.rl.samples.prompts import PromptCodec  # noqa: E402
+from posttrain.rl.samples.samples import Sample  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.rl.agents.scripted import call  # noqa: E402
+
+TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+CODEC = PromptCodec(TOKENIZER)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 and 3?"}]
+
+
+class Agents:
+    """An endpoint with recorders whose policy writes what `answer` makes of the prompt."""
+
+    def __init__(self, answer, **options):
+        self.endpoint, self.answer = Endpoint(**options), answer
+        self.recorders = []
+
+    def open(self, **options):
+        recorder = Recorder(CODEC, self.generate, Sampling(400), **options)
+        self.recorders.append(recorder)
+        return self.endpoint.open(recorder.reply)
+
+    async def generate(self, ids, sampling, seed):
+        text = self.answer(TOKENIZER.decode(ids))
+        text = await text if asyncio.iscoroutine(text) else text
+        own = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
+        own = own[: sampling.max_new_tokens]
+        ended = own[-1] == END
+        return Sample({}, "", ids, own, [-1.0] * len(own), finished=ended, versions=[0] * len(own))
+
+    def post(self, access, path, body, key=None, header="authorization"):
+        value = key or access.key
+        headers = {header: f"Bearer {value}" if header == "authorization" else value}
+        return httpx.post(f"{access.url}/v1/{path}", json=body, headers=headers, timeout=20)
+
+
+@pytest.fixture
+def agents():
+    made = []
+
+    def make(answer, **options):
+        made.append(Agents(answer, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.endpoint.close()
+
+
+def sums(prompt):
+    return call("add", a=2, b=3) if "<tool_response>" not in prompt else "It is 5."
+
+
+def data_of(response):
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def goes_on(recorder):
+    """One sequence, in which every later turn follows the tokens of the earlier ones."""
+    (turns,) = recorder.sequences()
+    assert turns == recorder.turns
+    return turns
+
+
+def test_chat_completions_with_tools(agents):
+    made = agents(sums)
+    access = made.open()
+    first = made.post(access, "chat/completions", {"model": "m", "messages": ASKED, "tools": TOOLS}).json()
+    (choice,) = first["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (asked,) = choice["message"]["tool_calls"]
+    assert json.loads(asked["function"]["arguments"]) == {"a": 2, "b": 3}
+    said = [*ASKED, choice["message"], {"role": "tool", "tool_call_id": asked["id"], "content": "5"}]
+    body = {"model": "m", "messages": said, "tools": TOOLS, "logprobs": True, "stop": "5"}
+    second = made.post(access, "chat/completions", body).json()
+    (choice,) = second["choices"]
+    assert choice["message"]["content"] == "It is " and choice["finish_reason"] == "stop"
+    assert {each["logprob"] for each in choice["logprobs"]["content"]} == {-1.0}
+    turns = goes_on(made.recorders[0])
+    assert second["usage"]["prompt_tokens"] == len(turns[0].tokens) + len(turns[1].asked)
+    assert TOKENIZER.decode(turns[1].asked).startswith("\n<|im_start|>user\n<tool_response>\n5\n")
+
+
+def test_chat_completions_as_a_stream(agents):
+    made = agents(sums)
+    access = made.open()
+    body = {"messages": ASKED, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}}
+    response = made.post(access, "chat/completions", body)
+    assert response.headers["content-type"].startswith("text/event-stream") and response.text.endswith("[DONE]\n\n")
+    chunks = data_of(response)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas[0]["role"] == "assistant" and deltas[1]["tool_calls"][0]["function"]["name"] == "add"
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls" and chunks[-1]["usage"]["completion_tokens"] > 1
+
+
+def test_completions_of_a_text_go_on_with_their_tokens(agents):
+    made = agents(lambda prompt: " more")
+    access = made.open()
+    first = made.post(access, "completions", {"prompt": "Once", "max_tokens": 9}).json()["choices"][0]["text"]
+    assert first == " more"
+    made.post(access, "completions", {"prompt": f"Once{first} and", "logprobs": 1})
+    made.post(access, "completions", {"prompt": [5, 6, 7]})
+    turns = made.recorders[0].turns
+    assert turns[1].before is turns[0] and TOKENIZER.decode(turns[1].asked) == " and"
+    assert turns[2].before is None and turns[2].asked == [5, 6, 7]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_responses_with_tools(agents, by_id):
+    made = agents(sums)
+    access = made.open()
+    tools = [{"type": "function", **FUNCTION}]
+    body = {"model": "m", "instructions": "Be short.", "input": "2 and 3?", "tools": tools}
+    first = made.post(access, "responses", body).json()
+    (asked,) = first["output"]
+    assert asked["type"] == "function_call" and json.loads(asked["arguments"]) == {"a": 2, "b": 3}
+    answer = {"type": "function_call_output", "call_id": asked["call_id"], "output": "5"}
+    if by_id:
+        body = {"input": [answer], "previous_response_id": first["id"], "tools": tools, "stream": True}
+    else:
+        body |= {"input": [{"role": "user", "content": "2 and 3?"}, asked, answer], "stream": True}
+    events = data_of(made.post(access, "responses", body))
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert [e["delta"] for e in events if e["type"] == "response.output_text.delta"] == ["It is 5."]
+    assert events[-1]["type"] == "response.completed" and events[-1]["response"]["status"] == "completed"
+    assert len(goes_on(made.recorders[0])) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_messages_with_tools(agents, stream):
+    made = agents(sums)
+    access = made.open()
+    tool = {"name": "add", "description": "Add.", "input_schema": FUNCTION["parameters"]}
+    body = {"model": "m", "max_tokens": 300, "system": "Be short.", "tools": [tool]}
+    body["messages"] = [{"role": "user", "content": "2 and 3?"}]
+    first = made.post(access, "messages", body, header="x-api-key").json()
+    (asked,) = first["content"]
+    assert first["stop_reason"] == "tool_use" and asked["input"] == {"a": 2, "b": 3}
+    result = {"type": "tool_result", "tool_use_id": asked["id"], "content": [{"type": "text", "text": "5"}]}
+    body["messages"] += [{"role": "assistant", "content": [asked]}, {"role": "user", "content": [result]}]
+    second = made.post(access, "messages", body | {"stream": stream}, header="x-api-key")
+    if stream:
+        texts = [e["delta"]["text"] for e in data_of(second) if e["type"] == "content_block_delta"]
+        assert texts == ["It is 5."] and second.text.rstrip().endswith('"message_stop"}')
+    else:
+        assert second.json()["content"] == [{"type": "text", "text": "It is 5."}]
+    assert len(goes_on(made.recorders[0])) == 2
+
+
+def test_a_changed_history_begins_a_branch(agents):
+    made = agents(lambda prompt: f"answer {len(prompt)}")
+    access = made.open()
+    said = [{"role": "user", "content": "one"}]
+    for word in ("two", "three"):
+        answer = made.post(access, "chat/completions", {"messages": said}).json()["choices"][0]["message"]
+        said += [answer, {"role": "user", "content": word}]
+    last = made.post(access, "chat/completions", {"messages": said}).json()
+    changed = [*said[:-1], {"role": "user", "content": "other"}]
+    made.post(access, "chat/completions", {"messages": changed})
+    made.post(access, "chat/completions", {"messages": [{"role": "user", "content": "summary"}]})
+    assert last["choices"][0]["message"]["content"].startswith("answer")
+    one, two, three, branch, alone = made.recorders[0].turns
+    assert (two.before, three.before, branch.before, alone.before) == (one, two, two, None)
+    assert made.recorders[0].sequences() == [[alone], [one, two, three], [one, two, branch]]
+
+
+def test_whose_key_opens_what(agents):
+    made = agents(sums)
+    one, other = made.open(), made.open()
+    body = {"messages": ASKED}
+    assert made.post(one, "chat/completions", body, key="sk-none").status_code == 401
+    refused = made.post(one, "chat/completions", body, key=other.key)
+    assert refused.status_code == 403 and "another trajectory" in refused.json()["error"]["message"]
+    assert made.post(one, "messages", body, key="no").json()["error"]["type"] == "authentication_error"
+    models = httpx.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {one.key}"}).json()
+    assert models["data"][0]["id"] == "policy"
+    made.endpoint.shut(one)
+    assert made.post(one, "chat/completions", body).status_code == 401
+    assert not any(recorder.turns for recorder in made.recorders)
+
+
+def test_what_a_request_may_not_be(agents):
+    made = agents(sums, max_bytes=2000)
+    access = made.open(max_turns=1)
+
+    def refused(body, path="chat/completions"):
+        response = made.post(access, path, body)
+        return response.status_code, response.json()["error"]["message"]
+
+    assert refused({"messages": []}) == (400, "messages is missing or empty: send the conversation.")
+    assert refused({"messages": [{"role": "user", "content": "x" * 3000}]})[0] == 413
+    assert "n=2" in refused({"messages": ASKED, "n": 2})[1]
+    assert refused({}, "embeddings")[0] == 404
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    assert "text alone" in refused({"messages": image})[1]
+    assert refused({"input": [], "previous_response_id": "resp_7"}, "responses")[0] == 400
+    assert made.post(access, "chat/completions", {"messages": ASKED}).status_code == 200
+    assert refused({"messages": ASKED}) == (400, "This trajectory has had its 1 turns.")
+    assert made.recorders[0].cut == "turns"
+
+
+def test_a_conversation_that_has_no_room_left_is_refused_with_the_code_of_length(agents):
+    made = agents(lambda prompt: "x" * 500)
+    access = made.open(context=120)
+    whole = made.post(access, "chat/completions", {"messages": ASKED}).json()
+    assert whole["choices"][0]["finish_reason"] == "length"
+    said = [*ASKED, whole["choices"][0]["message"], {"role": "user", "content": "More."}]
+    refused = made.post(access, "chat/completions", {"messages": said})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert made.recorders[0].cut == "tokens"
+
+
+def test_more_requests_than_are_taken_may_come_again(agents):
+    begun = asyncio.Event()
+
+    async def waits():
+        await begun.wait()
+        return "late"
+
+    made = agents(lambda prompt: waits(), max_requests=1)
+    access = made.open()
+    headers = {"authorization": f"Bearer {access.key}"}
+
+    async def both():
+        async with httpx.AsyncClient(headers=headers, timeout=20) as client:
+            url, body = f"{access.url}/v1/chat/completions", {"messages": ASKED}
+            first = asyncio.ensure_future(client.post(url, json=body))
+            await asyncio.sleep(0.3)
+            second = await client.post(url, json=body)
+            begun.set()
+            return await first, second
+
+    first, second = background.wait_for(both())
+    assert first.status_code == 200
+    assert second.status_code == 429 and second.headers["retry-after"] == "1"
+
+
+def test_who_hangs_up_frees_the_place(agents):
+    ended = []
+
+    async def never():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    made = agents(lambda prompt: never(), max_requests=1)
+    access = made.open()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{access.url}/v1/chat/completions",
+            json={"messages": ASKED},
+            headers={"authorization": f"Bearer {access.key}"},
+            timeout=0.5,
+        )
+    for _ in range(50):
+        if ended:
+            break
+        background.wait_for(asyncio.sleep(0.05))
+    assert ended and made.endpoint._running == 0 and not made.recorders[0].turns
+
+
+def test_an_error_of_the_engine_is_one_of_the_server(agents):
+    def fails(prompt):
+        raise ConnectionError("the engine is gone")
+
+    made = agents(fails)
+    access = made.open()
+    response = made.post(access, "chat/completions", {"messages": ASKED})
+    assert response.status_code == 500 and "the engine is gone" in response.json()["error"]["message"]
+    assert isinstance(made.recorders[0].error, ConnectionError)
