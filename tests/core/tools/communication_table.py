@@ -1,4 +1,4 @@
-"""What each trainer sends in an optimizer step, on each mesh and number of processes, as it is counted by a memory plan.
+"""What each trainer sends in an optimizer step, on each mesh and number of processes, as a memory plan counts it.
 
 ``python -m tests.core.tools.communication_table`` writes the table again, to `PATH`.
 """
