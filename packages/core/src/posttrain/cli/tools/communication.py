@@ -73,7 +73,7 @@ class Traffic(TorchDispatchMode):
         self.operations = 0.0
         self._times = 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             kind = next((kind for part, kind in KINDS.items() if part in str(func)), None)
@@ -101,7 +101,7 @@ class Traffic(TorchDispatchMode):
             self._times = before
 
 
-def _ranks(args: tuple) -> tuple[int, ...]:
+def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
     """The processes of the group among the arguments of a collective, which is there as an object or by its name."""
     from torch.distributed import ProcessGroup, get_process_group_ranks
     from torch.distributed.distributed_c10d import _resolve_process_group

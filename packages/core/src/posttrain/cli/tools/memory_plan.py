@@ -37,7 +37,7 @@ from posttrain.lm.loading import adapters, loading, parts
 from posttrain.lm.loss import language_modeling, lm_head
 
 TILE = 512  # rows of the largest tile of `posttrain.lm.loss.language_modeling`
-BUCKET = 25  # MiB of gradients that DDP averages at a time, unless it is told otherwise
+BUCKET = 25  # MiB of gradients that DDP averages at a time, unless ddp_bucket_cap_mb is set
 STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log of each token
 
 # Bytes of bitsandbytes for each number of a weight, by the field of `ModelConfig`: a 4-bit
@@ -444,7 +444,7 @@ def _head_operations(model: nn.Module, work: Workload) -> int:
     if not isinstance(head, nn.Linear) or work.loss not in ("tokens", "logps"):
         return 0
     products = 1 + (work.loss == "logps") + 1 + head.weight.requires_grad
-    return products * 2 * math.prod(head.weight.shape) * max(work.rows * (length - 1) - TILE, 0)
+    return products * 2 * head.weight.numel() * max(work.rows * (length - 1) - TILE, 0)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

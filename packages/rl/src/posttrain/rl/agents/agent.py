@@ -152,7 +152,7 @@ class Episode:
             RequestError: the trajectory has reached a bound, or the chat template refuses the conversation.
         """
         history = messages if isinstance(messages, str) else [read_message(message) for message in messages]
-        schemas = tuple(tool if isinstance(tool, Mapping) else schema_of(tool) for tool in tools)
+        schemas = tuple(dict(tool) if isinstance(tool, Mapping) else schema_of(tool) for tool in tools)
         reply = await self._recorder.reply(Request(history, schemas, max_tokens=max_tokens, stop=tuple(stop)))
         return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
 
@@ -309,7 +309,8 @@ def _is_quiet(asked: SimpleQueue[Any]) -> bool:
 
 
 def _cut(sample: Sample, most: int) -> Sample:
-    logps, versions = (None if values is None else values[:most] for values in (sample.logps, sample.versions))
+    logps = None if sample.logps is None else sample.logps[:most]
+    versions = None if sample.versions is None else sample.versions[:most]
     finished = sample.finished and len(sample.ids) <= most
     return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, finished=finished)
 

@@ -135,7 +135,7 @@ def stream_chat(request: Request, reply: Reply) -> Iterator[Event]:
     head = _head(request, reply, "chat.completion.chunk")
     message = _message(reply)
     calls = [{"index": i} | call for i, call in enumerate(message.pop("tool_calls", ()))]
-    deltas = [{"role": "assistant", "content": ""}]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
     deltas += [{"tool_calls": [call]} for call in calls]
     for delta in deltas:

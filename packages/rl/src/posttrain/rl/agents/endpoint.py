@@ -28,7 +28,7 @@ PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESP
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
 GONE = 499
-"""The status of a request that nobody waits for, in the words of nginx."""
+"""The status of a request whose client has closed the connection, as nginx has it."""
 
 
 @dataclass(frozen=True)

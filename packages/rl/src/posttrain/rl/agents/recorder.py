@@ -160,7 +160,7 @@ class Recorder:
 
     def _whole(self, request: Request) -> Request:
         """`request` with the conversation that it refers to, and names of tools in their answers."""
-        history = request.history
+        history: Any = request.history
         if request.previous is not None:
             number = request.previous.rpartition("_")[2]
             earlier = self._numbers.get(int(number)) if number.isdigit() else None
@@ -185,9 +185,9 @@ class Recorder:
         try:
             if before is None:
                 tools = list(request.tools) or None
-                first = request.history
+                first: Any = request.history
                 return None, first if are_ids(first) else self.codec.encode(first, tools)
-            more = request.history[len(before.history) :]
+            more: Any = request.history[len(before.history) :]
             if isinstance(more, str):
                 return before, encode_texts(self.codec.tokenizer, [more])[0].ids
             if are_ids(more):
@@ -217,13 +217,15 @@ class Recorder:
 
     def _read(self, request: Request, asked: list[int], done: Any) -> Reply:
         """What the policy has written behind `asked`, as the agent reads it."""
-        tokenizer, calls, thoughts = self.codec.tokenizer, (), ""
-        if isinstance(request.history, str) or are_ids(request.history):
+        tokenizer, thoughts = self.codec.tokenizer, ""
+        calls: tuple[ReplyCall, ...] = ()
+        history: Any = request.history
+        if isinstance(history, str) or are_ids(history):
             text = tokenizer.decode(done.ids, skip_special_tokens=True)
         elif request.tools and request.calls_tools:
             turn = self.codec.protocol(request.tools).read(done.ids, request.tools, asked)
             text, thoughts = turn.message.get("content") or "", turn.message.get("reasoning_content") or ""
-            numbers = itertools.count(sum(len(m.get("tool_calls") or ()) for m in request.history))
+            numbers = itertools.count(sum(len(m.get("tool_calls") or ()) for m in history))
             calls = tuple(
                 ReplyCall(
                     call.id or identifier(next(numbers)), call.name, json.dumps(call.arguments, ensure_ascii=False)
@@ -275,7 +277,7 @@ def next_ids(
     return behind(written, whole, max(len(end), 1), codec.tokenizer)
 
 
-def _key(history: list[Message] | str | list[int]) -> str | tuple[Any, ...]:
+def _key(history: Any) -> str | tuple[Any, ...]:
     return (
         history if isinstance(history, str) else tuple(history) if are_ids(history) else tuple(map(signature, history))
     )

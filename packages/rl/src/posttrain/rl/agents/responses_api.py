@@ -86,7 +86,11 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
 def answer(request: Request, reply: Reply) -> dict[str, Any]:
     """The body that answers ``/v1/responses``."""
     whole, written = reply.finish != "length", len(reply.tokens)
-    usage = {"input_tokens": reply.num_read, "output_tokens": written, "total_tokens": reply.num_read + written}
+    usage: dict[str, Any] = {
+        "input_tokens": reply.num_read,
+        "output_tokens": written,
+        "total_tokens": reply.num_read + written,
+    }
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
     return {
