@@ -252,7 +252,9 @@ def test_the_rows_of_short_windows_are_counted_as_they_were_read(tmp_path):
         trainer = regression(tmp_path, train_dataset=line(rows), **changes)
         metrics = trainer.train().metrics
         assert trainer.run.rows_read == read
-        assert metrics["train_samples_per_second"] == pytest.approx(read / metrics["train_runtime"], rel=0.01)
+        seconds = metrics["train_runtime"]  # rounded to 1e-4, of which a fast machine needs 40
+        rounding = 0.01 + 1e-4 / seconds
+        assert metrics["train_samples_per_second"] == pytest.approx(read / seconds, rel=rounding)
         steps = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
         assert steps == pytest.approx(read / trainer.state.global_step, rel=0.05)
 
