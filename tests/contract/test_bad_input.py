@@ -389,7 +389,6 @@ class Ending(torch.utils.data.Dataset):
     ],
     ids=["killed", "no shared memory", "exit"],
 )
-@pytest.mark.slow  # on a busy machine the queue of a worker that ends may be reset first, which is not explained yet
 def test_a_worker_that_ends_is_named_with_its_rows_the_cause_and_what_to_set(end, parts, tmp_path):
     run = base(tmp_path, Ending(end), dataloader_num_workers=2, train_sampling_strategy="sequential", max_steps=4)
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
@@ -399,7 +398,6 @@ def test_a_worker_that_ends_is_named_with_its_rows_the_cause_and_what_to_set(end
     assert all(part in note for part in parts)
 
 
-@pytest.mark.slow  # as above
 def test_an_evaluation_names_a_worker_that_ends_and_its_rows(tmp_path):
     run = base(tmp_path, Ending(lambda: None), dataloader_num_workers=1, per_device_eval_batch_size=4)
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from posttrain.core.data import pipeline
+from posttrain.core.data import pipeline, workers
 
 
 class Owner(Protocol):
@@ -85,7 +85,8 @@ class Loaders:
         """After this context no process reads for `loader`, unless it is kept and the next evaluation of this training
         will use it (`may_return`)."""
         try:
-            yield
+            with workers.explained():
+                yield
         finally:
             if not may_return or all(loader is not kept for _, kept in self.kept.values()):
                 loader.end_workers()

@@ -220,6 +220,11 @@ class Loader(DataLoader):
         draw = next(self._draws.from_place(order, epoch, number * self._unit + shift), None)
         return None if draw is None else list(draw.indices)
 
+    def rows_ahead(self, batches: int) -> list[int] | None:
+        """`rows_of` the batch that comes so many batches after the one that is waited for."""
+        shift = self._shift[1] if self._shift[0] == self.epoch else 0
+        return self.rows_of(self.epoch, (self._now.given[0] - shift) // self._unit + batches)
+
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch and the rows read of it, valid for any number of processes."""
         now = self._now
@@ -268,7 +273,7 @@ class Loader(DataLoader):
         self._generator.manual_seed(mix(self._seed, self.epoch))
         if self._stream is not None:
             self._stream.seek(self.epoch, now.given, now.turn, now.dataset)
-            return self._give_from_stream(workers.iterate(self._engine), now)
+            return self._give_from_stream(workers.iterate(self._engine, self), now)
         if (generator := self._draws.generator) is not None:
             if now.sampler is not None:
                 generator.set_state(now.sampler)
@@ -278,7 +283,7 @@ class Loader(DataLoader):
             # There the engine does nothing but two calls, in a profiler's range for each batch.
             rows: Any = self._engine.dataset
             return self._give(rows.batches(self._draws, self._engine.collate_fn), now)
-        return self._give(workers.iterate(self._engine), now)
+        return self._give(workers.iterate(self._engine, self), now)
 
     def end_workers(self) -> None:
         """End the processes that read for this loader, and an iteration with them; the next starts new ones."""
@@ -286,25 +291,14 @@ class Loader(DataLoader):
 
     def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
         given, unit = now.given, self._unit
-        for batch in self._explained(batches, now):
+        for batch in batches:
             given[0] += unit
             self._now = now  # of several iterations at a time, the position is that of the one that moved last
             yield batch
         self._end(now)
 
-    def _explained(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
-        """`batches`; an error for a worker that ended names the rows that it read."""
-        epoch = self.epoch
-        try:
-            yield from batches
-        except RuntimeError as error:
-            shift = self._shift[1] if self._shift[0] == epoch else 0
-            waited_for = (now.given[0] - shift) // self._unit
-            workers.explain(error, lambda ahead: self.rows_of(epoch, waited_for + ahead))
-            raise
-
     def _give_from_stream(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
-        for worker, batch in self._explained(batches, now):
+        for worker, batch in batches:
             if worker == GAP:
                 continue
             now.given[worker] += self._unit

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import multiprocessing.connection
 import multiprocessing.util  # whose own work at the end of the program must be registered before ours
 import os
 import pickle
@@ -17,7 +19,9 @@ from torch.utils.data import DataLoader
 
 ROWS_NAMED = 16
 
-_readers: weakref.WeakKeyDictionary[DataLoader, weakref.WeakSet] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[DataLoader[Any], weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+# By process id, what is said of a worker that ended on its own.
+_ended: dict[int, str] = {}
 
 # Whether this process continues for a while after a SIGTERM and needs rows. The workers read it from shared memory,
 # because a launcher may send the signal to all processes at once.
@@ -59,10 +63,14 @@ class WorkerStart:
             os.kill(os.getpid(), number)
 
 
-def iterate(loader: DataLoader) -> Iterator[Any]:
-    """``iter(loader)``, with workers that `end` can stop."""
+def iterate(loader: DataLoader[Any], owner: Any) -> Iterator[Any]:
+    """``iter(loader)``, with workers that `end` can stop; `explain` names one that ends on its own.
+
+    Args:
+        owner: its ``rows_ahead(n)`` are the rows of the batch n batches after the one that is waited for, or None.
+    """
     try:
-        reader = iter(loader)
+        reader: Any = iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         start = (loader.multiprocessing_context or multiprocessing).get_start_method()
         if loader.num_workers and start != "fork":
@@ -72,33 +80,65 @@ def iterate(loader: DataLoader) -> Iterator[Any]:
                 "dataloader_multiprocessing_context='fork'."
             )
         raise
-    if hasattr(reader, "_workers"):
-        _readers.setdefault(loader, weakref.WeakSet()).add(reader)
-    return reader
+    if not hasattr(reader, "_workers"):
+        return reader
+    reader.rows_ahead = weakref.WeakMethod(owner.rows_ahead)
+    _readers.setdefault(loader, weakref.WeakSet()).add(reader)
+    return _read(reader)
 
 
-def explain(error: BaseException, rows_of: Callable[[int], list[int] | None] = lambda ahead: None) -> None:
+def _read(reader: Any) -> Iterator[Any]:
+    """The batches of `reader`, with an error that `explain` knows where a worker breaks off in a message."""
+    with explained():
+        try:
+            yield from reader
+        except (ConnectionError, EOFError) as error:
+            closed = multiprocessing.connection.wait([worker.sentinel for worker in reader._workers], timeout=1)
+            ended = [worker for worker in reader._workers if worker.sentinel in closed]
+            for worker in ended:
+                worker.join()  # its messages break off before its end is known
+            if not ended:
+                raise
+            pids = ", ".join(str(worker.pid) for worker in ended)
+            raise RuntimeError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly") from error
+        finally:  # an error somewhere else drops this reader before it is explained
+            _remember(reader)
+
+
+def _remember(reader: Any) -> None:
+    """Keep what is to be said of those workers of `reader` that ended on their own."""
+    rows_ahead = reader.rows_ahead() or (lambda batches: None)
+    for number, worker in enumerate(reader._workers):
+        if worker.exitcode:
+            due = [i for i, info in sorted(reader._task_info.items()) if info == (number,)]
+            rows = [row for i in due for row in rows_ahead(i - reader._rcvd_idx) or ()]
+            named = ", ".join(map(str, rows[:ROWS_NAMED])) + (", ..." if len(rows) > ROWS_NAMED else "")
+            what = f" while it read rows of the dataset among these: {named}; it ended" if rows else ""
+            of = f"Worker {number} of {len(reader._workers)} (dataloader_num_workers)"
+            _ended[worker.pid] = f"{of} ended{what} {_cause(worker.exitcode)}"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Within this context an error for a worker that ended on its own is explained."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error)
+        raise
+
+
+def explain(error: BaseException) -> None:
     """Add to torch's error for a worker that ended on its own what it read, why it may have ended, and what to set.
 
     torch raises it wherever this process is when the worker ends, also in the middle of a step.
-
-    Args:
-        rows_of: the rows of the batch that comes this many batches after the one that is waited for, if known.
     """
-    if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
-        return
-    if any(note.startswith("Worker ") for note in vars(error).get("__notes__", ())):
-        return
-    ended = set(re.findall(r"\d+", str(error)))  # process ids
-    for reader in [reader for readers in _readers.values() for reader in readers]:
-        for number, worker in enumerate(reader._workers):
-            if worker.exitcode and str(worker.pid) in ended:
-                due = [i for i, info in sorted(reader._task_info.items()) if info == (number,)]
-                rows = [row for i in due for row in rows_of(i - reader._rcvd_idx) or ()]
-                named = ", ".join(map(str, rows[:ROWS_NAMED])) + (", ..." if len(rows) > ROWS_NAMED else "")
-                what = f" while it read rows of the dataset among these: {named}; it ended" if rows else ""
-                of = f"Worker {number} of {len(reader._workers)} (dataloader_num_workers)"
-                error.add_note(f"{of} ended{what} {_cause(worker.exitcode)}")
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        for reader in [reader for readers in _readers.values() for reader in readers]:
+            _remember(reader)
+        for pid in map(int, re.findall(r"\d+", str(error))):
+            if pid in _ended and _ended[pid] not in vars(error).get("__notes__", ()):
+                error.add_note(_ended[pid])
 
 
 def _cause(exit_code: int) -> str:
@@ -121,7 +161,7 @@ def _cause(exit_code: int) -> str:
     return f"by {name}: a library that the dataset or the collator calls may have crashed. {alone}"
 
 
-def end(loader: DataLoader) -> None:
+def end(loader: DataLoader[Any]) -> None:
     """End all workers of `loader`; its next iteration starts new ones."""
     readers = list(_readers.pop(loader, ()))
     if readers:
