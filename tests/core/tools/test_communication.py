@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.cli.tools import communication, memory_mesh
+from posttrain.cli.tools import communication, memory_mesh, memory_plan
 from posttrain.cli.tools.communication import Exchange, Links, Traffic
+from posttrain.sft import SFTTrainer
+from tests import tiny
 from tests.core.tools import communication_table as recorded
+from tests.core.tools.test_memory_plan import WIDTH, a_run, workload
 
 TABLE = json.loads(recorded.PATH.read_text())
 CELLS = [
@@ -96,6 +99,23 @@ def test_operations_and_collectives_are_counted_with_their_groups():
     assert traffic.operations == 2 * 2 * 3 * 5
     found = {(one.kind, one.ranks): (one.calls, one.size) for one in traffic.exchanges.values()}
     assert found == {("all-reduce", (0, 1)): (1, 40), ("all-reduce", (0, 1, 2, 3)): (3, 120)}
+
+
+def test_the_operations_of_a_step_are_those_of_a_real_one(tmp_path):
+    """Also where the head's loss goes over more positions than one tile, which is all that the plan computes."""
+    tiny.causal_lm(**WIDTH).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    run = a_run(str(tmp_path), tmp_path / "out", per_device_train_batch_size=16, max_steps=1)
+    rows = [{"text": "abcdefghij" * 40}] * 16
+
+    class Counted(SFTTrainer):
+        def training_step(self, *args, **kwargs):
+            with Traffic() as self.traffic:
+                return super().training_step(*args, **kwargs)
+
+    trainer = Counted(str(tmp_path), run.config, train_dataset=rows)
+    trainer.train()
+    assert memory_plan.measure(run, workload(run)).operations == trainer.traffic.operations > 0
 
 
 def test_the_lines_say_what_bounds_the_step():

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-#: The kind of each collective, by a part of its operation's name. The order counts: the first that fits.
+#: The kind of each collective, by a part of its operation's name.
 KINDS = {
     "reduce_scatter": "reduce-scatter",
     "allreduce": "all-reduce",

@@ -266,13 +266,12 @@ def _measure(
             with traffic.times(args.gradient_accumulation_steps - 1):
                 _accumulate(model, args, work, live, trained)
         traffic.operations = 0.0
-        activations, head = _pass(model, args, work, live)
-        traffic.operations += _head_operations(model, work)
+        activations, head, left_out = _pass(model, args, work, live)
         if wrapping.sees(model):  # what encodes images is trained too, though none was shown
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
-        operations = traffic.operations * args.gradient_accumulation_steps
+        operations = (traffic.operations + left_out) * args.gradient_accumulation_steps
         early, in_pass, host = _state_bytes(optimizer), live.peak, live.host_peak
         with live.on_host() if mesh.offloads else contextlib.nullcontext():
             memory_mesh.step(optimizer, mesh)
@@ -384,12 +383,14 @@ def _class_of(config: Any, run: Run, work: Workload) -> str:
     return loading.whole_class(config, work.auto_class, run.model.model_name_or_path)
 
 
-def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int]:
-    """One micro-batch forward and backward: (activations, head) of `Footprint`.
+def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int, int]:
+    """One micro-batch forward and backward: (activations, head) of `Footprint`, and the operations of tiles that are
+    left out.
 
     Leaves the gradients at the parameters.
     """
     before = reached = live.now
+    left_out = 0
     head = wrapping.output_embedding(model)
     inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
     labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
@@ -404,11 +405,15 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
 
     def loss_in_tiles(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
+        nonlocal left_out
         targets, live.most = shift_labels(labels), TILE
         if slicing is not None and slicing.current is not None:
             targets = slicing.current.cut(targets, IGNORE_INDEX)
         weight, bias, part = lm_head.CausalHead(head).own()
         options: dict[str, Any] = {"bias": bias, "part": part}
+        # Logits, their gradients by both factors, and those of log-probabilities again in the backward pass.
+        backward = (1 + weight.requires_grad + (work.loss == "logps")) * torch.is_grad_enabled()
+        left_out += (1 + backward) * 2 * weight.numel() * max(targets.numel() - work.rows - TILE, 0)
         if work.loss == "logps":
             return torch.stack(tuple(language_modeling.token_logps(hidden, weight, targets, stats=STATS, **options)))
         loss, stats, *_ = language_modeling.linear_cross_entropy(hidden, weight, targets, return_stats=True, **options)
@@ -434,17 +439,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
                 with torch.no_grad():
                     model(**inputs)
         loss.backward()
-    return activations, taken
-
-
-def _head_operations(model: nn.Module, work: Workload) -> int:
-    """Of the products with the head that `_pass` leaves out, which computes one tile of the positions: logits and the
-    gradients of both factors, and where the loss is of log-probabilities the logits again in the backward pass."""
-    head, length = wrapping.output_embedding(model), work.target_length or work.length
-    if not isinstance(head, nn.Linear) or work.loss not in ("tokens", "logps"):
-        return 0
-    products = 1 + (work.loss == "logps") + 1 + head.weight.requires_grad
-    return products * 2 * head.weight.numel() * max(work.rows * (length - 1) - TILE, 0)
+    return activations, taken, left_out
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
