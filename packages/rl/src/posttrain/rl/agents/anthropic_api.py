@@ -16,6 +16,7 @@ from posttrain.rl.agents.messages import (
     RequestError,
     assistant,
     fields,
+    messages_of,
     text_of,
 )
 
@@ -28,16 +29,14 @@ ERRORS |= {429: "rate_limit_error", 529: "overloaded_error"}
 
 def read(body: Mapping[str, Any]) -> Request:
     """The request of ``/v1/messages``."""
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise RequestError("messages is missing or empty: send the conversation.")
-    tools = body.get("tools") or ()
+    messages, tools = messages_of(body), body.get("tools") or ()
     if named := [tool.get("name") for tool in tools if "input_schema" not in tool]:
         raise RequestError(f"The tool {named[0]!r} has no input_schema; the policy calls the agent's own tools alone.")
     system = text_of(body.get("system"))
     return Request(
         history=[
             *([{"role": "system", "content": system}] if system else []),
-            *(one for message in body["messages"] for one in _messages(message)),
+            *(one for message in messages for one in _messages(message)),
         ],
         tools=tuple(map(_schema, tools)),
         calls_tools=(body.get("tool_choice") or {}).get("type") != "none",

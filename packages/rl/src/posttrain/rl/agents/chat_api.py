@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from posttrain.rl.agents.messages import (
     RequestError,
     assistant,
     fields,
+    functions_of,
+    messages_of,
     text_of,
 )
 
@@ -26,14 +29,9 @@ ROLES = {"developer": "system", "function": "tool"}
 
 def read_chat(body: Mapping[str, Any]) -> Request:
     """The request of ``/v1/chat/completions``."""
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise RequestError("messages is missing or empty: send the conversation.")
-    tools = body.get("tools") or ()
-    if kinds := {tool.get("type") for tool in tools} - {"function"}:
-        raise RequestError(f"tools has the type {kinds.pop()!r}; the policy calls functions alone.")
     return Request(
-        history=[read_message(message) for message in body["messages"]],
-        tools=tuple(tools),
+        history=[read_message(message) for message in messages_of(body)],
+        tools=functions_of(body),
         calls_tools=body.get("tool_choice") != "none",
         ignored=fields(body, OF_CHAT, NEUTRAL | {"response_format": {"type": "text"}}),
         **_common(body),
@@ -153,7 +151,7 @@ def answer_completion(request: Request, reply: Reply) -> dict[str, Any]:
     """The body that answers ``/v1/completions``."""
     logprobs = None
     if request.wants_logprobs and reply.logps is not None:
-        offsets = [sum(map(len, reply.tokens[:i])) for i in range(len(reply.tokens))]
+        offsets = [0, *itertools.accumulate(map(len, reply.tokens))][: len(reply.tokens)]
         logprobs = {"tokens": [*reply.tokens], "token_logprobs": [*reply.logps], "text_offset": offsets}
         logprobs["top_logprobs"] = None
     choice = {"index": 0, "text": reply.text, "finish_reason": reply.finish, "logprobs": logprobs}

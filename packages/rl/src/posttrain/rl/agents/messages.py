@@ -94,13 +94,36 @@ class API:
     Attributes:
         read: of the JSON of a request. answer, events: of a reply to that request.
         error: ``(message, status, code)`` -> the JSON of an error.
-        ends: the last event of a stream is ``[DONE]``.
     """
 
     read: Callable[[Mapping[str, Any]], Request]
     answer: Callable[[Request, Reply], dict[str, Any]]
     events: Callable[[Request, Reply], Iterator[Event]]
     error: Callable[[str, int, str | None], dict[str, Any]]
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Any]:
+    """The conversation of a request.
+
+    Raises:
+        RequestError: there is none.
+    """
+    found = body.get("messages")
+    if not isinstance(found, list) or not found:
+        raise RequestError("messages is missing or empty: send the conversation.")
+    return found
+
+
+def functions_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The tools of a request of OpenAI's APIs.
+
+    Raises:
+        RequestError: one is no function.
+    """
+    tools = tuple(body.get("tools") or ())
+    if kinds := {tool.get("type") for tool in tools} - {"function"}:
+        raise RequestError(f"tools has the type {kinds.pop()!r}; the policy calls functions alone.")
+    return tools
 
 
 def fields(body: Mapping[str, Any], used: Sequence[str], neutral: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from posttrain.rl.agents.messages import (
     RequestError,
     assistant,
     fields,
+    functions_of,
     text_of,
 )
 
@@ -32,13 +33,10 @@ def read(body: Mapping[str, Any]) -> Request:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not items or not isinstance(items, list):
         raise RequestError("input is missing or empty: send a text, or a list of items.")
-    tools = body.get("tools") or ()
-    if kinds := {tool.get("type") for tool in tools} - {"function"}:
-        raise RequestError(f"tools has the type {kinds.pop()!r}; the policy calls functions alone.")
     own = ("name", "description", "parameters")
     return Request(
         history=[*([{"role": "system", "content": instructions}] if instructions else []), *_messages(items)],
-        tools=tuple({"type": "function", "function": {name: t.get(name) for name in own}} for t in tools),
+        tools=tuple({"type": "function", "function": {name: t.get(name) for name in own}} for t in functions_of(body)),
         calls_tools=body.get("tool_choice") != "none",
         max_tokens=body.get("max_output_tokens"),
         stream=bool(body.get("stream")),
