@@ -24,18 +24,18 @@ def check_peft_config(peft_config: Any) -> Any:
     peft = require("peft", "posttrain-core[peft]", why="peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(f"peft_config must be a peft.PeftConfig such as peft.LoraConfig(), not {peft_config!r}.")
-    if vars(peft_config).get("init_lora_weights") == "eva":
+    given = vars(peft_config)
+    if given.get("init_lora_weights") == "eva":
         raise ValueError(
             "init_lora_weights='eva' begins from activations on data, and without them it is plain LoRA. Call "
             "peft.get_peft_model and peft.initialize_lora_eva_weights with your data, and pass that model without "
             "peft_config."
         )
-    if vars(peft_config).get("arrow_config") is not None:
+    if given.get("arrow_config") is not None:
         raise ValueError(
             "peft_config.arrow_config routes between adapters that are trained already, and trains nothing. Leave it "
             "out here, and call peft.create_arrow_model with the trained adapters."
         )
-    given = vars(peft_config)
     if given.get("lora_ga_config") is not None and given.get("init_lora_weights") != "lora_ga":
         warnings.warn("peft_config.lora_ga_config has no effect without init_lora_weights='lora_ga'.", stacklevel=3)
     if given.get("qalora_group_size", 16) != 16 and not given.get("use_qalora"):  # 16 is peft's default
