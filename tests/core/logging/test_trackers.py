@@ -322,6 +322,7 @@ def test_wandb_gets_the_run_name_and_the_losses_offline_and_goes_on_with_its_run
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     import wandb
 
+    wandb.teardown()  # a session of another test in this process would keep its folder
     first, again = stop_and_go(tmp_path / "out", "wandb", run_name="my-run")
     run = wandb.run
     assert run.name == "my-run" and run.config["learning_rate"] == 0.05
