@@ -68,6 +68,20 @@ def test_what_is_no_loss_is_refused_with_what_it_is():
         split_terms({"loss": one, "logits": torch.ones(2, 3)})
     with pytest.raises(TypeError, match="NoneType"):
         split_terms(None)
+    assert split_terms(torch.ones(1))[0].shape == ()
+    with pytest.raises(TypeError, match=r"'loss' is of shape \(3,\); each term must be one number"):
+        split_terms({"loss": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"a loss of shape \(3,\); it must be one number"):
+        split_terms(torch.ones(3))
+
+
+def test_a_run_stops_at_a_loss_for_each_row(tmp_path):
+    class PerRow(Scaled):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.float().mean((1, 2))
+
+    with pytest.raises(ValueError, match=r"compute_loss returned a loss of shape \(4,\)"):
+        causal_lm(PerRow)(tmp_path, max_steps=1, per_device_train_batch_size=4).train()
 
 
 class Pairs(Scaled):

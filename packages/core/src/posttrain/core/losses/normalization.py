@@ -112,7 +112,7 @@ class Objective:
             given = scalar(items, num_items.device).clamp(min=1)
         loss = compute_loss(model, inputs, **({"num_items_in_batch": given} if self.takes_count else {}))
         if isinstance(loss, torch.Tensor):
-            loss = loss if loss.ndim == 0 else loss.mean()
+            loss = one_number(loss)
         elif (pair := as_pair(loss)) is not None:
             total, self._count = pair
             self.terms = {}
@@ -241,6 +241,21 @@ def mean_of(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return total / torch.where(count > 0, count, torch.inf)
 
 
+def one_number(loss: torch.Tensor) -> torch.Tensor:
+    """`loss` of shape (). A loss for each row or token is refused: its mean would count what is padding or masked.
+
+    Raises:
+        ValueError: `loss` holds more than one number.
+    """
+    if loss.numel() != 1:
+        raise ValueError(
+            f"compute_loss returned a loss of shape {tuple(loss.shape)}; it must be one number. Return its mean over "
+            "what is trained on (loss.mean() where nothing is padding or masked), or the pair (sum, count), with which "
+            "accumulation and processes weigh each item the same."
+        )
+    return loss.reshape(())
+
+
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, a dict that has it under ``"loss"``,
     or (sum, count), whose quotient it is.
@@ -249,9 +264,10 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
     Raises:
         TypeError: it is neither.
+        ValueError: the loss is more than one number.
     """
     if isinstance(loss, torch.Tensor):
-        return (loss if loss.ndim == 0 else loss.mean()), {}
+        return one_number(loss), {}
     if (pair := as_pair(loss)) is not None:
         return mean_of(*pair), {}
     if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
@@ -272,7 +288,7 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             )
         terms[str(name)] = value.reshape(())
     del terms["loss"]
-    return (loss["loss"] if loss["loss"].ndim == 0 else loss["loss"].mean()), terms
+    return loss["loss"].reshape(()), terms
 
 
 def count_items(inputs: Mapping[str, Any], shifted: bool) -> torch.Tensor | int:
