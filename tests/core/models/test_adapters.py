@@ -39,6 +39,13 @@ def test_a_second_adapter_is_refused_and_so_is_what_is_none():
         adapters.add_adapter(tiny.causal_lm(), {"r": 8})
 
 
+def test_targets_that_match_nothing_are_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="not found in the base model") as caught:
+        adapters.add_adapter(tiny.causal_lm(), peft.LoraConfig(target_modules=["c_attn"]))
+    [note] = caught.value.__notes__
+    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in note and "all-linear" in note
+
+
 @pytest.mark.parametrize("config", [peft.LoraConfig(**LORA), None], ids=["equal", "the same"])
 def test_the_adapter_that_a_script_has_put_on_itself_is_trained(config):
     given = peft.LoraConfig(**LORA)

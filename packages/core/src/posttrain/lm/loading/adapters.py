@@ -92,7 +92,15 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             f"peft_config.layer_replication cannot copy layers of this {type(model).__name__}, whose config lists the "
             "kind of each layer. Leave it out, or use a model whose layers are all alike, such as Llama."
         )
-    adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
+    try:
+        adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
+    except ValueError as error:  # peft names what it did not find, and not what there is
+        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        error.add_note(
+            f"Linear layers of this {type(model).__name__}: {', '.join(sorted(linear))}. Name some of them in "
+            "target_modules, or set target_modules='all-linear'."
+        )
+        raise
     if vars(peft_config).get("use_qalora") and not is_quantized(model):
         warnings.warn("peft_config.use_qalora has no effect on a model that GPTQ has not quantized.", stacklevel=3)
     parts.tell_adapted(adapted)

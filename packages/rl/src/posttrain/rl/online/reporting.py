@@ -164,7 +164,8 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     if from_rewards and logs.get("frac_reward_zero_std") == 1:
         return (
             f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
-            "nothing to learn. Make the prompts easier or harder, sample more completions, or use graded rewards."
+            "nothing to learn. Make the prompts easier or harder, sample more completions (do_sample=False makes those "
+            "of a group equal), or use graded rewards."
         )
     if logs.get("completions/clipped_ratio") == 1:
         return (
