@@ -355,13 +355,33 @@ def test_what_the_official_template_writes_of_a_call_is_read_back(name):
 
 def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
     codec = codec_of("qwen3_5_think")
-    one = sample_of(codec, "I could write <tool_call>\n<function=look></function></tool_call>")
+    one = sample_of(codec, "I could write <tool_call>\n<function=look></function>")
     assert "tool_calls" not in one.completion[0] and one.completion[0]["content"] == ""
+    one = sample_of(codec, "So I look.\n" + XML)  # vLLM, too, takes the call for the end of thoughts that have none
+    assert one.completion[0]["reasoning_content"] == "So I look." and len(one.completion[0]["tool_calls"]) == 1
     one = sample_of(codec, "<tool_call> or not?\n</think>\n\nWell.\n\n" + XML)
     assert one.completion[0]["reasoning_content"] == "<tool_call> or not?" and one.completion[0]["content"] == "Well."
     assert len(one.completion[0]["tool_calls"]) == 1
     one = sample_of(codec_of("qwen3"), "Just words.<|im_end|>")
     assert one.completion == [{"role": "assistant", "content": "Just words."}]
+
+
+@pytest.mark.parametrize(
+    ("name", "closing"),
+    [
+        ("qwen3", "</tool_call>"),
+        ("qwen3_coder", "</tool_call>"),
+        ("glm4moe", "</tool_call>"),
+        ("gemma4", "<tool_call|>"),
+        ("kimi_k2", "<|tool_calls_section_end|>"),
+    ],
+)
+def test_a_call_that_is_not_closed_cannot_be_read_and_is_answered(name, closing):
+    assert closing in FAMILIES[name][0]
+    one, _, environments = converse(codec_of(name), FAMILIES[name][0].replace(closing, ""))
+    assert environments.counts == {"calls": 1, "failures": 1}
+    assert one.completion[0]["content"] == "" and "tool_calls" not in one.completion[0]
+    assert one.completion[1]["content"].startswith("error: this call cannot be read; a call is written")
 
 
 def test_built_in_rewards_and_tables_see_thoughts_that_stand_apart():

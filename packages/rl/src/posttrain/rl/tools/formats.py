@@ -65,11 +65,14 @@ class Form:
 
 
 def between(start: str, stop: str, body: Callable[[str, Types], list[Call]]) -> Callable[[str, Types], list[Block]]:
-    """Calls between two marks (regular expressions)."""
-    pattern = re.compile(f"(?:{start})(.*?)(?:{stop})", re.DOTALL)
+    """Calls between two marks (regular expressions). Without the second one they cannot be read."""
+    pattern = re.compile(rf"(?:{start})(.*?)(?:(?:{stop})|(?P<open>\Z))", re.DOTALL)
 
     def read(text: str, types: Types) -> list[Block]:
-        return [_block(m.start(), m.end(), partial(body, m[1].strip(), types)) for m in pattern.finditer(text)]
+        return [
+            _block(m.start(), m.end(), partial(body, m[1].strip(), types) if m["open"] is None else list)
+            for m in pattern.finditer(text)
+        ]
 
     return read
 
@@ -156,7 +159,7 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Call]]:
-    """Calls in elements like those of XML.
+    """Calls in elements like those of XML, with nothing between them; what is no element would be a lost argument.
 
     Args:
         functions: a pattern with the groups `name` and `rest`. arguments: one with `key` and `value`, for `rest`.
@@ -164,16 +167,23 @@ def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Cal
     function, argument = re.compile(functions, re.DOTALL), re.compile(arguments, re.DOTALL)
 
     def read(text: str, types: Types) -> list[Call]:
-        return [Call(m["name"], dict(values(m["rest"], types.get(m["name"], {})))) for m in function.finditer(text)]
+        return [Call(m["name"], dict(values(m["rest"], types.get(m["name"], {})))) for m in _whole(function, text)]
 
     def values(text: str, schemas: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for m in argument.finditer(text):
+        for m in _whole(argument, text):
             value = m["value"]
             if len(value) > 1 and value[0] == value[-1] == "\n":  # some templates put it on separate lines
                 value = value[1:-1]
             yield m["key"], typed(value, schemas.get(m["key"]))
 
     return read
+
+
+def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """The matches of `pattern`, which must be all of `text` but white space."""
+    if pattern.sub("", text).strip():
+        raise ValueError("a part of the call is not in the format of this template")
+    return list(pattern.finditer(text))
 
 
 def _items(pattern: str) -> Callable[[str, Types], list[Call]]:
@@ -269,7 +279,7 @@ _INVOKE = _elements(
 )
 _KEYS = _elements(
     r"\A(?P<name>[^\s<{\[]+)(?P<rest>.*)\Z",
-    r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    r"<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
 )
 _DEEPSEEK = _items(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)(?:<｜tool▁sep｜>|\n```json\n)"

@@ -145,14 +145,17 @@ class ToolProtocol:
         return contents | {"reasoning_content": thoughts} if thoughts else contents
 
     def _thought(self, text: str) -> tuple[int, int]:
-        """Where the thoughts of a turn begin and stop. No calls are made in there."""
+        """Where the thoughts of a turn begin and stop. No calls are made in there; one that can be read ends thoughts that
+        nothing else ends, as in the engines that serve these models.
+        """
         for opening, closing in THOUGHTS:
             opened = opening == self._opened or text.lstrip().startswith(opening)
             stop = text.find(closing)
             if stop >= 0 and (opened or opening not in text[:stop]):
                 return 0, stop + len(closing)
             if opened and stop < 0:
-                return 0, len(text)
+                made = (b.start for b in self._blocks(text, ()) if all(call.arguments is not None for call in b.calls))
+                return 0, min(made, default=len(text))
         return 0, 0
 
     def _plain(self, text: str) -> str:
