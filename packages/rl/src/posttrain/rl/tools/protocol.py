@@ -145,8 +145,10 @@ class ToolProtocol:
         return contents | {"reasoning_content": thoughts} if thoughts else contents
 
     def _thought(self, text: str) -> tuple[int, int]:
-        """Where the thoughts of a turn begin and stop. No calls are made in there; one that can be read ends thoughts that
-        nothing else ends, as in the engines that serve these models.
+        """Where the thoughts of a turn begin and stop.
+
+        No calls are made in there. A call that can be read ends thoughts that nothing else ends, as in the engines
+        that serve these models.
         """
         for opening, closing in THOUGHTS:
             opened = opening == self._opened or text.lstrip().startswith(opening)

@@ -1,0 +1,154 @@
+"""Turns with tools as Prime Intellect's `renderers` has them, which knows each model by hand: token for token.
+
+It is in the environment of `make test-agents`. Its tokenizers are stand-ins with the marks of the real ones; the chat
+templates are those that trl ships.
+"""
+
+import copy
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+trl = pytest.importorskip("trl", reason="trl, which has the official templates, is not installed")
+PACKAGES = [str(path) for path in Path(__file__).parents[3].glob(".venv-agents/lib/python3.*/site-packages")]
+with pytest.MonkeyPatch.context() as patch:  # other tests find no packages of the agents
+    patch.setattr(sys, "path", [*sys.path, *PACKAGES])
+    renderers = pytest.importorskip("renderers", reason="renderers is not installed: run make test-agents")
+    from renderers import base, configs
+
+    base._populate_registry()
+
+from posttrain.rl.tools.protocol import ToolProtocol  # noqa: E402
+from tests import tiny  # noqa: E402
+
+pytestmark = pytest.mark.long
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+#: Renderer -> (the template, the token that ends a turn).
+MODELS = {
+    "qwen3": ("qwen3", "<|im_end|>"),
+    "qwen3.5": ("qwen3_5_think", "<|im_end|>"),
+    "qwen3.6": ("qwen3_6", "<|im_end|>"),
+    "qwen3.8": ("qwen3_8", "<|im_end|>"),
+    "glm-4.5": ("glm4moe", "<|observation|>"),
+    "gemma4": ("gemma4_v5", "<|tool_response>"),
+    "llama-3": ("llama3_1", "<|eot_id|>"),
+    "nemotron-3": ("nemotron_3_nano", "<|im_end|>"),
+    "nemotron-3-ultra": ("nemotron_3_ultra", "<|im_end|>"),
+    "nemotron-3.5": ("nemotron_3_5_lightning", "<|im_end|>"),
+}
+WORDS = [
+    "here",
+    'x "y" z',
+    "two\nlines",
+    "a\\b",
+    "é→😀",
+    '{"k": 1}',
+    "<b>bold</b>",
+    "1",
+    "true",
+    "null",
+    "it's",
+    "[1, 2]",
+]
+ASKED = [{"role": "user", "content": "Please look."}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "where": {"type": "string", "description": "A place."},
+                    "far": {"type": "integer", "description": "How far."},
+                    "tags": {"type": "array", "items": {"type": "string"}, "description": "Which."},
+                    "more": {"type": "object", "description": "More."},
+                    "rate": {"type": "number", "description": "How fast."},
+                },
+                "required": ["where"],
+            },
+        },
+    }
+]
+
+
+def pair(name):
+    """(a tokenizer, the renderer `name` of it): with each token that the two ask for."""
+    template, end = MODELS[name]
+    source = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    tokenizer = copy.deepcopy(tiny.tokenizer(chat_template=source))
+    tokenizer.bos_token = "<s>"
+    tokenizer.add_tokens(re.findall(r"</?(?:think|tool_\w+|arg_\w+)>", source))
+    tokenizer.add_tokens(sorted({end, *re.findall(r"<\|[\w\"]+\|?>|<\w+\|>", source)}), special_tokens=True)
+    tokenizer.eos_token = end
+    config = next(
+        found for found in map(vars(configs).get, configs.__dict__)
+        if isinstance(found, type) and "name" in getattr(found, "model_fields", ())
+        and found.model_fields["name"].default == name
+    )  # fmt: skip
+    while True:
+        try:
+            return tokenizer, renderers.create_renderer(tokenizer, config())
+        except Exception as error:  # it names the token that it lacks
+            tokenizer.add_tokens([re.search(r"[Tt]oken '([^']+)'", str(error))[1]], special_tokens=True)
+
+
+def drawn(seed, several):
+    """A turn of the assistant with one call or two, of random arguments."""
+    rng = random.Random(seed)
+
+    def call(number):
+        given = {
+            "where": rng.choice(WORDS), "far": rng.randint(-3, 99), "tags": rng.sample(WORDS, 2),
+            "more": {"a": rng.choice([1, True, None, 'x "y"', [1, {"b": 2}]])}, "rate": rng.choice([0.5, 1.0, 2]),
+        }  # fmt: skip
+        given = {key: value for key, value in given.items() if key == "where" or rng.random() < 0.5}
+        return {"id": f"call{number:05}", "type": "function", "function": {"name": "look", "arguments": given}}
+
+    calls = [call(number) for number in range(rng.choice([1, 2]) if several else 1)]
+    thoughts = {"reasoning_content": rng.choice(["hm", "I think\nso.", 'call {"name": "look"}?'])}
+    return {"role": "assistant", "content": rng.choice(["", "I will look.", "a < b"]), "tool_calls": calls} | thoughts
+
+
+def written(rendered, prompt, renderer):
+    """What the policy writes of a rendered conversation, up to the token that ends its turn."""
+    ids, stops = rendered[len(prompt) :], renderer.get_stop_token_ids()
+    ends = [place for place, token in enumerate(ids) if token in stops]
+    return ids[: ends[-1] + 1] if ends else ids
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_are_read_and_answered_alike(name):
+    tokenizer, renderer = pair(name)
+    protocol = ToolProtocol(tokenizer, None, TOOLS)
+    prompt = list(renderer.render_ids(ASKED, tools=TOOLS, add_generation_prompt=True))
+    compared = 0
+    for seed in range(40):
+        turn = drawn(seed, several=name != "llama-3")
+        rendered = list(renderer.render_ids([*ASKED, turn], tools=TOOLS))
+        if rendered[: len(prompt)] != prompt:
+            continue  # its template renders a past turn without the thoughts that the prompt begins
+        ids = written(rendered, prompt, renderer)
+        theirs, ours = renderer.parse_response(ids, tools=TOOLS, prompt_ids=prompt), protocol.read(ids, TOOLS, prompt)
+        given = [call["function"]["arguments"] for call in turn["tool_calls"]]
+        assert [call.arguments for call in ours.calls] == given
+        if all(call.status == "ok" for call in theirs.tool_calls):  # it refuses True and None, which templates write
+            assert [call.arguments for call in theirs.tool_calls] == given
+        assert ours.message["content"] == (theirs.content or "").strip()
+        assert ours.message.get("reasoning_content") == ((theirs.reasoning_content or "").strip() or None)
+        if ids[-1] not in renderer.get_stop_token_ids():
+            ids.append(tokenizer.eos_token_id)
+        answers = [
+            {"role": "tool", "name": "look", "tool_call_id": call["id"], "content": random.Random(seed).choice(WORDS)}
+            for call in turn["tool_calls"]
+        ]
+        following = renderer.bridge_to_next_turn(prompt, ids, answers, tools=TOOLS)
+        bridged = list(getattr(following, "token_ids", following))
+        assert protocol.answer_ids(ids, answers, TOOLS) == bridged[len(prompt) + len(ids) :]
+        compared += 1
+    assert compared >= 10
