@@ -476,6 +476,14 @@ def saves_by_eval_loss(settings: Settings) -> bool:
     return settings.get("save_strategy") == "best" and settings.get("metric_for_best_model") in ("loss", "eval_loss")
 
 
+def keeps_the_best(settings: Settings) -> bool:
+    return settings.get("load_best_model_at_end", False)
+
+
+def joins_rows(settings: Settings) -> bool:
+    return settings.get("packing", False) or settings.get("padding_free", False)
+
+
 def shuffles_anew(settings: Settings) -> bool:
     """Prompts are shuffled by another seed than `seed`, or for a second epoch."""
     many = settings["max_steps"] < 0 or settings["per_device_train_batch_size"] == 8 or accumulates(settings)
@@ -499,6 +507,7 @@ DOCUMENTED = [
         [f"refused: {name}" for name in ("label_smoothing", "train_sampling_strategy", "dataloader_drop_last")],
         "`label_smoothing` for a loss that has none",
     ),
+    Documented([*PEERS], ["refused: save_steps"], "`save_steps` and `eval_steps` of two kinds", keeps_the_best),
     Documented(["cpo", "orpo"], ["logits/chosen", "logits/rejected"], "`logits/chosen` and `logits/rejected` of CPO"),
     Documented(["orpo"], ["loss", "nll_loss", "grad_norm", "train_loss", "eval_loss"], "ORPO, CPO: the likelihood"),
     Documented(["rloo"], ["frac_reward_zero_std"], "RLOO: `frac_reward_zero_std`"),
@@ -510,7 +519,7 @@ DOCUMENTED = [
     Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
     Documented(SAMPLING, ["events"], "`eval_loss` is the exact mean", saves_by_eval_loss),
     Documented(["grpo"], ["eval_loss"], "GRPO: `eval_loss` leaves out the entropy bonus"),
-    Documented(["sft"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`", lambda s: s.get("packing", False)),
+    Documented(["sft"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`", joins_rows),
     Documented(
         [*PEERS],
         ["num_tokens"],
@@ -577,11 +586,20 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         first = 1
     elif settings.get("optim") == "rmsprop" and not rounded:  # its first steps are as long for gradients of rounding
         first = 0 if settings.get("logging_strategy") == "epoch" else 3
+    elif settings.get("learning_rate") == 0.05 and settings.get("optim") != "sgd" and not rounded:
+        first = 4  # steps as long as the weights let rounding grow a hundredfold each
     near = {"rel": 5e-2, "abs": 2e-2} if rounded else near
     for key in sorted({key for record in theirs.log for key in record}):
         if any(part in key for part in CLOCK) or explained(name, key, everything):
             continue
-        expected, got = ([record[key] for record in records(side, key)][:first] for side in (theirs, ours))
+        logged = [records(side, key)[:first] for side in (theirs, ours)]
+        if key.endswith("accuracies"):  # of a tie, as before the first update, the rounding decides
+            margins = [record.get(key.replace("accuracies", "margins"), 1.0) for record in logged[0]]
+            logged = [
+                [record for record, margin in zip(side, margins, strict=False) if abs(margin) > near["abs"]]
+                for side in logged
+            ]
+        expected, got = ([record[key] for record in side] for side in logged)
         if got and got != pytest.approx(expected, nan_ok=True, **near):
             found[key] = f"{expected} there, {got} here"
     if theirs.events != ours.events and not explained(name, "events", everything):
