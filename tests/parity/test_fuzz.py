@@ -592,6 +592,8 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
     for key in sorted({key for record in theirs.log for key in record}):
         if any(part in key for part in CLOCK) or explained(name, key, everything):
             continue
+        if key == "train_loss" and first is not None:  # the mean over the steps that are not compared too
+            continue
         logged = [records(side, key)[:first] for side in (theirs, ours)]
         if key.endswith("accuracies"):  # of a tie, as before the first update, the rounding decides
             margins = [record.get(key.replace("accuracies", "margins"), 1.0) for record in logged[0]]
