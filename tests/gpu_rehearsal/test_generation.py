@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.data.pipeline import to_device
 from posttrain.lm.attention.padding_masks import announce_masks
-from posttrain.rl.generation import Sampling, local
+from posttrain.rl.generation import Sampling, local_steps
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.seq2seq.decoding import LeanGenerator
 from tests import tiny
@@ -56,7 +56,7 @@ def test_a_bounded_cache_is_within_its_bytes_and_writes_what_the_cpu_writes(monk
 
     expected, watched = generated("cpu"), watch(monkeypatch, is_fixed=None)
     with EmulatedCuda():
-        monkeypatch.setattr(local, "LOOK_EVERY", 4)
+        monkeypatch.setattr(local_steps, "LOOK_EVERY", 4)
         done = generated("cuda")
     assert done.ids == expected.ids and len({len(ids) for ids in done.ids}) > 3
     config = tiny.causal_lm("qwen3").config
@@ -103,12 +103,12 @@ class Recorded(EmulatedCuda):
 )
 def test_all_tokens_between_two_looks_are_the_same_operations_on_the_same_addresses(arch, sampling, monkeypatch):
     """So a CUDA graph of one token would be that of the next: no number of the host goes into it."""
-    tapes, go_on = [], local._Run._go_on
+    tapes, go_on = [], local_steps.LocalSteps._go_on
 
-    def recorded(run):
+    def recorded(steps, calls):
         gpu.begin()
         waits = len(gpu.waits)
-        go_on(run)
+        go_on(steps, calls)
         tapes.append((gpu.tape, gpu.waits[waits:]))
         gpu.tape = None
 
@@ -116,7 +116,7 @@ def test_all_tokens_between_two_looks_are_the_same_operations_on_the_same_addres
         made = LocalGenerator(tiny.tokenizer())
         made.sync_weights(tiny.causal_lm(arch, initializer_range=0.2, sliding_window=6).to("cuda"))
         made.generate(PROMPTS[:1], 1, Sampling(2))  # tries the model
-        monkeypatch.setattr(local._Run, "_go_on", recorded)
+        monkeypatch.setattr(local_steps.LocalSteps, "_go_on", recorded)
         made.generate(PROMPTS, 2, Sampling(9, **sampling), seeds=range(6))
     first, *others = tapes[1:-1]  # the first makes the table of positions; behind the last all rows leave
     assert len(others) == 5 and len(first[0]) > 100 and first[1] == []

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.lm.images.image_positions import SeenPrompt
 from posttrain.lm.loss import lm_head
-from posttrain.rl.generation import Sampling, local
+from posttrain.rl.generation import Sampling, local, local_steps
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import Decoding, decoding_attention
 from posttrain.rl.generation.local import LocalGenerator, problem
@@ -117,7 +117,7 @@ def test_log_probabilities_are_those_of_the_whole_text(arch):
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["CPU", "as on a GPU"])
 def test_tokens_are_as_frequent_as_the_model_finds_them_probable(is_fixed, monkeypatch):
     """Pearson's chi-squared of the third token: how often it was the first, the second, ... most probable one."""
-    monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
+    monkeypatch.setattr(local_steps, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
     made, model = make()
     prompts, n = [PROMPTS[1], PROMPTS[3]], 300
     ids = torch.tensor(made.generate(prompts, n, Sampling(3, temperature=0.8), seeds=range(2 * n)).ids)
@@ -237,14 +237,14 @@ def cache_bytes(decoding):
 
 def watch(monkeypatch, is_fixed=False):
     """(bytes of the cache, rows) behind each token that is written from now on."""
-    found, go_on = [], local._Run._go_on
+    found, go_on = [], local_steps.LocalSteps._go_on
 
-    def watched(run):
-        go_on(run)
-        found.append((cache_bytes(run.decoding), len(run.index)))
+    def watched(steps, calls):
+        go_on(steps, calls)
+        found.append((cache_bytes(steps.decoding), sum(len(call.index) for call in calls)))
 
-    monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
-    monkeypatch.setattr(local._Run, "_go_on", watched)
+    monkeypatch.setattr(local_steps, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
+    monkeypatch.setattr(local_steps.LocalSteps, "_go_on", watched)
     return found
 
 
@@ -349,7 +349,7 @@ def test_an_adapter_is_part_of_the_step(precision):
     ids=["equal", "ragged", "equal, as on a GPU", "ragged, as on a GPU"],
 )
 def test_a_token_costs_less_than_seven_tenths_of_the_operations_of_generate(lengths, is_fixed, share, monkeypatch):
-    monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
+    monkeypatch.setattr(local_steps, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
     prompts = [[5] * length for length in lengths]
     made, model = make(num_hidden_layers=4)
     new = 64
@@ -378,7 +378,7 @@ def test_steps_of_fixed_shapes_write_the_same_completions(arch, monkeypatch):
     model = make(arch)[1] if arch == "gpt-oss" else tiny.causal_lm(arch, initializer_range=0.2, sliding_window=6)
     found = []
     for is_fixed in (False, True):
-        monkeypatch.setattr(local, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
+        monkeypatch.setattr(local_steps, "Decoding", functools.partial(Decoding, is_fixed=is_fixed))
         made = LocalGenerator(tiny.tokenizer(), max_rows=6)
         made.sync_weights(model)
         sampling = Sampling(max_new_tokens=70, eos_token_ids=tuple(range(100, 103)))
@@ -401,8 +401,8 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
     def logits(compiled):
         decoding, found = Decoding(torch.device("cpu"), is_fixed=True), []
         with decoding.read(list(prompts), 2) as block:
-            read = local._PromptsRead([SeenPrompt([5 + i for i in range(length)]) for length in prompts])
-            local.read_prompts(model, decoding, read.inputs([0, 1]))
+            read = local_steps.PromptsRead([SeenPrompt([5 + i for i in range(length)]) for length in prompts])
+            local_steps.read_prompts(model, decoding, read.inputs([0, 1]))
         step = DecoderStep.of(model)
         step.prepare(64)
         step = torch.compile(step, backend=backend, fullgraph=True) if compiled else step
@@ -415,3 +415,73 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
     with torch.no_grad(), decoding_attention(model):
         torch.testing.assert_close(logits(True), logits(False), rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
+
+
+# --------------------------------------------------------------------------------------------- completions that join
+
+
+def written(steps, begins):
+    """{(call, row): (completion, step at which it ended)}; `begins` maps a step to what ``add`` is given there."""
+    found, number, calls = {}, 0, []
+    while steps or begins:
+        for given in begins.pop(number, ()):
+            calls.append(steps.add(*given))
+        number += 1
+        for call, rows in steps.step():
+            found |= {(calls.index(call), row): (call.completion(row), number) for row in rows}
+    return found
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_completions_join_and_leave_at_any_token_and_are_those_of_a_batch_alone(arch, temperature):
+    made, _ = make(arch)
+    sampling, others = Sampling(12, temperature, eos_token_ids=(1,)), Sampling(20, temperature, repetition_penalty=1.3)
+    with made.steps() as steps:
+        found = written(
+            steps,
+            {
+                0: [(PROMPTS[:2], 2, sampling, [1, 2, 3, 4])],
+                3: [(PROMPTS[2:3], 3, sampling, [5, 6, 7], [12, 4, 9]), (PROMPTS[3:], 1, others, [8, 9])],
+                7: [(PROMPTS[:1], 1, sampling, [10])],
+            },
+        )
+    alone = [
+        made.generate(PROMPTS[:2], 2, sampling, [1, 2, 3, 4]),
+        made.generate(PROMPTS[2:3], 3, sampling, [5, 6, 7]),
+        made.generate(PROMPTS[3:], 1, others, [8, 9]),
+        made.generate(PROMPTS[:1], 1, sampling, [10]),
+    ]
+    most = {(1, 1): 4, (1, 2): 9}
+    assert len(found) == 10
+    for (call, row), (done, _) in found.items():
+        length = most.get((call, row), 20)
+        assert done.ids[0] == alone[call].ids[row][:length]
+        assert done.logps[0] == pytest.approx(alone[call].logps[row][:length], abs=1e-5)
+        assert done.finished[0] == (alone[call].finished[row] and len(alone[call].ids[row]) <= length)
+        assert done.is_exact
+
+
+def test_a_short_completion_does_not_wait_for_a_long_one():
+    made, _ = make()
+    with made.steps() as steps:
+        found = written(steps, {0: [(PROMPTS[:1], 1, Sampling(90), [1])], 10: [(PROMPTS[1:2], 1, Sampling(5), [2])]})
+    assert {key: number for key, (_, number) in found.items()} == {(0, 0): 89, (1, 0): 14}
+
+
+def test_completions_that_join_wait_for_room():
+    made, _ = make(max_rows=4)
+    begins = {0: [(PROMPTS[:1], 4, Sampling(9), range(4))], 2: [(PROMPTS[1:2], 2, Sampling(3), [5, 6])]}
+    with made.steps() as steps:
+        found = written(steps, begins)
+    ends = {key: number for key, (_, number) in found.items()}
+    assert all(ends[0, row] == 8 for row in range(4)) and ends[1, 0] == ends[1, 1] == 10
+
+
+def test_what_needs_generate_has_no_steps():
+    made, _ = make()
+    made.with_routes = True
+    assert made.steps() is None
+    other = LocalGenerator(tiny.tokenizer())
+    other.sync_weights(torch.nn.Linear(2, 2))
+    assert other.steps() is None

@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -22,6 +24,7 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from posttrain.rl.generation.local_steps import LocalSteps
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
 
@@ -246,6 +249,64 @@ def test_what_bounds_an_episode_is_counted(tmp_path):
         "turns": 0,
         "tokens": 1,
     }
+
+
+def asks(order, lengths):
+    """An agent that asks for turns of so many tokens, by the row's sum, and notes when they have ended."""
+
+    async def agent(episode, row):
+        for tokens in lengths[row["sum"]]:
+            await episode.generate(row["prompt"], max_tokens=tokens)
+            order.append((row["sum"], tokens))
+        return 1.0
+
+    return agent
+
+
+def test_a_long_turn_holds_up_no_other_episode(tmp_path):
+    order = []
+    run = trainer(tmp_path, agent=asks(order, {0: [90], 2: [5, 6, 7]}), args=dict(max_completion_length=90))
+    run._sample(run.new_samples(ROWS[:2]))
+    assert order == [(2, 5), (2, 6), (2, 7), (0, 90)]
+
+
+def test_turns_of_an_engine_that_takes_several_calls_are_asked_for_apart(tmp_path):
+    engine, both = ScriptedEngine(TOKENIZER, lambda prompt: "Hello."), threading.Barrier(2)
+    write = engine.generate
+
+    def generate(*given):
+        both.wait(20)  # for the turn of the other episode
+        return write(*given)
+
+    engine.is_concurrent, engine.generate = True, generate
+    run = trainer(tmp_path, agent=asks([], {0: [8], 2: [8]}), generator=engine)
+    run._sample(run.new_samples(ROWS[:2]))
+    assert sorted(len(ids) for _, ids in engine.written) == [len(TOKENIZER("Hello.")["input_ids"]) + 1] * 2
+
+
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_what_the_engine_raises_ends_the_run(tmp_path, is_concurrent):
+    engine = ScriptedEngine(TOKENIZER, lambda prompt: 1 / 0)
+    engine.is_concurrent = is_concurrent
+    run = trainer(tmp_path, agent=asks([], {0: [8], 2: [8]}), generator=engine)
+    with pytest.raises(ZeroDivisionError):
+        run._sample(run.new_samples(ROWS[:2]))
+
+
+def test_a_turn_that_nobody_waits_for_is_not_written_to_its_end(tmp_path):
+    class Steps(LocalSteps):
+        number = 0
+
+        def step(self):
+            Steps.number += 1
+            time.sleep(0.01)
+            return super().step()
+
+    run = trainer(tmp_path, agent=Agent(asks([], {0: [900]}), seconds=0.3), args=dict(max_completion_length=900))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posttrain.rl.generation.local.LocalSteps", Steps)
+        (one,) = run._sample(run.new_samples(ROWS[:1]))
+    assert not any(one.learn) and 3 < Steps.number < 200
 
 
 PROGRAM = """

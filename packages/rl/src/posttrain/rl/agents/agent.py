@@ -9,10 +9,12 @@ import asyncio
 import logging
 import reprlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
@@ -35,7 +37,7 @@ REWARD = "agent_reward"
 CUT_REWARD = 0.0
 """Reward of an episode that a bound has ended, and whose agent gave none."""
 QUIET = 0.01
-"""Seconds without a request after which those that wait are answered together."""
+"""Seconds without a request after which those that wait are answered, while nothing else is written."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,43 @@ class Episode:
         return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
 
 
+class Turns(Protocol):
+    """Turns of the policy that are written: `begin` takes ``(key, sample, how it is drawn)``."""
+
+    def __len__(self) -> int: ...
+
+    def begin(self, asked: Sequence[tuple[Any, Sample, Sampling]]) -> None: ...
+
+    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
+        """Write no further what nobody waits for."""
+        ...
+
+    def step(self) -> list[tuple[Any, Sample]]:
+        """Write on: the keys and samples of turns that have ended."""
+        ...
+
+
+class Policy(Protocol):
+    """The engine and its weights, which write the turns of agents."""
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether several threads may call `turn` at a time."""
+        ...
+
+    def turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """`samples` after one turn of the policy."""
+        ...
+
+    def open(self) -> AbstractContextManager[Turns]:
+        """A context in which turns are begun at any time, for this thread alone."""
+        ...
+
+
+Generate = Callable[[int, Sample, Sampling], Awaitable[Sample]]
+"""``(place of the episode, sample with its prompt, how it is drawn)`` -> the sample with its turn."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How an episode has ended.
@@ -189,34 +228,55 @@ class Episodes:
         self,
         samples: Sequence[Sample],
         sampling: Sampling,
-        turn: Callable[[list[Sample], Sampling], list[Sample]],
+        policy: Policy,
         metrics: Metrics,
     ) -> list[Sample]:
-        """The `samples` after an episode of each, in their order.
+        """The `samples` after an episode of each, in their order. Episodes run on the program's event loop.
 
         Args:
             sampling: how tokens are drawn, and how many a sequence may have behind its first prompt.
-            turn: completes samples. It is called in this thread, while episodes run on the program's event loop.
         """
-        asked: SimpleQueue[Any] = SimpleQueue()
-        loop = background.event_loop()
-        episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, asked), loop)
-        episodes.add_done_callback(lambda _: asked.put(None))
-        try:
-            serve(asked, turn, loop)
-        except BaseException:
-            episodes.cancel()
-            raise
-        ended = episodes.result()
+        ended = self._ended(samples, sampling, policy)
         log(metrics, ended)
         return [self._sample(*pair) for pair in zip(samples, ended, strict=True)]
 
-    async def _all(self, samples: Sequence[Sample], sampling: Sampling, asked: SimpleQueue[Any]) -> list[Ended]:
+    def _ended(self, samples: Sequence[Sample], sampling: Sampling, policy: Policy) -> list[Ended]:
+        loop = background.event_loop()
+        if policy.is_concurrent:
+            threads = ThreadPoolExecutor(len(samples), "posttrain-turn")
+
+            async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
+                (done,) = await loop.run_in_executor(threads, policy.turn, [sample], sampling)
+                return done
+
+        else:
+            asked: SimpleQueue[Any] = SimpleQueue()
+
+            async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
+                future: asyncio.Future[Sample] = loop.create_future()
+                asked.put((place, sample, sampling, future))
+                return await future
+
+        episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, generate), loop)
+        try:
+            if policy.is_concurrent:
+                return episodes.result()
+            episodes.add_done_callback(lambda _: asked.put(None))
+            serve(asked, policy, loop)
+            return episodes.result()
+        except BaseException:
+            episodes.cancel()
+            raise
+        finally:
+            if policy.is_concurrent:
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _all(self, samples: Sequence[Sample], sampling: Sampling, generate: Generate) -> list[Ended]:
         places = asyncio.Semaphore(self.agent.inflight or len(samples))
 
         async def one(place: int, sample: Sample) -> Ended:
             async with places:
-                return await self._episode(place, sample, sampling, asked)
+                return await self._episode(place, sample, sampling, generate)
 
         tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samples)]
         try:
@@ -225,11 +285,9 @@ class Episodes:
             for task in tasks:
                 task.cancel()
 
-    async def _episode(self, place: int, sample: Sample, sampling: Sampling, asked: SimpleQueue[Any]) -> Ended:
-        async def generate(ids: list[int], sampling: Sampling, seed: int) -> Any:
-            future = asyncio.get_running_loop().create_future()
-            asked.put((place, Sample({}, "", ids, seed=seed), sampling, future))
-            return await future
+    async def _episode(self, place: int, sample: Sample, sampling: Sampling, turn: Generate) -> Ended:
+        async def generate(ids: list[int], sampling: Sampling, seed: int) -> Sample:
+            return await turn(place, Sample({}, "", ids, seed=seed), sampling)
 
         recorder = Recorder(self.codec, generate, sampling, sample.seed, self.context, self.agent.turns)
         episode, started = Episode(recorder, self.endpoint), time.perf_counter()
@@ -279,24 +337,26 @@ class Episodes:
         return replace(first, prompt=prompt, completion=completion, finished=finished, others=tuple(others))
 
 
-def serve(
-    asked: SimpleQueue[Any], turn: Callable[[list[Sample], Sampling], list[Sample]], loop: asyncio.AbstractEventLoop
-) -> None:
-    """Answer requests, ``(place, sample, sampling, future)``, together with others that wait, until there is None."""
-    while (first := asked.get()) is not None:
-        waiting = [first]
-        while not _is_quiet(asked):
-            if (more := asked.get()) is None:
-                return
-            waiting.append(more)
-        waiting = sorted((each for each in waiting if not each[3].cancelled()), key=lambda each: each[0])
-        kinds = dict.fromkeys(replace(sampling, max_new_tokens=1) for *_, sampling, _ in waiting)
-        for kind in kinds:
-            some = [each for each in waiting if replace(each[2], max_new_tokens=1) == kind]
-            most = max(sampling.max_new_tokens for *_, sampling, _ in some)
-            done = turn([sample for _, sample, *_ in some], replace(kind, max_new_tokens=most))
-            for (*_, sampling, future), one in zip(some, done, strict=True):
-                loop.call_soon_threadsafe(_answer, future, _cut(one, sampling.max_new_tokens))
+def serve(asked: SimpleQueue[Any], policy: Policy, loop: asyncio.AbstractEventLoop) -> None:
+    """Answer requests, ``(place, sample, sampling, future)``, until there is None. They join those that are written."""
+    with policy.open() as turns:
+        while (new := _new(asked, waits=not turns)) is not None:
+            turns.begin([(future, sample, sampling) for _, sample, sampling, future in new])
+            turns.drop(asyncio.Future.cancelled)
+            for future, sample in turns.step():
+                loop.call_soon_threadsafe(_answer, future, sample)
+
+
+def _new(asked: SimpleQueue[Any], waits: bool) -> list[Any] | None:
+    """The requests that there are, by their places; None after the last.
+
+    Args:
+        waits: for the first, and for others that come close behind it, such as those of one group.
+    """
+    found = [asked.get()] if waits else []
+    while not asked.empty() or (waits and not _is_quiet(asked)):
+        found.append(asked.get())
+    return None if None in found else sorted(found, key=lambda request: request[0])
 
 
 def _is_quiet(asked: SimpleQueue[Any]) -> bool:
@@ -306,13 +366,6 @@ def _is_quiet(asked: SimpleQueue[Any]) -> bool:
             return True
         time.sleep(QUIET / 10)
     return False
-
-
-def _cut(sample: Sample, most: int) -> Sample:
-    logps = None if sample.logps is None else sample.logps[:most]
-    versions = None if sample.versions is None else sample.versions[:most]
-    finished = sample.finished and len(sample.ids) <= most
-    return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, finished=finished)
 
 
 def _answer(future: asyncio.Future[Any], sample: Sample) -> None:

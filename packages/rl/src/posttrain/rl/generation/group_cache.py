@@ -65,11 +65,10 @@ class Decoding:
         blocks: the active ones, in the order of the rows.
         reading: the block in prefill; None in decoding.
         is_fixed: the shapes of a step do not depend on how many tokens are written; by default on a device.
-        max_new: tokens that a row gets at most; the cache never has room for more.
     """
 
-    def __init__(self, device: torch.device, is_fixed: bool | None = None, max_new: int = sys.maxsize) -> None:
-        self.device, self.max_new = device, max_new
+    def __init__(self, device: torch.device, is_fixed: bool | None = None) -> None:
+        self.device = device
         self.is_fixed = device.type != "cpu" if is_fixed is None else is_fixed
         self.blocks: list[Block] = []
         self.reading: Block | None = None
@@ -81,10 +80,14 @@ class Decoding:
         return sum(block.reserved for block in self.blocks)
 
     @contextlib.contextmanager
-    def read(self, lengths: Sequence[int], copies: int) -> Iterator[Block]:
-        """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens."""
+    def read(self, lengths: Sequence[int], copies: int, max_new: int = sys.maxsize) -> Iterator[Block]:
+        """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens.
+
+        Args:
+            max_new: tokens that a row gets at most; the cache never has room for more.
+        """
         kind = FixedBlock if self.is_fixed else Block
-        self.reading = kind(lengths, copies, self.device, self.max_new)
+        self.reading = kind(lengths, copies, self.device, max_new)
         self._segments = Segments.documents(lengths)
         try:
             yield self.reading

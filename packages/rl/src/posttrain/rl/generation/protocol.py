@@ -148,7 +148,8 @@ class Generator(Protocol):
     ``has_own_weights = True``, if the engine holds a copy of the weights, so that the policy need not be gathered;
     ``updates_in_flight = True``, if `sync_weights` may be called while another thread is in `generate`, whose
     completions go on under the new weights; ``version``, which is set to the optimizer step before each `sync_weights`;
-    and ``session()``, see `session`.
+    ``session()``, see `session`; ``is_concurrent = True``, if several threads may be in `generate`, whose completions
+    the engine writes together; and ``steps()``, see `posttrain.rl.generation.local.LocalGenerator.steps`.
     """
 
     def generate(
@@ -181,6 +182,11 @@ def reads_images(generator: Generator) -> bool:
 def updates_in_flight(generator: Generator) -> bool:
     """Whether `generator` takes new weights while it generates."""
     return bool(getattr(generator, "updates_in_flight", False))
+
+
+def is_concurrent(generator: Generator) -> bool:
+    """Whether several threads may be in `generate` at a time."""
+    return bool(getattr(generator, "is_concurrent", False))
 
 
 def shares_weights(generator: Generator) -> bool:

@@ -103,7 +103,7 @@ class VLLMServerGenerator:
         version: a number for the weights of the next sync.
     """
 
-    has_own_weights = reads_images = True
+    has_own_weights = reads_images = is_concurrent = True
     version = 0
 
     def __init__(

@@ -11,9 +11,9 @@ import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,14 +26,20 @@ from posttrain.lm.images.vision import Shown
 from posttrain.rl.agents.environments import Environments, complete_in_room
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import folded
-from posttrain.rl.generation.protocol import has_own_weights, reads_images, session, updates_in_flight
+from posttrain.rl.generation.protocol import has_own_weights, is_concurrent, reads_images, session, updates_in_flight
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import ATTEMPTS, Turns, with_versions
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec, runs
 from posttrain.rl.samples.samples import Sample
 
+if TYPE_CHECKING:
+    from posttrain.rl.generation.local_steps import Call, LocalSteps
+
 logger = logging.getLogger(__name__)
+
+Asked = tuple[Any, Sample, Sampling]
+"""A turn to write: a key by which it is known, the sample with its prompt, and how it is drawn."""
 
 
 class Sampler:
@@ -200,28 +206,31 @@ class Sampler:
             logps_temperature: log-probabilities at another temperature than this one are not exact.
         """
         found = list(samples)
-        for size, places in runs([(sample.prompt_ids, id(sample.shown)) for sample in samples]):
-            version, rows = self.version, [first + offset for first in places for offset in range(size)]
+        for size, rows in _alike(samples):
+            version = self.version
             ask = partial(
-                self._ask, [samples[first] for first in places], size, sampling, [samples[r].seed for r in rows]
+                self._ask, [samples[r] for r in rows[::size]], size, sampling, [samples[r].seed for r in rows]
             )
             # Processes that split a row each have the whole model, and must not differ by a rounding.
             done = self.dist.on_first(ask) if self.dist.cp_size > 1 else ask()
-            is_exact = done.is_exact and sampling.temperature == logps_temperature
+            done = replace(done, is_exact=done.is_exact and sampling.temperature == logps_temperature)
             for number, row in enumerate(rows):
-                sample, ids = samples[row], done.ids[number]
-                schemas = self.environments.schemas_of(sample)
-                found[row] = replace(
-                    sample,
-                    ids=ids,
-                    finished=done.finished[number],
-                    is_exact=is_exact,
-                    logps=None if done.logps is None else done.logps[number],
-                    routes=None if done.routes is None else done.routes[number],
-                    versions=done.versions[number] if done.versions else [version] * len(ids),
-                    completion=self.codec.decode(sample.prompt, ids, sample.prompt_ids, schemas),
-                )
+                found[row] = self.completed(samples[row], done, number, version)
         return found
+
+    def completed(self, sample: Sample, done: Completions, number: int, version: int) -> Sample:
+        """`sample` with one of the completions that the engine has `done`, with the weights of `version`."""
+        ids, schemas = done.ids[number], self.environments.schemas_of(sample)
+        return replace(
+            sample,
+            ids=ids,
+            finished=done.finished[number],
+            is_exact=done.is_exact,
+            logps=None if done.logps is None else done.logps[number],
+            routes=None if done.routes is None else done.routes[number],
+            versions=done.versions[number] if done.versions else [version] * len(ids),
+            completion=self.codec.decode(sample.prompt, ids, sample.prompt_ids, schemas),
+        )
 
     def _ask(self, samples: list[Sample], size: int, sampling: Sampling, seeds: list[int]) -> Completions:
         """`size` completions of each prompt of `samples` by the engine."""
@@ -261,6 +270,119 @@ class Sampler:
             never=() if self.images is None else tuple(sorted(self.images.vision.placeholders)),
         )
         return folded(sampling, settings)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy as agents ask it, see `posttrain.rl.agents.agent.Policy`."""
+
+    sampler: Sampler
+    logps_temperature: float
+
+    def turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """`samples` after one turn of the policy."""
+        return self.sampler.generate_turn(samples, sampling, self.logps_temperature)
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether several threads may call `turn` at a time."""
+        return is_concurrent(self.sampler.generator)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[OpenTurns | TurnsTogether]:
+        """A context in which turns are begun at any time."""
+        make = getattr(self.sampler.generator, "steps", None)
+        opened = None if make is None or self.sampler.dist.cp_size > 1 else make()
+        if opened is None:
+            yield TurnsTogether(self.turn)
+            return
+        with opened as steps:
+            yield OpenTurns(self.sampler, steps, self.logps_temperature)
+
+
+class TurnsTogether:
+    """Turns of an engine that writes a batch to its end before it takes another: those that wait make the next."""
+
+    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]]) -> None:
+        self.turn = turn
+        self._open: list[Asked] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, asked: Sequence[Asked]) -> None:
+        """Let turns wait, each ``(key, sample, how it is drawn)``."""
+        self._open += asked
+
+    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
+        """Forget the turns of such keys."""
+        self._open = [each for each in self._open if not is_unwanted(each[0])]
+
+    def step(self) -> list[tuple[Any, Sample]]:
+        """Write all turns that wait: their keys and samples."""
+        open_, self._open = self._open, []
+        found = []
+        for kind, some in _by_kind(open_):
+            most = max(sampling.max_new_tokens for *_, sampling in some)
+            done = self.turn([sample for _, sample, _ in some], replace(kind, max_new_tokens=most))
+            found += [(key, _cut(one, own.max_new_tokens)) for (key, _, own), one in zip(some, done, strict=True)]
+        return found
+
+
+def _cut(sample: Sample, most: int) -> Sample:
+    logps = None if sample.logps is None else sample.logps[:most]
+    versions = None if sample.versions is None else sample.versions[:most]
+    finished = sample.finished and len(sample.ids) <= most
+    return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, finished=finished)
+
+
+def _by_kind(asked: Sequence[Asked]) -> Iterator[tuple[Sampling, list[Asked]]]:
+    """Turns that are drawn alike but for their number of tokens."""
+    for kind in dict.fromkeys(replace(sampling, max_new_tokens=1) for *_, sampling in asked):
+        yield kind, [each for each in asked if replace(each[2], max_new_tokens=1) == kind]
+
+
+class OpenTurns:
+    """Turns of the policy that begin and end at any token, written by an engine that batches what is open."""
+
+    def __init__(self, sampler: Sampler, steps: LocalSteps, logps_temperature: float) -> None:
+        self.sampler, self.steps, self.logps_temperature = sampler, steps, logps_temperature
+        self._open: dict[tuple[Call, int], tuple[Any, Sample]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, asked: Sequence[Asked]) -> None:
+        """Begin turns, each ``(key, sample, how it is drawn)``. Adjacent ones with the same prompt share its cache."""
+        for kind, some in _by_kind(asked):
+            for size, rows in _alike([sample for _, sample, _ in some]):
+                most = [some[row][2].max_new_tokens for row in rows]
+                prompts, seeds = [some[r][1].prompt_ids for r in rows[::size]], [some[r][1].seed for r in rows]
+                call = self.steps.add(prompts, size, replace(kind, max_new_tokens=max(most)), seeds, most)
+                self._open |= {(call, number): some[row][:2] for number, row in enumerate(rows)}
+
+    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
+        """Write the turns of such keys no further."""
+        for (call, row), (key, _) in self._open.items():
+            if is_unwanted(key):
+                call.most[row] = 0
+
+    def step(self) -> list[tuple[Any, Sample]]:
+        """Write one more token of each turn: the keys and samples of those that have ended."""
+        found = []
+        for call, rows in self.steps.step():
+            for row in rows:
+                key, sample = self._open.pop((call, row))
+                done = call.completion(row)
+                done = replace(done, is_exact=done.is_exact and call.sampling.temperature == self.logps_temperature)
+                found.append((key, self.sampler.completed(sample, done, 0, self.sampler.version)))
+        return found
+
+
+def _alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
+    """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
+    for size, places in runs([(sample.prompt_ids, id(sample.shown)) for sample in samples]):
+        yield size, [first + offset for first in places for offset in range(size)]
 
 
 def encode(

@@ -45,7 +45,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import PerThread, Turns
 from posttrain.rl.online.old_logps import Needs, OldLogps
 from posttrain.rl.online.reporting import Reporter, Summary
-from posttrain.rl.online.sampler import Sampler
+from posttrain.rl.online.sampler import Policy, Sampler
 from posttrain.rl.online.source import Hooks, Source
 from posttrain.rl.policy.loading import load_policy, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
@@ -328,8 +328,7 @@ class RolloutTrainer(Trainer):
             output = self.rollout_func([sample.prompt for sample in samples], self)
             return take_rollout(samples, output, self.codec)
         if self.episodes is not None:
-            turn = partial(self.sampler.generate_turn, logps_temperature=self.logps_temperature)
-            return self.episodes.run(samples, sampling, turn, self.metrics)
+            return self.episodes.run(samples, sampling, Policy(self.sampler, self.logps_temperature), self.metrics)
         return self.sampler.converse(samples, sampling, self.logps_temperature, self.metrics)
 
     def score(self, samples: list[Sample]) -> Scores:

@@ -1,0 +1,353 @@
+"""Steps of the local engine: completions that are written together, and join and leave at any token.
+
+Each prompt is read once and its keys and values are shared by its completions. Rows that were read together are a
+block of the cache, see `posttrain.rl.generation.group_cache`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from posttrain.core.data.host_copies import send
+from posttrain.core.models.wrapping import base_model
+from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
+from posttrain.lm.images.vision import join_tensors
+from posttrain.rl.generation.group_cache import Decoding
+from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
+from posttrain.rl.generation.sampling import check_logps, sample, uniforms
+from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit
+
+if TYPE_CHECKING:
+    from posttrain.rl.generation.block import Block
+    from posttrain.rl.generation.decoder_step import DecoderStep
+    from posttrain.rl.generation.routes import Routes
+
+MAX_TOKENS_READ = 16_384
+"""Tokens of prompts that are read in one forward, unless one prompt is longer."""
+PADDING = 4.0
+"""Prompts share a block while the longest is at most this many times the shortest."""
+REFILL = 0.25
+"""Prompts are read for places that became free when this share of all is: each reading is one more forward."""
+LOOK_EVERY = 16
+"""Tokens generated on a GPU between two checks for finished completions: each check waits for the device."""
+
+
+class LocalSteps:
+    """The steps of the local engine: each writes one more token of every completion that goes on.
+
+        call = steps.add(prompts, n, sampling)     # at any time
+        while steps:
+            for call, rows in steps.step():        # completions that have ended
+                ids, logps, finished = call.completion(rows[0])
+
+    Args:
+        step: reads one token of each row, instead of `model`. max_rows, max_tokens: see
+            `posttrain.rl.generation.local.LocalGenerator`.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, step: DecoderStep | None, max_rows: int, max_tokens: int
+    ) -> None:
+        self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
+        self.decoding, self._step = Decoding(next(model.parameters()).device), step
+        self._calls: list[Call] = []
+
+    def __bool__(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._calls)
+
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int] | None = None,
+        most: Sequence[int] | None = None,
+        images: PromptImages | None = None,
+    ) -> Call:
+        """Begin `n` completions of each prompt.
+
+        Args:
+            seeds: see `Generator.generate`. most: tokens of each completion at most; None: ``max_new_tokens``.
+        """
+        if seeds is None:
+            seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
+        self._calls.append(Call(self.model, self.tokenizer, prompts, n, sampling, seeds, most, images))
+        return self._calls[-1]
+
+    def step(self) -> list[tuple[Call, list[int]]]:
+        """Write one more token of each completion; those that have ended, by their calls."""
+        for call in self._calls:
+            while call.waiting and (most := self._most(call)):
+                self._read(call, _next_batch(call.prompts, call.waiting, most))
+        if going := [call for call in self._calls if call.rows]:
+            self._go_on(going)
+        ended = [(call, call.take_ended()) for call in self._calls]
+        self._calls = [call for call in self._calls if call.waiting or call.rows]
+        return [(call, rows) for call, rows in ended if rows]
+
+    def _most(self, call: Call) -> int:
+        """How many prompts of `call` may be read now; 0 while too little of the room is free."""
+        written = sum(len(one.index) for one in self._calls)
+        rows, tokens = self.max_rows - written, self.max_tokens - self.decoding.reserved
+        each = len(call.prompts[call.waiting[-1]]) + call.n * call.sampling.max_new_tokens
+        if written and (rows < max(call.n, REFILL * self.max_rows) or tokens < max(each, REFILL * self.max_tokens)):
+            return 0
+        return max(min(rows // call.n, tokens // each), 1)
+
+    def _read(self, call: Call, numbers: list[int]) -> None:
+        """Read the prompts of these numbers, and write the first token of each of their completions."""
+        lengths = [len(call.prompts[number]) for number in numbers]
+        with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens) as block:
+            logits = read_prompts(self.model, self.decoding, call.prompts_read.inputs(numbers))
+        call.begin(numbers, lengths, block, logits)
+        self._place()
+
+    def _go_on(self, calls: list[Call]) -> None:
+        """Write one more token of each row of these calls."""
+        tokens, positions = zip(*(call.newest() for call in calls), strict=True)
+        logits = next_logits(self.model, self._step, self.decoding, _joined([*tokens]), _joined([*positions]))
+        for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
+            call.go_on(own)
+        self._place()
+
+    def _place(self) -> None:
+        self.decoding.blocks = [block for call in self._calls for block in call.blocks]
+
+
+class Call:
+    """Completions that were begun together: those that wait, those that are written, and what has been written.
+
+    Attributes:
+        waiting: numbers of the prompts that are not read yet; the last is the next.
+        blocks: of the rows that are written. rows: of each block, which completions its rows are.
+        looked: of each block, the number of their tokens that were checked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        most: Sequence[int] | None = None,
+        images: PromptImages | None = None,
+    ) -> None:
+        self.tokenizer, self.prompts, self.n, self.sampling = tokenizer, prompts, n, sampling
+        parameter = next(model.parameters())
+        self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
+        self.most = [longest] * size if most is None else [*most]
+        self.numbers = uniforms(seeds, longest if sampling.temperature else 0).to(
+            self.device, torch.float32, non_blocking=True
+        )
+        self.tokens = torch.zeros(size, longest, dtype=torch.long, device=self.device)
+        self.logps = torch.zeros(size, longest, device=self.device)
+        self.lengths, self.finished = [0] * size, [False] * size
+        self.seen: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(size, _vocabulary(model), dtype=torch.bool, device=self.device)
+            for i, prompt in enumerate(prompts):
+                self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
+        self.prompts_read = PromptsRead.of(model, prompts, images)
+        self.shifts = self.prompts_read.shifts(n, self.device)
+        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
+        self.routes: Routes | None = None  # None: not asked for
+        # The longest first, so that those that are read last take least memory.
+        self.waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        self.blocks: list[Block] = []
+        self.rows: list[list[int]] = []
+        self.looked: list[int] = []
+        self._ended: list[int] = []
+        self._place()
+
+    def completions(self) -> Completions:
+        """All of them, once they have ended."""
+        ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
+        logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
+        check_logps(logps)
+        routes = None if self.routes is None else self.routes.of(self.lengths)
+        return Completions(ids, logps, self.finished, self.is_exact, routes=routes)
+
+    def completion(self, row: int) -> Completions:
+        """One of them that has ended."""
+        length = self.lengths[row]
+        logps = [self.logps[row, :length].tolist()]
+        check_logps(logps)
+        return Completions([self.tokens[row, :length].tolist()], logps, [self.finished[row]], self.is_exact)
+
+    def take_ended(self) -> list[int]:
+        """The completions that have ended since this was last asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def begin(self, numbers: list[int], lengths: list[int], block: Block, logits: torch.Tensor) -> None:
+        """Write the first tokens behind prompts that were read as `block`: (P, V) logits."""
+        if self.routes is not None:
+            self.routes.of_prompts(numbers, lengths)
+        self.blocks.append(block)
+        self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
+        self.looked.append(0)
+        index = send(torch.tensor(self.rows[-1]), self.device)
+        self._draw(logits[block.owners], index, torch.zeros_like(index))
+        self._look()
+
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R,) the newest token of each row, and its position."""
+        self._steps = _joined([block.steps for block in self.blocks])
+        positions = _joined([block.positions for block in self.blocks])
+        if self.shifts is not None:
+            positions = positions + self.shifts[self.index]
+        return self.tokens[self.index, self._steps], positions
+
+    def go_on(self, logits: torch.Tensor) -> None:
+        """Write the tokens behind the `newest`: (R, V) logits."""
+        if self.routes is not None:
+            self.routes.of_tokens(self.index, self._steps)
+        for block in self.blocks:
+            block.advance()
+        self._draw(logits, self.index, _joined([block.steps for block in self.blocks]))
+        self._look()
+
+    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
+        numbers = self.numbers[rows, steps] if self.sampling.temperature else None
+        seen = None if self.seen is None else self.seen[rows]
+        tokens, logps = sample(logits, numbers, self.sampling, seen)
+        self.tokens[rows, steps], self.logps[rows, steps] = tokens, logps
+        if self.seen is not None:
+            self.seen[rows, tokens] = True
+
+    def _look(self) -> None:
+        """Let rows leave that are done."""
+        longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
+        changed = len(self.index) != sum(map(len, self.rows))
+        for place, (block, rows) in enumerate(zip(self.blocks, self.rows, strict=True)):
+            written, looked = block.step + 1, self.looked[place]
+            if written < longest and written - looked < every:
+                continue
+            new = self.tokens[send(torch.tensor(rows), self.device), looked:written].tolist()
+            left = [i for i, tokens in enumerate(new) if not self._ends(rows[i], looked, tokens)]
+            self.looked[place] = written
+            if len(left) < len(rows):
+                going = {*left}
+                self._ended += [row for i, row in enumerate(rows) if i not in going]
+                order, changed = block.keep(left), True
+                self.rows[place] = [rows[i] for i in order]
+        if changed:
+            places = [place for place, rows in enumerate(self.rows) if rows]
+            self.blocks = [self.blocks[place] for place in places]
+            self.rows, self.looked = [self.rows[i] for i in places], [self.looked[i] for i in places]
+            self._place()
+
+    def _place(self) -> None:
+        index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
+        self.index = send(index, self.device)
+
+    def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
+        """Whether completion `row` ends within its newest `tokens`; takes down where."""
+        stop = self.sampling.stop
+        written = self.tokens[row, :looked].tolist() if stop else []
+        for place, token in enumerate(tokens, start=1):
+            self.lengths[row] = looked + place
+            if token in self.sampling.eos_token_ids or (
+                stop and ends_with_stop(self.tokenizer, written + tokens[:place], stop)
+            ):
+                self.finished[row] = True
+            if self.finished[row] or self.lengths[row] >= self.most[row]:
+                return True
+        return False
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def next_logits(
+    model: nn.Module, step: DecoderStep | None, decoding: Decoding, tokens: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """(R, V) logits behind one more token of each row."""
+    if step is not None:
+        step.prepare(max(block.longest for block in decoding.blocks))
+        with torch.autocast(tokens.device.type, enabled=False):
+            return step(tokens, positions, decoding.attend_rows)
+    ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
+    return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
+
+
+def _next_batch(prompts: Sequence[Sequence[int]], waiting: list[int], most: int) -> list[int]:
+    """Take from the end of `waiting` up to `most` numbers of prompts that are read together."""
+    batch = [waiting.pop()]
+    longest = len(prompts[batch[0]])
+    while waiting and len(batch) < most and (len(batch) + 1) * longest <= MAX_TOKENS_READ:
+        if longest > PADDING * len(prompts[waiting[-1]]):
+            break
+        batch.append(waiting.pop())
+    return batch
+
+
+@dataclass(frozen=True)
+class PromptsRead:
+    """What a model reads of prompts.
+
+    Attributes:
+        prompts: the prompts. positions: of each, (A, P + 1) where the model numbers them on A axes; None: it counts.
+    """
+
+    prompts: Sequence[SeenPrompt]
+    positions: list[torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, prompts: Sequence[Sequence[int]], images: PromptImages | None) -> PromptsRead:
+        if images is None:
+            return cls([SeenPrompt(prompt) for prompt in prompts])
+        return cls.seen(model, [images.prompt(images.prompts[i], list(prompt)) for i, prompt in enumerate(prompts)])
+
+    @classmethod
+    def seen(cls, model: nn.Module, prompts: Sequence[SeenPrompt]) -> PromptsRead:
+        count = ImagePositions.of(model)
+        return cls(prompts, None if count is None else list(map(count, prompts)))
+
+    def shifts(self, copies: int, device: torch.device) -> torch.Tensor | None:
+        """(P * copies,) by how much the positions behind each prompt differ from the number of tokens before them."""
+        if self.positions is None:
+            return None
+        found = [int(row[0, -1]) - len(one.ids) for row, one in zip(self.positions, self.prompts, strict=True)]
+        return send(torch.tensor(found).repeat_interleave(copies), device)
+
+    def inputs(self, numbers: Sequence[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(tokens of each of these prompts, inputs of the model that reads them in one row)."""
+        some = [self.prompts[number] for number in numbers]
+        inputs = {"input_ids": torch.tensor([[token for one in some for token in one.ids]])}
+        for name in some[0].numbers:
+            inputs[name] = torch.tensor([[number for one in some for number in one.numbers[name]]])
+        if self.positions is None:
+            inputs["position_ids"] = torch.cat([torch.arange(len(one.ids)) for one in some]).unsqueeze(0)
+        else:
+            inputs["position_ids"] = torch.cat([self.positions[i][:, :-1] for i in numbers], 1).unsqueeze(1)
+        return [len(one.ids) for one in some], inputs | join_tensors([one.tensors for one in some])
+
+
+def read_prompts(
+    model: nn.Module, decoding: Decoding, prompts: tuple[list[int], dict[str, torch.Tensor]]
+) -> torch.Tensor:
+    """(P, V) logits behind the last token of each prompt, as `PromptsRead.inputs` has them. Within `Decoding.read`."""
+    lengths, inputs = prompts
+    inputs = {name: send(tensor, decoding.device) for name, tensor in inputs.items()}
+    last = send(torch.tensor(lengths).cumsum(0) - 1, decoding.device)
+    options = {}
+    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+        options["logits_to_keep"] = last
+    logits = model(**inputs, use_cache=False, decoding=decoding, **options).logits[0]
+    return logits if options else logits[last]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return base_model(model).get_output_embeddings().weight.shape[0]
