@@ -24,6 +24,8 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
@@ -282,6 +284,50 @@ def test_turns_of_an_engine_that_takes_several_calls_are_asked_for_apart(tmp_pat
     run = trainer(tmp_path, agent=asks([], {0: [8], 2: [8]}), generator=engine)
     run._sample(run.new_samples(ROWS[:2]))
     assert sorted(len(ids) for _, ids in engine.written) == [len(TOKENIZER("Hello.")["input_ids"]) + 1] * 2
+
+
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_rollouts_of_agents_are_made_while_the_policy_is_trained(tmp_path, is_concurrent):
+    """They overlap where the engine takes several calls: then the second rollout is done before the first."""
+    order, first, second = [], threading.Event(), threading.Event()
+
+    class Engine(CopiedGenerator):
+        updates_in_flight = True
+
+        def __init__(self):
+            super().__init__(LocalGenerator(TOKENIZER))
+            self.is_concurrent, self.lock = is_concurrent, threading.Lock()
+
+        def generate(self, *given):
+            with self.lock:
+                return super().generate(*given)
+
+        def sync_weights(self, model):
+            with self.lock:
+                super().sync_weights(model)
+
+    async def agent(episode, row):
+        place = row["sum"] // 4  # rows come in their order, two groups a rollout
+        (first if place == 0 else second).set()
+        if is_concurrent:  # else the second would begin when the first has ended
+            assert await asyncio.to_thread((second if place == 0 else first).wait, 20)
+        answer = await episode.generate(row["prompt"])
+        order.append(place)
+        return float(len(answer["content"]) % 5)
+
+    run = trainer(
+        tmp_path,
+        agent=agent,
+        generator=Engine(),
+        args=dict(
+            max_staleness=2, max_steps=3, shuffle_dataset=False, per_device_train_batch_size=8, num_train_epochs=3
+        ),
+        rows=ROWS[:4],
+    )
+    run.train()
+    assert run.state.global_step == 3 and {0, 1} <= {*order} and (not is_concurrent or second.is_set())
+    logged = [record["staleness/max"] for record in run.state.log_history if "staleness/max" in record]
+    assert logged and max(logged) <= 2
 
 
 @pytest.mark.parametrize("is_concurrent", [False, True])

@@ -60,6 +60,11 @@ class CopiedGenerator:
         """See `Generator.generate`."""
         return self.generator.generate(prompts, n, sampling, seeds)
 
+    def steps(self) -> Any:
+        """See `posttrain.rl.generation.local.LocalGenerator.steps`."""
+        make = getattr(self.generator, "steps", None)
+        return None if make is None else make()
+
 
 def _tensors(model: nn.Module) -> list[Any]:
     return [*model.parameters(), *model.buffers()]

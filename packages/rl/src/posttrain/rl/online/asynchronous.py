@@ -3,9 +3,9 @@
     prompts -> [generate -> score] -> queue -> advantages -> windows of micro-batches -> loss
 
 The main thread reads the prompts, sends the weights and learns. One thread generates and `reward_concurrency` threads
-score, so that by default no user code is called twice at a time. A batch of prompts is handed over at the earliest
-optimizer step from which its completions are at most `max_staleness` steps old when they are learned from. So the bound
-holds without dropping a completion, and it limits the queue.
+score, so that by default no user code is called twice at a time. Rollouts of an agent overlap where the engine can. A
+batch of prompts is handed over at the earliest optimizer step from which its completions are at most `max_staleness`
+steps old when they are learned from. So the bound holds without dropping a completion, and it limits the queue.
 
 Each token keeps the log-probability under the weights that wrote it, and completions are weighted by the ratio of the
 policy at the beginning of their rollout to it: decoupled PPO, Hilton et al. 2021, https://arxiv.org/abs/2110.00641, as
@@ -159,7 +159,8 @@ class Background:
         is_lost: ``error -> flag``: whether it says that the engine is gone, in this process or another one; then the
             next `sync` waits for it.
         max_staleness: see `posttrain.rl.online.arguments.RolloutConfig`.
-        per_rollout: micro-batches that are made of a rollout. scorers: rollouts that are scored at a time.
+        per_rollout: micro-batches that are made of a rollout.
+        scorers, samplers: rollouts that are scored and sampled at a time.
     """
 
     def __init__(
@@ -173,12 +174,13 @@ class Background:
         max_staleness: int,
         per_rollout: int,
         scorers: int = 1,
+        samplers: int = 1,
     ) -> None:
         self._sample, self._score, self._sync, self._new_number = sample, score, sync, new_number
         self._on_drop, self._is_lost = on_drop, is_lost
         self.max_staleness, self.per_rollout = max_staleness, per_rollout
         self.jobs: deque[Job] = deque()
-        self._sampler, self._scorer = Worker("posttrain-sample"), Worker("posttrain-score", scorers)
+        self._sampler, self._scorer = Worker("posttrain-sample", samplers), Worker("posttrain-score", scorers)
         self._epoch, self._plan = 0, Plan(1, None, 0, 0)
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())

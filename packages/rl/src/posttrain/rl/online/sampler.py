@@ -125,6 +125,11 @@ class Sampler:
             self.generator.sync_weights(model)
             self.synced_at = self.version = step
 
+    @property
+    def may_overlap(self) -> bool:
+        """Whether the engine completes several rollouts at a time, and takes weights meanwhile."""
+        return is_concurrent(self.generator) and updates_in_flight(self.generator)
+
     def is_lost(self, error: BaseException | None) -> bool:
         """Whether the engine of any process is gone; then its weights must be sent again, by all processes."""
         lost = any(self.dist.gather_object(isinstance(error, ConnectionError)))
@@ -165,7 +170,7 @@ class Sampler:
         Args:
             keeps_versions: of the weights that wrote each token.
         """
-        with self._generating, session(self.generator):
+        with contextlib.nullcontext() if self.may_overlap else self._generating, session(self.generator):
             version = self.version
             found = generate(samples)
             if found is None:

@@ -46,6 +46,7 @@ class Hooks:
         sync: sends the engine the current weights, if it has others.
         score: of completed samples.
         layout: which completions of a rollout are whose.
+        overlaps: whether rollouts may be completed at the same time.
     """
 
     new_samples: Callable[[Sequence[Mapping[str, Any]]], list[Sample]]
@@ -54,6 +55,7 @@ class Hooks:
     sync: Callable[[], None]
     score: Callable[[list[Sample]], Scores]
     layout: Callable[[], Layout]
+    overlaps: Callable[[], bool]
 
 
 class Source:
@@ -104,6 +106,7 @@ class Source:
                 args.max_staleness,
                 self.per_rollout,
                 args.reward_concurrency,
+                args.max_staleness + 1 if hooks.overlaps() else 1,
             )
         wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
         engine = getattr(self.sampler.generator, "name", type(self.sampler.generator).__name__)

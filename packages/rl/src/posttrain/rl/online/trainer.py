@@ -257,6 +257,7 @@ class RolloutTrainer(Trainer):
             sync=lambda: me._sync_weights(),
             score=lambda samples: me._score(samples),
             layout=lambda: me.layout,
+            overlaps=lambda: me.episodes is not None and me.sampler.may_overlap,
         )
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)

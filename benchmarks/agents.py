@@ -1,0 +1,177 @@
+"""Rollouts of agents of which some are ten times slower, and what a turn costs beside the engine.
+
+    python benchmarks/agents.py
+
+`slow tools`, `long turns`: 4 groups of 8 episodes on the local engine, of 4 turns of 16 tokens with a tool of 50 ms
+behind each; in every group the tool of one episode takes 500 ms, or its turns have 160 tokens. Beside it the same in
+lock-step, where the turns that wait are written to their end before others begin, and the bound: no rollout is done
+before the slow episodes alone are, nor before all the others are. The model has 16 million parameters; one thread.
+
+`overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
+(`generate`) and through HTTP: what a turn costs beyond that, and the memory of an episode in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+import tracemalloc
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from grpo import VOCABULARY, tokenizer
+
+from posttrain.rl import Agent, GRPOConfig, GRPOTrainer
+from posttrain.rl.generation import Completions
+from posttrain.rl.online.sampler import Policy, TurnsTogether
+
+GROUPS, GROUP, TURNS, TOKENS, TOOL, SLOWER = 4, 8, 4, 16, 0.05, 10
+EPISODES, LATENCY = 256, 0.05
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def model(width: int, layers: int):
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=6, num_key_value_heads=2, head_dim=64, pad_token_id=0, eos_token_id=None,
+            max_position_embeddings=8192,
+        )
+    )  # fmt: skip
+
+
+def trainer(agent, folder: str, policy, engine=None):
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    args = GRPOConfig(
+        folder, max_steps=1, per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=4000,
+        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"number": i} for i in range(GROUPS)]
+    return GRPOTrainer(policy, None, args, rows, processing_class=words, generator=engine, agent=agent)
+
+
+# ------------------------------------------------------------------------------------------------ the slow episodes
+
+
+def agent(which: str):
+    """Of `TURNS` turns, in which the first of each group is slower."""
+
+    async def run(episode, row):
+        slow = row["slow"]
+        said = [{"role": "user", "content": f"{10 + row['number']} 3 5 7 9 11"}]
+        for _ in range(TURNS):
+            tokens = TOKENS * (SLOWER if slow and which == "long turns" else 1)
+            said.append(await episode.generate(said, max_tokens=tokens))
+            await asyncio.sleep(TOOL * (SLOWER if slow and which == "slow tools" else 1))
+            said.append({"role": "user", "content": "2 4 6"})
+        return 1.0
+
+    return run
+
+
+def seconds(run, rows) -> float:
+    started = time.perf_counter()
+    run._sample(run.new_samples(rows))
+    return time.perf_counter() - started
+
+
+def slow_episodes() -> None:
+    rows = [{"number": i, "slow": place == 0} for i in range(GROUPS) for place in range(GROUP)]
+    with tempfile.TemporaryDirectory() as folder:
+        for which in ("slow tools", "long turns"):
+            run = trainer(agent(which), folder, model(384, 4))
+            seconds(run, rows[:2])  # tries the model
+            ours = seconds(run, rows)
+            parts = {slow: seconds(run, [row for row in rows if row["slow"] == slow]) for slow in (True, False)}
+            own = Policy.open
+            Policy.open = contextlib.contextmanager(lambda self: iter([TurnsTogether(self.turn)]))
+            together, Policy.open = seconds(run, rows), own
+            print(
+                f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); bound "
+                f"{max(parts.values()):6.2f} s, of which this is {max(parts.values()) / ours:.2f}",
+                flush=True,
+            )
+
+
+# ------------------------------------------------------------------------------------------------ beside the engine
+
+
+class Server:
+    """A stand-in for a server that answers each of many turns after `LATENCY` seconds."""
+
+    is_concurrent = has_own_weights = True
+
+    def sync_weights(self, model) -> None:
+        pass
+
+    def generate(self, prompts, n, sampling, seeds=None) -> Completions:
+        time.sleep(LATENCY)
+        ids = [[2 + (7 * i) % 100 for i in range(TOKENS)] for _ in range(len(prompts) * n)]
+        return Completions(ids, [[-1.0] * TOKENS for _ in ids], [False] * len(ids))
+
+
+def connection(episode):
+    import httpx
+
+    headers = {"authorization": f"Bearer {episode.api_key}"}
+    return httpx.AsyncClient(base_url=episode.base_url, headers=headers, timeout=60, trust_env=False, verify=False)
+
+
+def asks(through_http: bool, turns: int):
+    async def run(episode, row):
+        said = [{"role": "user", "content": f"{10 + row['number']} 3 5 7 9 11"}]
+        async with connection(episode) if through_http else contextlib.nullcontext() as client:
+            for _ in range(turns):
+                if client is None:
+                    said.append(await episode.generate(said, max_tokens=TOKENS))
+                else:
+                    answer = await client.post("chat/completions", json={"messages": said, "max_tokens": TOKENS})
+                    said.append(answer.json()["choices"][0]["message"])
+                said.append({"role": "user", "content": "2 4 6"})
+        return 1.0
+
+    return run
+
+
+def overhead() -> None:
+    turns = 8
+    with tempfile.TemporaryDirectory() as folder:
+        for through_http in (False, True):
+            if through_http and not _has("httpx", "uvicorn"):
+                print("through HTTP: httpx and uvicorn are not installed")
+                continue
+            run = trainer(Agent(asks(through_http, turns)), folder, model(64, 1), Server())
+            seconds(run, [{"number": 0}] * 8)
+            each = (seconds(run, [{"number": i} for i in range(EPISODES)]) - turns * LATENCY) / (EPISODES * turns) * 1e3
+            held = []
+            for number in (EPISODES // 4, EPISODES):
+                tracemalloc.start()
+                seconds(run, [{"number": i} for i in range(number)])
+                held.append(f"{tracemalloc.get_traced_memory()[1] / number / 1024:.0f}")
+                tracemalloc.stop()
+            name = "through HTTP" if through_http else "in Python"
+            print(
+                f"overhead {name}: {each:.2f} ms a turn; {held[0]} KiB an episode of {EPISODES // 4}, {held[1]} KiB of "
+                f"{EPISODES}",
+                flush=True,
+            )
+
+
+def _has(*names: str) -> bool:
+    from importlib.util import find_spec
+
+    return all(find_spec(name) is not None for name in names)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    slow_episodes()
+    overhead()
