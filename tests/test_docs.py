@@ -57,6 +57,8 @@ DATASETS = {
     "trl-lib/tldr": [{"prompt": q, "completion": a} for q, a in _problems],
 }
 
+WIDEST_CODE = 78
+
 # Commands that are right wherever their program is installed.
 PLAIN = {"vllm", "cd", "git", "source", "export", "python3", "tensorboard", "nvidia-smi", "tar", "ls", "cat"}
 LAUNCHERS = {"torchrun", "accelerate"}
@@ -99,6 +101,17 @@ def local_models(tmp_path_factory) -> dict[str, str]:
         make().save_pretrained(folders[name])
         tiny.tokenizer().save_pretrained(folders[name])
     return folders
+
+
+def test_code_on_a_page_is_no_wider_than_the_site_shows():
+    wide = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+        for match in re.finditer(r"^( *)```.*?\n(.*?)^\1```", text, flags=re.DOTALL | re.MULTILINE):
+            for line in match[2].splitlines():
+                if len(line) - len(match[1]) > WIDEST_CODE:
+                    wide.append(f"{page.relative_to(ROOT)} ({len(line)} characters): {line}")
+    assert wide == [], f"code wider than {WIDEST_CODE} characters is cut by the site"
 
 
 @pytest.mark.parametrize("page", of_pages("python", "py"))

@@ -44,8 +44,9 @@ def damaged(monkeypatch):
     monkeypatch.setattr(weights.codec, "write_tensors", change)
 
 
-def test_the_first_checkpoint_and_the_final_model_are_read_back(tmp_path, read, caplog):
-    one = trainer(tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_checkpoint_and_the_final_model_are_read_back(tmp_path, read, caplog, tied):
+    one = trainer(tmp_path, tiny.causal_lm(tie_word_embeddings=tied))
     with caplog.at_level(logging.INFO, LOGGER):
         one.train()
         one.save_model()

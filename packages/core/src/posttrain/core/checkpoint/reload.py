@@ -129,7 +129,9 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
         inputs["decoder_input_ids"] = ids
     inputs = {name: value.to(device) for name, value in inputs.items()}
     # Its weights are those of `model`, as was just compared: these are computed with, and take no memory twice.
-    tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | model.state_dict()
+    # Kept as parameters, since those that are tied must be one object.
+    weights_of_model = model.state_dict(keep_vars=True)
+    tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | weights_of_model
     try:
         trained = model.eval()(**inputs).logits.double()
         read = torch.func.functional_call(twin, tensors, kwargs=inputs).logits.double()
