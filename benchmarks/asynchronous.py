@@ -83,7 +83,7 @@ def train(url: str, folder: Path, bound: int, seed: int, options: argparse.Names
         disable_tqdm=True, use_vllm=True, vllm_mode="server", max_staleness=bound, sample_ledger=True,
         reward_concurrency=2,
     )  # fmt: skip
-    generator = VLLMServerGenerator(url, group_port=0, tokenizer=tokenizer, in_flight=bound > 0)
+    generator = VLLMServerGenerator(url, group_port=0, in_flight=bound > 0)
     trainer = GRPOTrainer(model, right, args, new, None, tokenizer, callbacks=[records], generator=generator)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()

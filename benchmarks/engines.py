@@ -86,7 +86,7 @@ def part(engine: str, seeds: list[int], options: argparse.Namespace) -> list[dic
             served = options.out / f"begin-{seeds[0]}"
             flags = [*servers.FLAGS, "--max-model-len", "32"]
             url = options.url or stack.enter_context(servers.server(served, flags))
-            generator = VLLMServerGenerator(url, group_port=0, tokenizer=calculator.make_tokenizer())
+            generator = VLLMServerGenerator(url, group_port=0)
         if engine == "colocated":
             os.environ |= servers.ENVIRONMENT
             generator = VLLMColocatedGenerator({"enforce_eager": True, "max_model_len": 32})

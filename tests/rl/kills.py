@@ -128,7 +128,7 @@ def train(folder: Path, ports: dict[str, int], steps: int, bound: int, patience:
         ),
         [{"prompt": row["prompt"]} for row in text_rows(13)], None, tiny.tokenizer(), environment_factory=Room,
         generator=VLLMServerGenerator(
-            url, patience, 0, folder=shared, tokenizer=tiny.tokenizer(), in_flight=bound > 0, request_timeout=60
+            url, patience, 0, folder=shared, in_flight=bound > 0, request_timeout=60
         ),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=any((folder / "run").glob("checkpoint-*")))

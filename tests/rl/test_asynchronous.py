@@ -383,7 +383,7 @@ def client_of(server, in_flight=True):
             server.model.load_state_dict(dict(weights), strict=False)
 
     url = f"http://127.0.0.1:{server.server_port}/"
-    return VLLMServerGenerator(url, timeout=5, send=send, tokenizer=tiny.tokenizer(), in_flight=in_flight)
+    return VLLMServerGenerator(url, timeout=5, send=send, in_flight=in_flight)
 
 
 def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_token(server):
@@ -500,7 +500,7 @@ def test_a_server_that_is_lost_while_it_gets_weights_is_sent_them_again(path, bo
 
     monkeypatch.setattr(OpenAI, "do_POST", do_post)
     url, shared = f"http://127.0.0.1:{server.server_port}/", str(tmp_path / "shared")
-    client = VLLMServerGenerator(url, timeout=5, tokenizer=tiny.tokenizer(), folder=shared)
+    client = VLLMServerGenerator(url, timeout=5, folder=shared)
     trainer = make(tmp_path, generator=client, max_staleness=bound, sample_ledger=True, num_train_epochs=3)
     trainer.train()
     found, steps = audit(tmp_path), trainer.state.global_step

@@ -27,8 +27,6 @@ class Server(ThreadingHTTPServer):
         self.model, self.failures, self.version, self.connections = model, 0, "default", 0
         self.settings = {
             "mode": "raw_logprobs",
-            "reads_ids": True,
-            "nested": False,
             "longest": None,
             "dtype": "torch.bfloat16",
         } | settings
@@ -134,29 +132,6 @@ class OpenAI(Handler):
         self.answer({"choices": choices[::-1]})  # in whatever order
 
 
-class Trl(Handler):
-    """What ``trl vllm-serve`` answered before it started vLLM's own server."""
-
-    def do_GET(self):
-        known = {"/health": {"status": "ok"}, "/get_world_size/": {"world_size": 1}}
-        self.answer(known.get(self.path), 200 if self.path in known else 404)
-
-    def do_POST(self):
-        if (asked := self.asked()) is None:
-            return
-        if self.path != "/generate/":
-            return self.answer({"message": "ok"})
-        prompts, tokenizer = asked["prompts"], tiny.tokenizer()
-        if not self.server.settings["reads_ids"]:
-            if not isinstance(prompts[0], str):
-                return self.answer({"detail": "Input should be a valid string"}, 422)
-            prompts = [tokenizer(text)["input_ids"] for text in prompts]
-        n, seed = asked["n"], asked["generation_kwargs"]["seed"]
-        ids, logps, _ = self.server.write(prompts, n, asked, [seed + i for i in range(n * len(prompts))])
-        logps = [[[logp] for logp in row] for row in logps] if self.server.settings["nested"] else logps
-        self.answer({"prompt_ids": prompts, "completion_ids": ids, "logprobs": logps})
-
-
 @pytest.fixture
 def model():
     return tiny.causal_lm(initializer_range=0.3).eval()
@@ -180,7 +155,7 @@ def client_of(server):
         server.model.load_state_dict(dict(weights), strict=False)
 
     url = f"http://127.0.0.1:{server.server_port}/"
-    return VLLMServerGenerator(url, timeout=5, send=send, tokenizer=tiny.tokenizer())
+    return VLLMServerGenerator(url, timeout=5, send=send)
 
 
 def train_a_little(model):
@@ -205,42 +180,18 @@ def test_the_servers_completions_are_those_of_the_weights_that_were_sent(model, 
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"nested": True}, {"reads_ids": False}, {"mode": "processed_logprobs"}], ids=str
-)
-def test_a_server_of_earlier_trl_is_spoken_to_in_its_own_way(model, serve, settings):
-    server = serve(Trl, **settings)
-    train_a_little(model)
-    client = client_of(server)
-    client.sync_weights(model)
-    assert server.paths[0] == "/reset_prefix_cache/" and set(server.paths[1:]) == {"/generate/"}
-    prompts = [tiny.tokenizer()(text)["input_ids"] for text in ("the cat", "a dog sat")]
-    sampling = Sampling(9, eos_token_ids=tuple(range(40)), stop=("z",))
-    done = client.generate(prompts, 2, sampling, [1, 2, 3, 4])
-    assert done.ids == client.generate(prompts, 2, sampling, [1, 2, 3, 4]).ids
-    assert done.ids != client.generate(prompts, 2, sampling, [1, 2, 3, 5]).ids
-    ends = [ids[-1] < 40 or "z" in tiny.tokenizer().decode(ids) for ids in done.ids]
-    assert done.finished == ends and set(ends) == {True, False}
-    for i, (ids, logps) in enumerate(zip(done.ids, done.logps, strict=True)):
-        logits = model(torch.tensor([prompts[i // 2] + ids])).logits[0].log_softmax(-1)
-        expected = [logits[len(prompts[i // 2]) - 1 + t, token].item() for t, token in enumerate(ids)]
-        assert logps == pytest.approx(expected, abs=1e-5)
-    scaled = client.generate(prompts, 1, Sampling(4, temperature=0.5), [1, 2]).logps
-    assert (scaled is not None) == (settings.get("mode") == "processed_logprobs")
+def test_a_server_without_vllms_interface_is_refused(model, serve):
+    class Old(Handler):
+        def do_GET(self):
+            self.answer({"status": "ok"}, 200 if self.path == "/health" else 404)
+
+    with pytest.raises(ValueError, match="has no /v1/models, which vLLM's has. Start it with vllm serve"):
+        client_of(serve(Old)).sync_weights(model)
 
 
-def test_a_server_that_reads_other_tokens_in_texts_is_refused(model, serve):
-    server = serve(Trl, reads_ids=False)
-    client = client_of(server)
-    client.sync_weights(model)
-    with pytest.raises(ValueError, match="no text gives the tokens"):
-        client.generate([[tiny.tokenizer()(letter)["input_ids"][0] for letter in "the"]], 1, Sampling(2), [0])
-
-
-@pytest.mark.parametrize("handler", [OpenAI, Trl])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_weights_that_did_not_arrive_are_noticed(model, serve, handler, mode):
-    client = client_of(serve(handler, mode=mode))
+def test_weights_that_did_not_arrive_are_noticed(model, serve, mode):
+    client = client_of(serve(mode=mode))
     with torch.no_grad():
         model.lm_head.weight.mul_(3)
     client._send = lambda weights, server: None  # nothing is sent
@@ -278,19 +229,13 @@ def test_a_busy_server_is_asked_again(model, serve, monkeypatch):
         client.generate([[5]], 1, Sampling(3), [1])
 
 
-@pytest.mark.parametrize("handler", [OpenAI, Trl])
-def test_a_pattern_is_asked_for_as_the_server_knows_it(model, serve, handler):
-    server = serve(handler)
+def test_a_pattern_is_asked_for_as_the_server_knows_it(model, serve):
+    server = serve()
     client = client_of(server)
     client.options = {"structured_outputs": {"regex": "a+"}, "presence_penalty": 0.5}
     client.sync_weights(model)
     client.generate([[5]], 1, Sampling(3), [1])
-    if handler is OpenAI:
-        assert server.last["structured_outputs"] == {"regex": "a+"} and server.last["presence_penalty"] == 0.5
-    else:
-        assert server.last["structured_outputs_regex"] == server.last["guided_decoding_regex"] == "a+"
-        more = server.last["generation_kwargs"]
-        assert more["presence_penalty"] == 0.5 and "structured_outputs" not in more
+    assert server.last["structured_outputs"] == {"regex": "a+"} and server.last["presence_penalty"] == 0.5
 
 
 def client_of_several(servers, monkeypatch):
@@ -301,7 +246,7 @@ def client_of_several(servers, monkeypatch):
         by_port[target.url[-5:].strip(":")].model.load_state_dict(dict(weights), strict=False)
 
     urls = ", ".join(f"http://127.0.0.1:{port}" for port in by_port)
-    return VLLMServerGenerator(urls, timeout=5, send=send, tokenizer=tiny.tokenizer())
+    return VLLMServerGenerator(urls, timeout=5, send=send)
 
 
 def completions_of(server):
@@ -420,7 +365,7 @@ def test_whoever_sends_weights_is_connected_before_an_update_is_announced(model,
             server.model.load_state_dict(dict(weights), strict=False)
 
     url = f"http://127.0.0.1:{server.server_port}"
-    VLLMServerGenerator(url, timeout=5, send=Sender(), tokenizer=tiny.tokenizer()).sync_weights(model)
+    VLLMServerGenerator(url, timeout=5, send=Sender()).sync_weights(model)
     assert server.paths[1:3] == ["/init_weight_transfer_engine", "/start_weight_update"]
     assert address_towards(url) == "127.0.0.1"
 
@@ -446,17 +391,11 @@ def test_adapters_are_sent_as_the_model_that_they_amount_to(model, modules_to_sa
         torch.testing.assert_close(sent[name], weight.detach(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("handler", [OpenAI, Trl])
-def test_a_trainer_samples_from_a_server(model, serve, handler, tmp_path, monkeypatch):
-    server = serve(handler, mode="processed_logprobs")
+def test_a_trainer_samples_from_a_server(model, serve, tmp_path, monkeypatch):
+    server = serve(mode="processed_logprobs")
     sent, read = [], server.read_weights
     monkeypatch.setattr(server, "read_weights", lambda **where: (sent.append(where), read(**where))[1])
 
-    def send(self, weights, target):
-        server.model.load_state_dict(dict(weights), strict=False)
-        sent.append(len(weights))
-
-    monkeypatch.setattr("posttrain.rl.generation.trl_server._Broadcast.__call__", send)
     with pytest.warns(UserWarning, match="vllm_max_model_length=99 has no effect without"):
         args = GRPOConfig(
             output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=5,
@@ -550,11 +489,11 @@ def assert_called(samples):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["local", "transformers", "continuous", "vllm", "trl"])
+@pytest.mark.parametrize("kind", ["local", "transformers", "continuous", "vllm"])
 def test_every_engine_goes_through_the_same_tool_loop(kind, caller, serve, tmp_path):
     model, engine = copy.deepcopy(caller), None
-    if kind in ("vllm", "trl"):
-        server = serve(OpenAI if kind == "vllm" else Trl)
+    if kind == "vllm":
+        server = serve()
         server.model.load_state_dict(model.state_dict())
         engine = client_of(server)
     options = {

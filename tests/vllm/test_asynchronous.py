@@ -23,7 +23,7 @@ LARGEST = 1e-5
 def client_of(server):
     url, folder = server
     shared = str(folder / "shared")
-    return VLLMServerGenerator(url, timeout=30, group_port=0, tokenizer=tiny.tokenizer(), folder=shared, in_flight=True)
+    return VLLMServerGenerator(url, timeout=30, group_port=0, folder=shared, in_flight=True)
 
 
 def test_completions_go_on_under_new_weights_and_each_token_has_those_of_its_version(server):

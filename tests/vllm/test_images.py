@@ -53,7 +53,7 @@ def test_grpo_with_images_learns_from_a_servers_completions(url, tmp_path):
 
 
 def test_a_server_that_reads_images_otherwise_is_refused(url, tmp_path):
-    client = VLLMServerGenerator(url, timeout=30, group_port=0, tokenizer=servers.seeing()[1].tokenizer)
+    client = VLLMServerGenerator(url, timeout=30, group_port=0)
     client.sync_weights(servers.seeing()[0])
     token = tiny_vision.number("<image>")
     prompt = Pictured([5, token, 6], [tiny_vision.image(0)], [5, *[token] * 9, 6])

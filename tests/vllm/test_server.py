@@ -7,7 +7,6 @@ from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.lora import NAME
 from posttrain.rl.generation.server import Server
 from posttrain.rl.generation.vllm import VLLMServerGenerator
-from tests import tiny
 from tests.vllm import servers
 
 PROMPTS = [[5, 9, 14], [7, 8], [30, 40, 50, 60]]
@@ -18,7 +17,7 @@ LARGEST = 1e-5
 def client_of(server, transport="gloo", **options):
     url, folder = server
     where = {"folder": str(folder / "shared")} if transport == "folder" else {}
-    return VLLMServerGenerator(url, timeout=30, group_port=0, tokenizer=tiny.tokenizer(), **where, **options)
+    return VLLMServerGenerator(url, timeout=30, group_port=0, **where, **options)
 
 
 def trained(model, scale=1.02):

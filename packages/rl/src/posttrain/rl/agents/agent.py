@@ -167,7 +167,7 @@ class Turns(Protocol):
     def begin(self, asked: Sequence[tuple[Any, Sample, Sampling]]) -> None: ...
 
     def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-        """Write no further what nobody waits for."""
+        """Stop the turns of such keys: no one waits for them."""
         ...
 
     def step(self) -> list[tuple[Any, Sample]]:

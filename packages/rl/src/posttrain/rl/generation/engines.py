@@ -117,7 +117,7 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
     """
     settings = settings_of(args)
     if args.use_vllm:
-        return _vllm(tokenizer, args, settings)
+        return _vllm(args, settings)
     if args.use_transformers_continuous_batching:
         from posttrain.rl.generation.continuous import ContinuousGenerator
 
@@ -142,7 +142,7 @@ def settings_of(args: Any) -> dict[str, Any]:
     return {k: v for k, v in (args.generation_kwargs or {}).items() if k not in (*FOLDED, *ENDS, "do_sample")}
 
 
-def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
+def _vllm(args: Any, settings: dict[str, Any]) -> Generator:
     if args.vllm_structured_outputs_regex:
         settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     if args.vllm_mode == "server":
@@ -154,7 +154,6 @@ def _vllm(tokenizer: Any, args: Any, settings: dict[str, Any]) -> Generator:
             args.vllm_server_timeout,
             args.vllm_group_port,
             settings,
-            tokenizer,
             folder=args.vllm_weight_folder,
             request_timeout=args.vllm_request_timeout,
             in_flight=args.max_staleness > 0,

@@ -1,8 +1,7 @@
 """Generates on separate vLLM servers.
 
 Start each with ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'``, or with the
-backend ``gloo`` where there is no GPU. ``trl vllm-serve`` of trl 1.16 starts such a server too. The server of earlier
-versions of trl has an interface of its own (`trl_server`).
+backend ``gloo`` where there is no GPU. ``trl vllm-serve`` of trl 1.16 starts such a server too.
 
 Completions come over HTTP as token ids. The first process sends weights (`transfer`). Tested against vLLM 0.32 on the
 CPU; not yet verified on a GPU.
@@ -15,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, P
 from posttrain.rl.generation.sampling import never, prefers_probable
 from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
-from posttrain.rl.generation.trl_server import TrlServer
 from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, any_prompt, check, completions
 
 logger = logging.getLogger(__name__)
@@ -43,48 +41,6 @@ ATTEMPTS = 3
 CONCURRENCY = 256
 """Requests under way at each server; vLLM itself decides how many of them it works on."""
 
-PROMPT = "The quick brown fox jumps over the lazy dog."
-"""The prompt that checks whether the server has the weights: a text, since some servers accept nothing else."""
-
-
-class Dialect(Protocol):
-    """The HTTP interface of a kind of server.
-
-    Attributes:
-        scaled: whether its log-probabilities include the temperature and the filters; None: unknown.
-        longest: tokens of prompt and completion together at most; None: unknown.
-        in_float32: whether it computes in float32; False: unknown.
-        is_writing: whether completions are under way, and no server has been lost.
-    """
-
-    @property
-    def scaled(self) -> bool | None: ...
-
-    @property
-    def longest(self) -> int | None: ...
-
-    @property
-    def in_float32(self) -> bool: ...
-
-    @property
-    def is_writing(self) -> bool: ...
-
-    def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
-        """`n` completions of each prompt."""
-        ...
-
-    def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
-        """A completion by `server`."""
-        ...
-
-    def weights_of(self, model: nn.Module) -> Weights | AdapterWeights:
-        """What `update` sends of `model`."""
-        ...
-
-    def update(self, weights: Any, number: int) -> None:
-        """Load `weights` into the servers, as the `number`-th sync of this run."""
-        ...
-
 
 class VLLMServerGenerator:
     """Generates on servers.
@@ -93,7 +49,6 @@ class VLLMServerGenerator:
         url: such as ``http://host:8000``; several with commas between them share the prompts.
         timeout: seconds to wait for a server to come up, at the first sync.
         group_port: the port for weights. options: further fields of a request.
-        tokenizer: for servers of earlier versions of trl, some of which accept texts only.
         send: ``(weights, server)``, sends weights; by default as the servers were started to receive them.
         folder: where the servers read weights instead, see `transfer.Folder`.
         request_timeout: seconds within which a server must answer a request.
@@ -112,7 +67,6 @@ class VLLMServerGenerator:
         timeout: float = 240.0,
         group_port: int = 51216,
         options: dict[str, Any] | None = None,
-        tokenizer: Any = None,
         send: Callable[[Weights, Server], None] | None = None,
         folder: str | None = None,
         request_timeout: float = 1800.0,
@@ -122,7 +76,7 @@ class VLLMServerGenerator:
         self._versions: dict[int, int] = {}
         self.servers = [Server(one.strip(), request_timeout) for one in url.split(",")]
         self.timeout, self.group_port, self.folder = timeout, group_port, folder
-        self.options, self.tokenizer, self._send = dict(options or {}), tokenizer, send
+        self.options, self._send = dict(options or {}), send
         self._scaled: bool | None = None
         self._syncs = self._found_right = 0
 
@@ -156,17 +110,17 @@ class VLLMServerGenerator:
 
     def _may_skip_check(self, model: nn.Module) -> bool:
         """Whether the servers have been found right twice, and would answer after all that they write at present."""
-        skips = self.updates_in_flight and self._found_right > 1 and self._dialect.is_writing
+        skips = self.updates_in_flight and self._found_right > 1 and self._api.is_writing
         return not _greatest(0 if skips else 1, model)
 
     def _send_weights(self, model: nn.Module) -> None:
         """The first process sends them, and the others help to gather them."""
-        weights = self._dialect.weights_of(model)
+        weights = self._api.weights_of(model)
         self._syncs += 1
         self._versions[self._syncs] = self.version
         try:
             if rank() == 0:
-                self._dialect.update(weights, self._syncs)
+                self._api.update(weights, self._syncs)
         finally:
             if weights.are_in_pieces:
                 weights.gather_rest()
@@ -207,44 +161,43 @@ class VLLMServerGenerator:
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        done = self._dialect.write(prompts, n, sampling, seeds)
+        done = self._api.write(prompts, n, sampling, seeds)
         plain = not (prefers_probable(sampling) or self.options) if self._scaled else sampling.temperature == 1
         found = completions(done, with_logps=plain)
         versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
         return replace(found, versions=versions)
 
     def _prompt(self, model: nn.Module) -> list[int]:
-        prompt = any_prompt(model) if self.tokenizer is None else list(self.tokenizer(PROMPT)["input_ids"])
-        longest = self._dialect.longest
+        prompt, longest = any_prompt(model), self._api.longest
         return prompt if longest is None else prompt[: longest - PROBE.max_new_tokens]
 
     def _probe(self, model: nn.Module) -> dict[Server, Written]:
         """What each server writes with its weights."""
         prompt = self._prompt(model)
-        return {server: self._dialect.write_on(server, prompt, PROBE, 0) for server in self.servers}
+        return {server: self._api.write_on(server, prompt, PROBE, 0) for server in self.servers}
 
     def _check(self, model: nn.Module, written: Mapping[Server, Written]) -> None:
         """Asks no server: of sharded weights, this is done by all processes together."""
-        prompt, dialect = self._prompt(model), self._dialect
+        prompt, api = self._prompt(model), self._api
         for server, done in written.items():
 
             def write(row: list[int], done: Written = done) -> Written:
                 return done
 
             who = f"the vLLM server at {server.url}"
-            self._scaled = check(model, write, dialect.scaled, who, prompt, dialect.in_float32)
+            self._scaled = check(model, write, api.scaled, who, prompt, api.in_float32)
 
     @functools.cached_property
-    def _dialect(self) -> Dialect:
-        (first, *others) = self.servers
-        if first.has("/v1/models"):
-            send = None if self._send is None else Given(self._send)
-            where = self.folder, self.group_port, self.timeout
-            return VLLMServers(self.servers, self.options, send, *where, in_flight=self.updates_in_flight)
-        self.updates_in_flight = False
-        if others:
-            raise ValueError(f"{first.url} is a server of an earlier trl, which works alone. Name one server.")
-        return TrlServer(first, self.group_port, self.options, self.tokenizer, self._send)
+    def _api(self) -> VLLMServers:
+        for server in self.servers:
+            if not server.has("/v1/models"):
+                raise ValueError(
+                    f"The server at {server.url} has no /v1/models, which vLLM's has. Start it with vllm serve or "
+                    "trl vllm-serve of trl 1.16 or newer."
+                )
+        send = None if self._send is None else Given(self._send)
+        where = self.folder, self.group_port, self.timeout
+        return VLLMServers(self.servers, self.options, send, *where, in_flight=self.updates_in_flight)
 
 
 class VLLMServers:
@@ -281,14 +234,14 @@ class VLLMServers:
         self._busy = Busy(servers)
 
     def weights_of(self, model: nn.Module) -> Weights | AdapterWeights:
-        """See `Dialect.weights_of`: an adapter as such, if the servers take adapters and the folder is there."""
+        """What `update` sends of `model`: an adapter as such, if the servers take adapters and the folder is there."""
         if self._send is None and self._folder is not None and is_servable(model, self._max_rank):
             self.names = dict.fromkeys(self.names, NAME)
             self._send = AdapterFolder(self._folder)
         return AdapterWeights(model) if isinstance(self._send, AdapterFolder) else Weights(model)
 
     def update(self, weights: Any, number: int) -> None:
-        """See `Dialect.update`. The servers write nothing meanwhile.
+        """Load `weights` into the servers, as the `number`-th sync of this run. They write nothing meanwhile.
 
         In flight, they keep what they have begun, and read it again with the new weights before they go on.
         """
@@ -323,7 +276,7 @@ class VLLMServers:
         )
 
     def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
-        """See `Dialect.write`."""
+        """`n` completions of each prompt."""
         done: list[list[Written] | None] = [None] * len(prompts)
         while left := [place for place, group in enumerate(done) if group is None]:
             with ThreadPoolExecutor(min(len(left), CONCURRENCY * len(self.servers))) as pool:
@@ -339,7 +292,7 @@ class VLLMServers:
 
     @property
     def is_writing(self) -> bool:
-        """See `Dialect`."""
+        """Whether completions are under way, and no server has been lost."""
         return self._busy.writes_on(len(self.servers))
 
     def _leave_out(self, server: Server, why: ConnectionError) -> None:
@@ -357,7 +310,7 @@ class VLLMServers:
         logger.warning("%s: the other servers do its part until the next sync.", why)
 
     def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
-        """See `Dialect.write_on`. A server that was lost is in use again."""
+        """A completion by `server`, which is in use again if it was lost."""
         done = self._ask(server, prompt, 1, sampling, seed)[0]
         self._busy.add(server)
         return done
