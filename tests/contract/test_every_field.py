@@ -26,6 +26,7 @@ from posttrain.rl import (
     DistillationConfig,
     DPOConfig,
     GKDConfig,
+    GMPOConfig,
     GRPOConfig,
     GRPOTrainer,
     KTOConfig,
@@ -44,7 +45,7 @@ from tests.test_architecture import sources, tree
 
 CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
-    RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig,
+    RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.

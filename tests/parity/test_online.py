@@ -11,6 +11,7 @@ import torch
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
+gmpo = pytest.importorskip("trl.experimental.gmpo")
 
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -76,6 +77,11 @@ def with_adapter(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules=names, lora_dropout=0.0, init_lora_weights=False))
 
 
+def peer(package, name):
+    """`name` of the package; of trl, from where it keeps what is new."""
+    return getattr(package, name) if hasattr(package, name) else getattr(gmpo, name)
+
+
 def run(package, name, path, model="model", engine=False, lora=False, rewards=digit_sum, **changes):
     usual = dict(
         output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4,
@@ -83,14 +89,14 @@ def run(package, name, path, model="model", engine=False, lora=False, rewards=di
         logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
         gradient_checkpointing=False, shuffle_dataset=False, max_grad_norm=1.0,
     )  # fmt: skip
-    args = getattr(package, f"{name}Config")(**(usual | changes))
+    args = peer(package, f"{name}Config")(**(usual | changes))
     rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     options = {"processing_class": tiny.tokenizer()}
-    if name == "GRPO":
+    if name != "RLOO":
         options["rollout_func"] = rollout_of_an_engine if engine else rollout
     model = AutoModelForCausalLM.from_pretrained(path / model)
     model = with_adapter(model) if lora else model
-    trainer = getattr(package, f"{name}Trainer")(model, rewards, args, rows, **options)
+    trainer = peer(package, f"{name}Trainer")(model, rewards, args=args, train_dataset=rows, **options)
     if name == "RLOO":
         engine_of(trainer, package)
     if engine:
@@ -140,6 +146,14 @@ def compare(folder, name, keys, **changes):
 def test_grpo(loss_type, changes, folder):
     keys = [*SHARED, "kl"] if "beta" in changes else SHARED
     compare(folder, "GRPO", [*keys, *OWN.get(loss_type, CLIPPING)], loss_type=loss_type, **changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.1}, {"num_iterations": 3, "beta": 0.1},
+    {"top_entropy_quantile": 0.6},
+], ids=str)  # fmt: skip
+def test_gmpo(changes, folder):
+    compare(folder, "GMPO", [*SHARED, *CLIPPING, *(["kl"] if "beta" in changes else [])], **changes)
 
 
 @pytest.mark.rotated

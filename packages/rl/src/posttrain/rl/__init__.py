@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
     from posttrain.rl.algorithms.dpo import DPOConfig, DPOTrainer
     from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
+    from posttrain.rl.algorithms.gmpo import GMPOConfig, GMPOTrainer
     from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
     from posttrain.rl.algorithms.kto import KTOConfig, KTOTrainer
     from posttrain.rl.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -45,6 +46,7 @@ _HOMES = {
     "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
     "algorithms.dpo": ("DPOConfig", "DPOTrainer"),
     "algorithms.gkd": ("GKDConfig", "GKDTrainer"),
+    "algorithms.gmpo": ("GMPOConfig", "GMPOTrainer"),
     "algorithms.grpo": ("GRPOConfig", "GRPOTrainer"),
     "algorithms.kto": ("KTOConfig", "KTOTrainer"),
     "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),

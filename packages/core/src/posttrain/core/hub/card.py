@@ -50,6 +50,7 @@ METHODS = {
     "ORPOConfig": ("ORPO", "2403.07691"),
     "CPOConfig": ("CPO", "2401.08417"),
     "TPOConfig": ("TPO", "2405.16681"),
+    "GMPOConfig": ("GMPO", "2507.20673"),
     "GRPOConfig": ("GRPO", "2402.03300"),
     "RewardConfig": ("reward modelling", "2203.02155"),
     "RLOOConfig": ("RLOO", "2402.14740"),
