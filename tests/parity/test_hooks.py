@@ -44,7 +44,7 @@ def calls(library, folder):
     """How the trainer's own code calls each method of transformers' in a run: positional arguments, names of others."""
     seen = defaultdict(set)
     names = [name for name in methods(transformers.Trainer) if inspect.isfunction(getattr(library.Trainer, name, None))]
-    home = os.path.dirname(inspect.getfile(library.Trainer))
+    home = os.path.dirname(os.path.dirname(inspect.getfile(library.Trainer)))  # compat, too, calls them
 
     class Traced(library.Trainer):
         pass
