@@ -22,6 +22,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.lm.loading.adapters import add_adapter
 from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.rl import (
+    AsyncGRPOConfig,
     CPOConfig,
     DistillationConfig,
     DPOConfig,
@@ -46,6 +47,7 @@ from tests.test_architecture import sources, tree
 CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
+    AsyncGRPOConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.

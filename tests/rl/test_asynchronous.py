@@ -11,7 +11,15 @@ import torch
 
 from posttrain.core import TrainerCallback
 from posttrain.core.data.samplers import mix
-from posttrain.rl import GRPOConfig, GRPOTrainer, ReinforcePlusPlusTrainer, RLOOTrainer
+from posttrain.core.errors import ConfigError
+from posttrain.rl import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    ReinforcePlusPlusTrainer,
+    RLOOTrainer,
+)
 from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
@@ -451,6 +459,23 @@ def test_a_trainer_updates_a_server_in_flight(kind, server, tmp_path):
     assert max(step - int(one.min()) for one, (step, *_) in zip(versions, trainer.notes, strict=True)) <= 2
     ratios = [r["sampling/sampling_logp_difference/mean"] for r in trainer.state.log_history if "staleness/mean" in r]
     assert ratios[0] < 1e-5 and max(ratios) > 1e-4  # the first rollout is of the present weights
+
+
+def test_the_asynchronous_trainer_of_trl_is_grpo_with_its_defaults(server, tmp_path):
+    url = f"http://127.0.0.1:{server.server_port}"
+    args = arguments(AsyncGRPOConfig, tmp_path, num_generations=2, max_completion_length=6, request_timeout=30,
+                     max_inflight_tasks=-1, queue_maxsize=64, vllm_server_base_url=url)  # fmt: skip
+    assert (args.max_staleness, args.vllm_request_timeout, args.vllm_mode, args.loss_type) == (4, 30, "server", "bnpo")
+    rows = [{"prompt": row["prompt"]} for row in text_rows(9)]
+    model = tiny.causal_lm(initializer_range=0.1)
+    with pytest.raises(ValueError, match="rollout_worker is an object of trl's own loop. Pass an engine as generator"):
+        AsyncGRPOTrainer(model, digit_sum, args, rows, tiny.tokenizer(), rollout_worker=object())
+    trainer = AsyncGRPOTrainer(model, digit_sum, args, rows, tiny.tokenizer(), generator=client_of(server))
+    trainer.train()
+    logged = [record["staleness/max"] for record in trainer.state.log_history if "staleness/max" in record]
+    assert trainer.state.global_step > 2 and logged and 0 < max(logged) <= 4
+    with pytest.raises(ConfigError, match="weight_sync_steps=3 has no effect: weights are sent after each"):
+        AsyncGRPOConfig(str(tmp_path), weight_sync_steps=3)
 
 
 @pytest.mark.parametrize("bound", [0, 2])

@@ -43,9 +43,6 @@ _VARIANT = (
     "it is not in this version; posttrain.rl.GRPOTrainer is the nearest, and docs/write-an-algorithm.md shows how to "
     "change it"
 )
-_ASYNC = (
-    "set GRPOConfig(max_staleness=1) of posttrain.rl: GRPOTrainer then samples while it trains; see docs/online-rl.md"
-)
 _OF_TRL = "it is a part of trl that no script needs here; import it from trl if you do"
 
 #: ``{names: what to use instead}``, a clause that follows "posttrain.rl has no 'PPOTrainer': ".
@@ -61,7 +58,6 @@ _INSTEAD: dict[str, str] = {
     "bad as well, see docs/preference.md",
     "IterativeSFT": "call posttrain.sft.SFTTrainer once for each round, with the model of the last",
     "GFPO PAPO GRPOWithReplayBuffer GSPOToken A2PO DPPO": _VARIANT,
-    "AsyncGRPO": _ASYNC,
 }
 INSTEAD = {
     name + ending: why for names, why in _INSTEAD.items() for name in names.split() for ending in ("Trainer", "Config")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from posttrain.rl.agents.agent import Agent
     from posttrain.rl.agents.command import AgentCommand
+    from posttrain.rl.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from posttrain.rl.algorithms.cpo import CPOConfig, CPOTrainer
     from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
     from posttrain.rl.algorithms.dpo import DPOConfig, DPOTrainer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "agents.agent": ("Agent",),
     "agents.command": ("AgentCommand",),
+    "algorithms.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
     "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
     "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
     "algorithms.dpo": ("DPOConfig", "DPOTrainer"),

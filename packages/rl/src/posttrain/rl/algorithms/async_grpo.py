@@ -1,0 +1,129 @@
+"""GRPO that samples on vLLM servers while it trains, under trl's names: `posttrain.rl.algorithms.grpo` with its
+defaults.
+
+Completions are at most `max_staleness` optimizer steps old when they are learned from, each token is weighted by the
+ratio of the policy to the weights that wrote it, and weights change while completions are written; see
+`posttrain.rl.online.asynchronous`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.config import opt
+from posttrain.core.fields.old_names import Removed
+from posttrain.core.optim.lr_scheduler import SCHEDULES
+from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
+from posttrain.rl.generation.protocol import Generator
+from posttrain.rl.losses.policy_losses import LOSSES
+from posttrain.rl.online.arguments import SERVER
+
+
+@dataclass
+class AsyncGRPOConfig(GRPOConfig):
+    """Arguments of `AsyncGRPOTrainer`: those of `GRPOTrainer`, of which some have other defaults."""
+
+    logging_steps: float | str = opt(1, "Steps between records; below 1, a share of all steps.", min=0)
+    lr_scheduler_type: str = opt(
+        "constant", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
+    )
+    max_completion_length: int = opt(2048, "Tokens of a completion at most; longer ones are cut there.", min=1)
+    loss_type: str = opt(
+        "bnpo",
+        "A loss in `posttrain.rl.losses.policy_losses.LOSSES`, which also sets its normalization.",
+        choices=tuple(LOSSES),
+    )
+    max_staleness: int = opt(
+        4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
+    )
+    use_vllm: bool = opt(True, "Generate with vLLM.")
+    vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
+    vllm_server_base_url: str | None = opt(
+        "http://localhost:8000", "Address of the server; several with commas between them share the prompts.",
+        needs=SERVER,
+    )  # fmt: skip
+    vllm_request_timeout: float = opt(
+        600.0, "Seconds within which the server must answer a request.", above=0, needs=SERVER,
+        aliases=("request_timeout",),
+    )  # fmt: skip
+
+    OLD_NAMES = {
+        "fork_threshold_tokens": Removed(
+            "answers are learned from as they were sampled, and a changed history begins a sequence.", harmless=None
+        ),
+        "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
+        "max_inflight_tasks": Removed(
+            "what max_staleness allows is on its way; set generation_batch_size for more at a time.", harmless=(-1,)
+        ),
+        "queue_maxsize": Removed("max_staleness bounds what waits.", harmless=None),
+        "weight_sync_steps": Removed("weights are sent after each optimizer step.", harmless=(1,)),
+        "weight_sync_timeout": Removed("set vllm_request_timeout.", harmless=(1800,)),
+        "heartbeat_stale_after_s": Removed(
+            "rollouts are threads of this process: their errors end the run, and calls that hang are named.",
+            harmless=None,
+        ),
+        "dtype": Removed("set model_init_kwargs={'dtype': ...}.", harmless=(None, "float32")),
+    }  # fmt: skip
+
+    def _problems(self) -> Iterator[str]:
+        if not self.use_vllm:
+            yield "use_vllm=False leaves nothing to sample with while the policy is trained; use GRPOConfig"
+
+
+class AsyncGRPOTrainer(GRPOTrainer):
+    """Trains a policy on groups of completions that are sampled meanwhile.
+
+    Args:
+        rollout_worker, weight_transfer: of trl; refused: an engine of your own is passed as `generator`.
+
+    The other arguments are those of `GRPOTrainer`.
+
+    Raises:
+        ValueError: `rollout_worker` or `weight_transfer` is given.
+    """
+
+    config_class: type[AsyncGRPOConfig] = AsyncGRPOConfig
+    args: AsyncGRPOConfig
+    tag_names = ("posttrain", "async-grpo")
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        reward_funcs: Any = None,
+        args: AsyncGRPOConfig | None = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
+        generator: Generator | None = None,
+        **others: Any,
+    ) -> None:
+        for name, given in (("rollout_worker", rollout_worker), ("weight_transfer", weight_transfer)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} is an object of trl's own loop. Pass an engine as generator: it has generate() and "
+                    "sync_weights(), see posttrain.rl.generation.protocol."
+                )
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
+            generator=generator,
+            **others,
+        )
