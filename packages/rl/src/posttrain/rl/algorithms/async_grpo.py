@@ -43,13 +43,17 @@ class AsyncGRPOConfig(GRPOConfig):
     use_vllm: bool = opt(True, "Generate with vLLM.")
     vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
     vllm_server_base_url: str | None = opt(
-        "http://localhost:8000", "Address of the server; several with commas between them share the prompts.",
+        "http://localhost:8000",
+        "Address of the server; several with commas between them share the prompts.",
         needs=SERVER,
-    )  # fmt: skip
+    )
     vllm_request_timeout: float = opt(
-        600.0, "Seconds within which the server must answer a request.", above=0, needs=SERVER,
+        600.0,
+        "Seconds within which the server must answer a request.",
+        above=0,
+        needs=SERVER,
         aliases=("request_timeout",),
-    )  # fmt: skip
+    )
 
     OLD_NAMES = {
         "fork_threshold_tokens": Removed(
@@ -67,7 +71,7 @@ class AsyncGRPOConfig(GRPOConfig):
             harmless=None,
         ),
         "dtype": Removed("set model_init_kwargs={'dtype': ...}.", harmless=(None, "float32")),
-    }  # fmt: skip
+    }
 
     def _problems(self) -> Iterator[str]:
         if not self.use_vllm:
