@@ -31,12 +31,11 @@ from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
-from posttrain.core.logging.input_counter import InputCounter
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, clock_of, is_performance, num_tokens_in
 from posttrain.core.losses import normalization, scale_check
 from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, special_tokens, wrapping
-from posttrain.core.optim import builder, schedule
+from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import nonfinite, override_checks, preflight, resume
 from posttrain.core.training.evaluator import Evaluator
@@ -222,8 +221,6 @@ class Trainer(TrainerNames):
         self.main_input = getattr(base, "main_input_name", "input_ids")
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        pad, count = getattr(self.processing_class, "pad_token_id", None), self.args.include_num_input_tokens_seen
-        self._input_counter = InputCounter(self.main_input, pad, count == "non_padding")
         tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if tags and add_tags is not None:
@@ -323,7 +320,7 @@ class Trainer(TrainerNames):
         if self.args.include_num_input_tokens_seen != "no":  # the schedule may follow them, and callbacks may stop
             self.store_flos()
         if applied:
-            schedule.step(self.lr_scheduler, self.state.num_input_tokens_seen)
+            lr_scheduler.step(self.lr_scheduler, self.state.num_input_tokens_seen)
         for parameter in run.parameters:
             parameter.grad = None
         if run.ema is not None:
@@ -350,7 +347,7 @@ class Trainer(TrainerNames):
                     check_limits(inputs, self.id_limits())
                     raise
             if not is_filler:
-                self._input_counter.add(self.metrics, inputs, self.floating_point_ops(inputs))
+                self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):
                 self._fire("on_substep_end")
         self.run.window_size = 0
@@ -926,7 +923,7 @@ class Trainer(TrainerNames):
         )
 
     def _new_record(self, clock: Clock | None = None) -> None:
-        self.record = Record(self.args, self.dist, clock)
+        self.record = Record(self.args, self.dist, clock, getattr(self.processing_class, "pad_token_id", None))
         self.metrics, self.clock = self.record.metrics, self.record.clock
 
     def restore_rng(self) -> None:
@@ -948,10 +945,10 @@ class Trainer(TrainerNames):
             if on_host and items:
                 return None
         items = normalization.scalar(items, self.dist.device)
-        if self.args.average_tokens_across_devices:
-            return self.dist.sum(items)
+        if self.dist.world_size == 1:
+            return items
         # A process without labels has no mean, and no part in the mean of the others.
-        return items if self.dist.world_size == 1 else items.clamp(min=1)
+        return self.dist.sum(items) if self.args.average_tokens_across_devices else items.clamp(min=1)
 
     def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""

@@ -16,7 +16,6 @@ from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
-from posttrain.core.optim import schedule
 from posttrain.core.state import TrainerState
 from posttrain.core.training import argument_changes, ema
 from posttrain.core.training.plan import Plan, resumed
@@ -135,8 +134,8 @@ def without_position(
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the optimizer has made no step yet
-            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedule.TokenLR) else step):
-                schedule.step(lr_scheduler, state.num_input_tokens_seen)
+            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
+                schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
     seeks = plan.steps_per_epoch is not None and skips_data
     data = _seek(run, plan, state, checkpoint) if seeks else "starts from the beginning"
