@@ -23,7 +23,7 @@ from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, codec, weights
-from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
+from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.loaders import Loaders
@@ -766,13 +766,7 @@ class Trainer(TrainerNames):
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write this process' files of a checkpoint. Extend it for files of your own."""
-
-        def save_model(folder: Path) -> None:
-            self.save_model(str(folder), _internal_call=True)
-
-        self.checkpoints.write(
-            directory, self._contents(), self.state, self._stateful(), save_model, self.saving.beside
-        )
+        self.saving.files(directory)
 
     def load_checkpoint(self, checkpoint: str | Path, model: nn.Module | None = None) -> None:
         """Load the weights of `checkpoint`, and the state of `checkpoint_parts`."""
@@ -788,18 +782,6 @@ class Trainer(TrainerNames):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         self.saving.write(Path(output_dir or self.args.output_dir), state_dict)
-
-    def _contents(self) -> Contents:
-        return Contents(
-            model=wrapping.unwrap(self.model),
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            ema=self.run.ema,
-            trainer=self,
-            scaler=self.dist.scaler,
-            rows_per_step=self.get_total_train_batch_size(self.args),
-            parts=self.checkpoint_parts(),
-        )
 
     # -------------------------------------------------------------------------------------------------------- callbacks
 
@@ -823,9 +805,6 @@ class Trainer(TrainerNames):
     def _fire(self, event: str, state: TrainerState | None = None, **kwargs: Any) -> None:
         self.control = self.callback_handler.call_event(event, self.args, state or self.state, self.control, **kwargs)
 
-    def _stateful(self) -> list[Any]:
-        return [*self.callback_handler.callbacks, self.control]
-
     # ---------------------------------------------------------------------------------------------- the set-up of a run
 
     def _set_up(
@@ -848,7 +827,7 @@ class Trainer(TrainerNames):
         self.state.train_batch_size, self.state.is_hyper_param_search = self.train_batch_size, trial is not None
         self._new_record(clock_of(self.model, self.dist))
         self.run = run = Run.make(weakref.proxy(self), plan, loader, trial, ignore_keys)
-        self.checkpoints.check_space(self._contents(), number_of_saves(plan, args))
+        self.checkpoints.check_space(self.saving.contents(), number_of_saves(plan, args))
         loader.set_epoch(0)
         self._set_objective()
         if checkpoint is not None:
@@ -919,7 +898,7 @@ class Trainer(TrainerNames):
         return TrainerState(
             is_local_process_zero=self.dist.is_local_main,
             is_world_process_zero=self.dist.is_main,
-            stateful_callbacks=self._stateful(),
+            stateful_callbacks=self.saving.stateful(),
         )
 
     def _new_record(self, clock: Clock | None = None) -> None:

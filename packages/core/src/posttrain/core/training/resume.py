@@ -193,13 +193,13 @@ def resume(run: Run, checkpoint: Path) -> None:
         owner.callback_handler.restore(state.stateful_callbacks)
     options = argument_changes.group_options(owner.optimizer)
     if not manager.has_training_state(checkpoint):
-        taken = saved.read_foreign(checkpoint, owner._contents())
+        taken = saved.read_foreign(checkpoint, owner.saving.contents())
         changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
         argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
         skips = not args.ignore_data_skip
         return without_position(checkpoint, plan, state, run, owner.lr_scheduler, taken, skips)
     changed = argument_changes.found(checkpoint, args, state.epoch)
-    position = saved.read(checkpoint, owner._contents(), args.seed, state.global_step, pipeline.set_seed)
+    position = saved.read(checkpoint, owner.saving.contents(), args.seed, state.global_step, pipeline.set_seed)
     argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
     owner.load_state_dict(position["trainer"])
     if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):
