@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import weights
+from posttrain.core.checkpoint.store import final_path
 from posttrain.core.data import rng
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
@@ -33,7 +34,7 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     if free is not None and free < 2 * size:
         logger.info(
             "The model in %s was not read back: a copy takes %.1f GiB of host memory, and %.1f GiB are free.",
-            folder,
+            final_path(folder),
             size / 2**30,
             free / 2**30,
         )
@@ -67,7 +68,7 @@ def check(
     """
     if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
-        logger.info("The adapters in %s were read back and are those that were trained.", folder)
+        logger.info("The adapters in %s were read back and are those that were trained.", final_path(folder))
         return
     own = model.state_dict() if state_dict is None else state_dict
     if not wrapping.is_pretrained(model):
@@ -85,7 +86,7 @@ def check(
         rng.set_rng_state(random)
     logger.info(
         "The model in %s was read back by %s.from_pretrained: the same weights%s.",
-        folder,
+        final_path(folder),
         kind.__name__,
         "" if largest is None else f", and logits that differ by {largest:.2g} of their size at most",
     )

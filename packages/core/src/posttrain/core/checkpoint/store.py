@@ -39,6 +39,12 @@ _RUN = secrets.token_hex(4)
 _DAY = 24 * 3600.0
 
 
+def final_path(folder: str | Path) -> Path:
+    """The path of `folder`, which may hold a checkpoint that is being written, once it is committed."""
+    hidden = _HIDDEN.fullmatch(Path(folder).name)
+    return Path(folder).with_name(hidden["name"]) if hidden else Path(folder)
+
+
 class MissingCheckpointError(CheckpointError, ValueError):
     """The requested checkpoint does not exist."""
 
