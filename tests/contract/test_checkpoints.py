@@ -252,7 +252,7 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
 
     class Fill(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            while trainer.checkpoints.saver._writer.busy:
+            while not trainer.checkpoints.saver._written.done():
                 time.sleep(0.01)
             left["bytes"] = {1: 100_000, 2: 0}.get(state.global_step, 10**9)  # of the second, of the third
 

@@ -30,6 +30,7 @@ from posttrain.rl import (
     GMPOConfig,
     GRPOConfig,
     GRPOTrainer,
+    IWOPDConfig,
     KTOConfig,
     OnlineDPOConfig,
     ORPOConfig,
@@ -48,6 +49,7 @@ CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
     AsyncGRPOConfig,
+    IWOPDConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.

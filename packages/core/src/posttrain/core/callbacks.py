@@ -311,16 +311,18 @@ class DefaultFlowCallback(TrainerCallback):
     """Sets the flags to log, evaluate, save and stop, as the arguments require."""
 
     _passing: Passing | None = None
+    _max_tokens = math.inf
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._passing = Passing()
+        self._passing, self._max_tokens = Passing(), args.max_tokens
         self._passing.begin(state)
 
     def on_step_end(self, args, state, control, **kwargs):
-        step, passing = state.global_step, self._passing or Passing()
-        intervals = (getattr(args, f"{name}_steps", None) for name in ("logging", "eval", "save"))
-        log, evaluate, save = passing.step(state, *intervals)
-        last = step >= state.max_steps or state.num_input_tokens_seen >= getattr(args, "max_tokens", math.inf)
+        step, intervals = state.global_step, (args.logging_steps, args.eval_steps, args.save_steps)
+        log = evaluate = save = False
+        if self._passing is not None and any(isinstance(each, str) for each in intervals):
+            log, evaluate, save = self._passing.step(state, *intervals)
+        last = step >= state.max_steps or state.num_input_tokens_seen >= self._max_tokens
         if args.logging_strategy == "steps" and (log or step % state.logging_steps == 0):
             control.should_log = True
         if step == 1 and args.logging_first_step:

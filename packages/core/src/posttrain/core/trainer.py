@@ -23,7 +23,7 @@ from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 from posttrain.core.checkpoint import Store, codec, weights
-from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
+from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.loaders import Loaders
@@ -31,12 +31,11 @@ from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
-from posttrain.core.logging.input_counter import InputCounter
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, clock_of, is_performance, num_tokens_in
 from posttrain.core.losses import normalization, scale_check
 from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, special_tokens, wrapping
-from posttrain.core.optim import builder, schedule
+from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import nonfinite, override_checks, preflight, resume
 from posttrain.core.training.evaluator import Evaluator
@@ -222,8 +221,6 @@ class Trainer(TrainerNames):
         self.main_input = getattr(base, "main_input_name", "input_ids")
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        pad, count = getattr(self.processing_class, "pad_token_id", None), self.args.include_num_input_tokens_seen
-        self._input_counter = InputCounter(self.main_input, pad, count == "non_padding")
         tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if tags and add_tags is not None:
@@ -323,7 +320,7 @@ class Trainer(TrainerNames):
         if self.args.include_num_input_tokens_seen != "no":  # the schedule may follow them, and callbacks may stop
             self.store_flos()
         if applied:
-            schedule.step(self.lr_scheduler, self.state.num_input_tokens_seen)
+            lr_scheduler.step(self.lr_scheduler, self.state.num_input_tokens_seen)
         for parameter in run.parameters:
             parameter.grad = None
         if run.ema is not None:
@@ -350,7 +347,7 @@ class Trainer(TrainerNames):
                     check_limits(inputs, self.id_limits())
                     raise
             if not is_filler:
-                self._input_counter.add(self.metrics, inputs, self.floating_point_ops(inputs))
+                self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):
                 self._fire("on_substep_end")
         self.run.window_size = 0
@@ -769,13 +766,7 @@ class Trainer(TrainerNames):
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write this process' files of a checkpoint. Extend it for files of your own."""
-
-        def save_model(folder: Path) -> None:
-            self.save_model(str(folder), _internal_call=True)
-
-        self.checkpoints.write(
-            directory, self._contents(), self.state, self._stateful(), save_model, self.saving.beside
-        )
+        self.saving.files(directory)
 
     def load_checkpoint(self, checkpoint: str | Path, model: nn.Module | None = None) -> None:
         """Load the weights of `checkpoint`, and the state of `checkpoint_parts`."""
@@ -791,18 +782,6 @@ class Trainer(TrainerNames):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         self.saving.write(Path(output_dir or self.args.output_dir), state_dict)
-
-    def _contents(self) -> Contents:
-        return Contents(
-            model=wrapping.unwrap(self.model),
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            ema=self.run.ema,
-            trainer=self,
-            scaler=self.dist.scaler,
-            rows_per_step=self.get_total_train_batch_size(self.args),
-            parts=self.checkpoint_parts(),
-        )
 
     # -------------------------------------------------------------------------------------------------------- callbacks
 
@@ -826,9 +805,6 @@ class Trainer(TrainerNames):
     def _fire(self, event: str, state: TrainerState | None = None, **kwargs: Any) -> None:
         self.control = self.callback_handler.call_event(event, self.args, state or self.state, self.control, **kwargs)
 
-    def _stateful(self) -> list[Any]:
-        return [*self.callback_handler.callbacks, self.control]
-
     # ---------------------------------------------------------------------------------------------- the set-up of a run
 
     def _set_up(
@@ -851,7 +827,7 @@ class Trainer(TrainerNames):
         self.state.train_batch_size, self.state.is_hyper_param_search = self.train_batch_size, trial is not None
         self._new_record(clock_of(self.model, self.dist))
         self.run = run = Run.make(weakref.proxy(self), plan, loader, trial, ignore_keys)
-        self.checkpoints.check_space(self._contents(), number_of_saves(plan, args))
+        self.checkpoints.check_space(self.saving.contents(), number_of_saves(plan, args))
         loader.set_epoch(0)
         self._set_objective()
         if checkpoint is not None:
@@ -922,11 +898,11 @@ class Trainer(TrainerNames):
         return TrainerState(
             is_local_process_zero=self.dist.is_local_main,
             is_world_process_zero=self.dist.is_main,
-            stateful_callbacks=self._stateful(),
+            stateful_callbacks=self.saving.stateful(),
         )
 
     def _new_record(self, clock: Clock | None = None) -> None:
-        self.record = Record(self.args, self.dist, clock)
+        self.record = Record(self.args, self.dist, clock, getattr(self.processing_class, "pad_token_id", None))
         self.metrics, self.clock = self.record.metrics, self.record.clock
 
     def restore_rng(self) -> None:
@@ -948,10 +924,10 @@ class Trainer(TrainerNames):
             if on_host and items:
                 return None
         items = normalization.scalar(items, self.dist.device)
-        if self.args.average_tokens_across_devices:
-            return self.dist.sum(items)
+        if self.dist.world_size == 1:
+            return items
         # A process without labels has no mean, and no part in the mean of the others.
-        return items if self.dist.world_size == 1 else items.clamp(min=1)
+        return self.dist.sum(items) if self.args.average_tokens_across_devices else items.clamp(min=1)
 
     def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""

@@ -62,7 +62,7 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
     """
     is_plain = hasattr(model, "save_pretrained") and not hasattr(model, "peft_config")
     in_pieces = is_plain and sharding.is_in_pieces(*model.parameters())
-    if dist.num_processes == 1 or not in_pieces or _fits_one_file(model, max_shard_size):
+    if not in_pieces or _fits_one_file(model, max_shard_size):
         return False
     directory = Path(directory)
     writers = _who_sees(directory, dist)

@@ -96,7 +96,8 @@ class Collate:
     def __init__(
         self, collate_fn: Callable[[Any], Any], streamed: bool, limits: Mapping[str, int] | None = None
     ) -> None:
-        self.collate_fn, self.streamed, self.limits = collate_fn, streamed, limits
+        self.collate_fn, self.streamed = collate_fn, streamed
+        self.limits = {name: limit for name, limit in (limits or {}).items() if name != "labels_per_token"}
         collate = collate_fn
         while hasattr(collate, "collator"):
             collate = collate.collator

@@ -56,6 +56,7 @@ METHODS = {
     "RLOOConfig": ("RLOO", "2402.14740"),
     "ReinforcePlusPlusConfig": ("REINFORCE++", "2501.03262"),
     "OnlineDPOConfig": ("online DPO", "2402.04792"),
+    "IWOPDConfig": ("importance-weighted on-policy distillation", "2606.22600"),
     "DistillationConfig": ("on-policy distillation", "2306.13649"),
 }
 CURVE = "training_loss.svg"

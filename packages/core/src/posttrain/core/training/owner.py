@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 if TYPE_CHECKING:
-    from posttrain.core.checkpoint.manager import CheckpointManager, Contents
+    from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
     from posttrain.core.logging.memory import MemoryTracker
     from posttrain.core.logging.metrics import Clock, Metrics
     from posttrain.core.losses.normalization import Objective
@@ -61,12 +61,14 @@ class Owner(Protocol):
     _step_takes: int
 
     # Hooks, which a subclass may override.
+    checkpoint_parts: Callable[[], dict[str, Stateful]]
     compute_loss: Callable[..., Any]
     compute_loss_context_manager: Callable[[], Any]
     count_items: Callable[[Any], Any]
     create_model_card: Callable[..., None]
     evaluation_loop: Callable[..., EvalLoopOutput]
     floating_point_ops: Callable[[Any], int]
+    get_total_train_batch_size: Callable[[Any], int]
     load_checkpoint: Callable[..., None]
     load_state_dict: Callable[[dict[str, Any]], None]
     log: Callable[..., None]
@@ -75,6 +77,7 @@ class Owner(Protocol):
     save_model: Callable[..., None]
     store_flos: Callable[[], None]
     training_step: Callable[..., Any]
+    state_dict: Callable[[], dict[str, Any]]
     write_checkpoint: Callable[[Path], None]
     _determine_best_metric: Callable[..., bool]
     _load_from_checkpoint: Callable[..., None]
@@ -82,11 +85,5 @@ class Owner(Protocol):
     _save: Callable[..., None]
     _save_checkpoint: Callable[..., None]
 
-    def _contents(self) -> Contents:
-        """The objects that a checkpoint holds the state of."""
-
     def _fire(self, event: str, state: TrainerState | None = None, **kwargs: Any) -> None:
         """Call the callbacks that implement `event`, with `state` or that of the trainer."""
-
-    def _stateful(self) -> list[Any]:
-        """The objects with states that `TrainerState` collects: the callbacks and the control."""

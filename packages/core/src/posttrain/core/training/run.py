@@ -134,7 +134,7 @@ class Run:
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
         if preemption.may_save(args):
-            owner.checkpoints.check_state(owner._contents(), owner.state, owner._stateful())
+            owner.checkpoints.check_state(owner.saving.contents(), owner.state, owner.saving.stateful())
         self.meet("what callbacks do when training begins")
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:
@@ -398,7 +398,7 @@ class Run:
             with owner.clock("save"):
                 owner._save_checkpoint(owner.model_wrapped, self.trial)
         if args.save_on_exception:
-            owner.checkpoints.boundary = copy.deepcopy(owner._contents().position())
+            owner.checkpoints.boundary = copy.deepcopy(owner.saving.contents().position())
         if self.pace is not None:
             owner.dist.enter_step(owner.state.global_step + 1, self.progress.batches)
             self.pace.resume()

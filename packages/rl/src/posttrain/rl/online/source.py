@@ -21,6 +21,7 @@ from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
+from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background
 from posttrain.rl.online.ledger import Ledger
@@ -32,8 +33,8 @@ from posttrain.rl.samples.samples import Rollout, Sample
 logger = logging.getLogger(__name__)
 
 Scored = tuple[list[Sample], Scores]
-Triple = tuple[Sample, torch.Tensor, torch.Tensor]
-"""A sample, its rewards and which of them failed: (F,) each."""
+One = tuple[Sample, torch.Tensor, torch.Tensor, dict[int, TurnRewards]]
+"""A sample, its rewards and which of them failed, (F,) each, and what its turns were given."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,12 @@ class Source:
         samples, scores = found
         layout = self.hooks.layout()
         size, wanted = layout.group_size, len(samples) * self.dist.world_size
-        kept: list[Triple] = []
-        spare: list[Triple] = []
+        kept: list[One] = []
+        spare: list[One] = []
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
-            dealt = [triple for part in self.dist.gather_object(_triples(samples, scores)) for triple in part]
+            dealt = [one for part in self.dist.gather_object(_one_by_one(samples, scores)) for one in part]
             everyone = [dealt[place] for place in layout.dealt().argsort()]
-            total = total_rewards(torch.stack([rewards for _, rewards, _ in everyone]), self.weights)
+            total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), self.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
                 (spare if is_equal else kept).extend(everyone[group * size : (group + 1) * size])
             metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
@@ -182,10 +183,12 @@ class Source:
                 break
             samples, scores = more
         if self.dist.is_main and (rest := (kept + spare)[wanted:]):
-            self.log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, _ in rest]), None)
+            self.log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, *_ in rest]), None)
         mine = [(kept + spare)[number] for number in layout.numbers(self.dist.rank)]
-        rewards, failed = torch.stack([r for _, r, _ in mine]), torch.stack([f for *_, f in mine])
-        return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
+        rewards, failed = torch.stack([r for _, r, *_ in mine]), torch.stack([f for *_, f, _ in mine])
+        turns = [turns for *_, turns in mine]
+        scores = replace(scores, rewards=rewards, failed=failed, columns={}, turns=turns)
+        return [sample for sample, *_ in mine], scores
 
     def _next_scored(self, batches: Iterator[list[dict[str, Any]]], metrics: Metrics, clock: Clock) -> Scored | None:
         """Completions of the next batch of prompts; None where the epoch has no more."""
@@ -259,6 +262,7 @@ class Source:
             )
 
 
-def _triples(samples: list[Sample], scores: Scores) -> list[Triple]:
+def _one_by_one(samples: list[Sample], scores: Scores) -> list[One]:
     samples = [replace(sample, environment=None) for sample in samples]  # its reward is known, and it stays here
-    return list(zip(samples, scores.rewards, scores.failed, strict=True))
+    turns = scores.turns or [{}] * len(samples)
+    return list(zip(samples, scores.rewards, scores.failed, turns, strict=True))
