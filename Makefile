@@ -42,7 +42,7 @@ VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
 .PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-agents \
-        test-browser kernels gpu figures lint types house check docs dist-check clean
+        test-browser kernels signatures gpu figures lint types house check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -88,6 +88,9 @@ test-torchao: $(TORCHAO_STAMP) ## Run the tests of torchao's optimizers and type
 
 kernels: $(STAMP) $(KERNELS_STAMP) ## Compile the kernels of a step for an A100, an H100 and a B200, without a GPU: 20 minutes.
 	PYTHONPATH=$(KERNELS):. OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.kernels.report
+
+signatures: $(STAMP) ## Compare calls of packages that need a GPU with their releases, which are downloaded: 100 MB.
+	$(PY) -m tests.signatures.calls
 
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
