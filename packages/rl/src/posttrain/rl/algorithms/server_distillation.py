@@ -125,6 +125,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
         peft_config: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        quantization_config: Any = None,
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
@@ -136,6 +137,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
             peft_config=peft_config,
             generator=generator,
             **others,
