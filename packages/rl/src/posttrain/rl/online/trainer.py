@@ -39,10 +39,11 @@ from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
 from posttrain.rl.generation.transformers import generation_config
-from posttrain.rl.losses import policy_losses
+from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import asynchronous, reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import PerThread, Turns
+from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.old_logps import Needs, OldLogps
 from posttrain.rl.online.reporting import Reporter, Summary
 from posttrain.rl.online.sampler import Policy, Sampler
@@ -57,6 +58,7 @@ from posttrain.rl.policy.reference import (
     make_reference,
     sync_problem,
 )
+from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scoring import (
     RewardModel,
     Rewards,
@@ -197,15 +199,20 @@ class RolloutTrainer(Trainer):
         makes_prompts = environment_factory is not None or agent is not None
         if train_dataset is None and makes_prompts and args.max_steps > 0:
             train_dataset = setup.rows_without_prompts(args)
-        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
+        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations, process)
         self.rollout_func = rollout_func
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
+        if process is not None:
+            functions = [one if isinstance(one, RewardModel) else process.reward(one) for one in functions]
         own = self.environments.reward_functions + ([] if agent is None else [agent.reward_function()])
         functions += own
         if not functions and self.learns_from_rewards:
             raise ValueError(
                 "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
+        if args.curriculum and not functions:
+            raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
         self.rewards = Rewards(functions, args, len(own))
         pipeline.set_seed(args.seed)  # adapters begin with random numbers
         model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
@@ -350,6 +357,17 @@ class RolloutTrainer(Trainer):
         """
         raise TypeError(f"{type(self).__name__} must override compute_advantages.")
 
+    def compute_turn_advantages(self, advantages: torch.Tensor, turns: credit.Turns, group_size: int) -> torch.Tensor:
+        """What each turn of each completion has earned; asked where `credits_turns` is True.
+
+        Args:
+            advantages: (N,) of `compute_advantages`. turns: of all processes, see `posttrain.rl.losses.credit.Turns`.
+
+        Returns:
+            (N, T).
+        """
+        raise TypeError(f"{type(self).__name__} must override compute_turn_advantages.")
+
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of each token (N, C) or completion (N, 1) of a micro-batch; see `Rollout.micro_batches`."""
         raise TypeError(f"{type(self).__name__} must override policy_loss.")
@@ -358,6 +376,11 @@ class RolloutTrainer(Trainer):
     def needs_old_logps(self) -> bool:
         """Whether the policy may have moved since it sampled, when its completions are learned from."""
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    @property
+    def credits_turns(self) -> bool:
+        """Whether `compute_turn_advantages` says what each turn has earned."""
+        return False
 
     @property
     def uses_reference(self) -> bool:
@@ -432,6 +455,10 @@ class RolloutTrainer(Trainer):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
             dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
+        elif self.args.curriculum:
+            if self.source.curriculum is None or self.source.curriculum.dataset is not dataset:
+                self.source.curriculum = Curriculum(dataset, self.args, self.data_seed)
+            dataset = Numbered(dataset)
         size = self.train_batch_size * self.args.steps_per_generation
         return self.make_dataloader(dataset, "Training", size, is_training=True)
 
@@ -612,12 +639,22 @@ class RolloutTrainer(Trainer):
         advantages = self.compute_advantages(everyone.rewards, self.num_generations, kl)
         if self.dist.rank == 0:  # the same on every process
             reporting.log_rollout(metrics, everyone, self.reward_func_names, self.rewards.weights, self.num_generations)
-        advantages = advantages[layout.numbers(self.dist.rank)]
+        own = layout.numbers(self.dist.rank)
+        at_tokens = rollout.of_completions(advantages[own])
+        if self.credits_turns:
+            parts = self.dist.gather_object(
+                credit.weighted(samples, scores.rewards, scores.turns, self.rewards.weights)
+            )
+            turns = credit.Turns.of([one for part in parts for one in part]).ordered(layout.dealt().argsort())
+            by_turn = self.compute_turn_advantages(advantages, turns, self.num_generations)
+            advantages = by_turn.sum(1) / turns.lengths.clamp(min=1)
+            at_tokens = credit.of_tokens(by_turn[own], samples)
+        advantages = advantages[own]
         if source.background is not None:
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
-        return replace(rollout, advantages=rollout.of_completions(advantages))
+        return replace(rollout, advantages=at_tokens)
 
     def _sync_weights(self) -> None:
         """Send the weights to the engine, if they have changed."""
