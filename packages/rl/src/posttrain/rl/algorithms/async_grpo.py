@@ -117,7 +117,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         reward_funcs: Any = None,
         args: AsyncGRPOConfig | None = None,
         train_dataset: Any = None,
