@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.algorithms.sdft import SDFTConfig, SDFTTrainer
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.row_formats import (
@@ -75,6 +76,7 @@ _HOMES = {
         "unpair_preference_dataset",
     ),
     "tools.protocol": ("parse_response",),
+    "algorithms.sdft": ("SDFTConfig", "SDFTTrainer"),
     "algorithms.tpo": ("TPOConfig", "TPOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
