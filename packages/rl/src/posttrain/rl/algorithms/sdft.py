@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core import TrainingArguments
+from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
-from posttrain.core.data import pipeline
+from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError, checked_args
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.algorithms.self_distillation import (
@@ -100,7 +100,7 @@ class SDFTTrainer(SelfDistillationTrainer):
             yield ValueError("SDFT reads prompt and privileged_context of rows; leave out agent and environments.")
         for name in ("train_dataset", "eval_dataset"):
             rows = getattr(parts, name)
-            if isinstance(rows, Mapping) or rows is None or pipeline.is_stream(rows) or not len(rows):
+            if isinstance(rows, Mapping) or rows is None or is_stream(rows) or not len(rows):
                 continue
             if rows[0].get("privileged_context") is None:
                 yield DataError(f"{name}: row 0 has no privileged_context; give each row its teacher's demonstration.")
