@@ -8,7 +8,7 @@ ratio of the policy to the weights that wrote it, and weights change while compl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,62 +20,27 @@ from posttrain.core.optim.lr_scheduler import SCHEDULES
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.losses.policy_losses import LOSSES
-from posttrain.rl.online.arguments import SERVER
+from posttrain.rl.online.arguments import AsyncArguments, refuse_loop_of_trl
 
 
 @dataclass
-class AsyncGRPOConfig(GRPOConfig):
+class AsyncGRPOConfig(AsyncArguments, GRPOConfig):
     """Arguments of `AsyncGRPOTrainer`: those of `GRPOTrainer`, of which some have other defaults."""
 
-    logging_steps: float | str = opt(1, "Steps between records; below 1, a share of all steps.", min=0)
     lr_scheduler_type: str = opt(
         "constant", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
     )
-    max_completion_length: int = opt(2048, "Tokens of a completion at most; longer ones are cut there.", min=1)
     loss_type: str = opt(
         "bnpo",
         "A loss in `posttrain.rl.losses.policy_losses.LOSSES`, which also sets its normalization.",
         choices=tuple(LOSSES),
-    )
-    max_staleness: int = opt(
-        4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
-    )
-    use_vllm: bool = opt(True, "Generate with vLLM.")
-    vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
-    vllm_server_base_url: str | None = opt(
-        "http://localhost:8000",
-        "Address of the server; several with commas between them share the prompts.",
-        needs=SERVER,
-    )
-    vllm_request_timeout: float = opt(
-        600.0,
-        "Seconds within which the server must answer a request.",
-        above=0,
-        needs=SERVER,
-        aliases=("request_timeout",),
     )
 
     OLD_NAMES = {
         "fork_threshold_tokens": Removed(
             "answers are learned from as they were sampled, and a changed history begins a sequence.", harmless=None
         ),
-        "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
-        "max_inflight_tasks": Removed(
-            "what max_staleness allows is on its way; set generation_batch_size for more at a time.", harmless=(-1,)
-        ),
-        "queue_maxsize": Removed("max_staleness bounds what waits.", harmless=None),
-        "weight_sync_steps": Removed("weights are sent after each optimizer step.", harmless=(1,)),
-        "weight_sync_timeout": Removed("set vllm_request_timeout.", harmless=(1800,)),
-        "heartbeat_stale_after_s": Removed(
-            "rollouts are threads of this process: their errors end the run, and calls that hang are named.",
-            harmless=None,
-        ),
-        "dtype": Removed("set model_init_kwargs={'dtype': ...}.", harmless=(None, "float32")),
     }
-
-    def _problems(self) -> Iterator[str]:
-        if not self.use_vllm:
-            yield "use_vllm=False leaves nothing to sample with while the policy is trained; use GRPOConfig"
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
@@ -111,12 +76,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
-        for name, given in (("rollout_worker", rollout_worker), ("weight_transfer", weight_transfer)):
-            if given is not None:
-                raise ValueError(
-                    f"{name} is an object of trl's own loop. Pass an engine as generator: it has generate() and "
-                    "sync_weights(), see posttrain.rl.generation.protocol."
-                )
+        refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
         super().__init__(
             model,
             reward_funcs,
