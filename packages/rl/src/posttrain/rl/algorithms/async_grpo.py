@@ -8,19 +8,75 @@ ratio of the policy to the weights that wrote it, and weights change while compl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from posttrain.core.config import opt
-from posttrain.core.fields.old_names import Removed
+from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.core.optim.lr_scheduler import SCHEDULES
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.losses.policy_losses import LOSSES
-from posttrain.rl.online.arguments import AsyncArguments, refuse_loop_of_trl
+from posttrain.rl.online.arguments import SERVER
+
+
+@dataclass
+class AsyncArguments:
+    """What trl's asynchronous trainers do not share with the others: samples of vLLM servers while the policy is
+    trained, and the settings of trl's loop that mean nothing here.
+    """
+
+    logging_steps: float | str = opt(1, "Steps between records; below 1, a share of all steps.", min=0)
+    max_completion_length: int = opt(2048, "Tokens of a completion at most; longer ones are cut there.", min=1)
+    max_staleness: int = opt(
+        4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
+    )
+    use_vllm: bool = opt(True, "Generate with vLLM.")
+    vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
+    vllm_server_base_url: str | None = opt(
+        "http://localhost:8000",
+        "Address of the server; several with commas between them share the prompts.",
+        needs=SERVER,
+    )
+    vllm_request_timeout: float = opt(
+        600.0,
+        "Seconds within which the server must answer a request.",
+        above=0,
+        needs=SERVER,
+        aliases=("request_timeout",),
+    )
+
+    OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {
+        "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
+        "max_inflight_tasks": Removed(
+            "what max_staleness allows is on its way; set generation_batch_size for more at a time.", harmless=(-1,)
+        ),
+        "queue_maxsize": Removed("max_staleness bounds what waits.", harmless=None),
+        "weight_sync_steps": Removed("weights are sent after each optimizer step.", harmless=(1,)),
+        "weight_sync_timeout": Removed("set vllm_request_timeout.", harmless=(1800,)),
+        "heartbeat_stale_after_s": Removed(
+            "rollouts are threads of this process: their errors end the run, and calls that hang are named.",
+            harmless=None,
+        ),
+        "dtype": Removed("set model_init_kwargs={'dtype': ...}.", harmless=(None, "float32")),
+    }
+
+    def _problems(self) -> Iterator[str]:
+        if not self.use_vllm:
+            yield "use_vllm=False leaves nothing to sample with while the policy is trained; use the other trainer"
+
+
+def refuse_loop_of_trl(**given: Any) -> None:
+    """Raise a ValueError that names an object of trl's own asynchronous loop, where one is given."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is an object of trl's own loop. Pass an engine as generator: it has generate() and "
+                "sync_weights(), see posttrain.rl.generation.protocol."
+            )
 
 
 @dataclass

@@ -15,9 +15,10 @@ from torch import nn
 
 from posttrain.core.config import JSONObject, opt
 from posttrain.core.fields.old_names import Removed
+from posttrain.rl.algorithms.async_grpo import AsyncArguments, refuse_loop_of_trl
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
 from posttrain.rl.generation.protocol import Generator
-from posttrain.rl.online.arguments import SERVER, AsyncArguments, refuse_loop_of_trl
+from posttrain.rl.online.arguments import SERVER
 
 TOP_K = "Most probable tokens that a teacher's server is asked for."
 

@@ -18,6 +18,7 @@ from posttrain.lm.images.images import ImageArguments
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.generation.engines import ENDS, FOLDED, REFUSED, refused
 from posttrain.rl.generation.protocol import MAX_ROWS
+from posttrain.rl.online.curriculum import CurriculumArguments
 from posttrain.rl.rewards.scoring import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -208,7 +209,7 @@ def _listed(words: Any) -> list[Any]:
 
 
 @dataclass
-class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, TrainingArguments):
+class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, TrainingArguments):
     """Arguments of `RolloutTrainer`."""
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
@@ -454,60 +455,4 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
             yield (
                 "max_staleness above 0 is not supported with use_transformers_continuous_batching=True; set one of "
                 "the two back"
-            )
-
-
-@dataclass
-class AsyncArguments:
-    """What trl's asynchronous trainers do not share with the others: samples of vLLM servers while the policy is
-    trained, and the settings of trl's loop that mean nothing here.
-    """
-
-    logging_steps: float | str = opt(1, "Steps between records; below 1, a share of all steps.", min=0)
-    max_completion_length: int = opt(2048, "Tokens of a completion at most; longer ones are cut there.", min=1)
-    max_staleness: int = opt(
-        4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
-    )
-    use_vllm: bool = opt(True, "Generate with vLLM.")
-    vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
-    vllm_server_base_url: str | None = opt(
-        "http://localhost:8000",
-        "Address of the server; several with commas between them share the prompts.",
-        needs=SERVER,
-    )
-    vllm_request_timeout: float = opt(
-        600.0,
-        "Seconds within which the server must answer a request.",
-        above=0,
-        needs=SERVER,
-        aliases=("request_timeout",),
-    )
-
-    OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {
-        "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
-        "max_inflight_tasks": Removed(
-            "what max_staleness allows is on its way; set generation_batch_size for more at a time.", harmless=(-1,)
-        ),
-        "queue_maxsize": Removed("max_staleness bounds what waits.", harmless=None),
-        "weight_sync_steps": Removed("weights are sent after each optimizer step.", harmless=(1,)),
-        "weight_sync_timeout": Removed("set vllm_request_timeout.", harmless=(1800,)),
-        "heartbeat_stale_after_s": Removed(
-            "rollouts are threads of this process: their errors end the run, and calls that hang are named.",
-            harmless=None,
-        ),
-        "dtype": Removed("set model_init_kwargs={'dtype': ...}.", harmless=(None, "float32")),
-    }
-
-    def _problems(self) -> Iterator[str]:
-        if not self.use_vllm:
-            yield "use_vllm=False leaves nothing to sample with while the policy is trained; use the other trainer"
-
-
-def refuse_loop_of_trl(**given: Any) -> None:
-    """Raise a ValueError that names an object of trl's own asynchronous loop, where one is given."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is an object of trl's own loop. Pass an engine as generator: it has generate() and "
-                "sync_weights(), see posttrain.rl.generation.protocol."
             )
