@@ -162,9 +162,8 @@ class Trainer(TrainerNames):
         self._follow_old_names()
         self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
-        self.checkpoints: CheckpointManager = (
-            lifetime.NOT_MADE
-        )  # made by all processes together, at the start of `train`
+        # Made by all processes together, at the start of `train`.
+        self.checkpoints: CheckpointManager = lifetime.NOT_MADE
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self.is_in_train = False
