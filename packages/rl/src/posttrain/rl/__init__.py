@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.algorithms.server_distillation import (
+        AsyncDistillationConfig,
+        AsyncDistillationTrainer,
+        ServerDistillationConfig,
+        ServerDistillationTrainer,
+    )
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.row_formats import (
@@ -68,6 +74,12 @@ _HOMES = {
     ),
     "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
     "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "algorithms.server_distillation": (
+        "AsyncDistillationConfig",
+        "AsyncDistillationTrainer",
+        "ServerDistillationConfig",
+        "ServerDistillationTrainer",
+    ),
     "preference.row_formats": (
         "extract_prompt",
         "maybe_extract_prompt",

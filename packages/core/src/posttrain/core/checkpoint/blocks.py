@@ -248,7 +248,7 @@ class _opened:
     """A file written at offsets, past the page cache if its file system can."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._direct = hasattr(os, "O_DIRECT")
         try:
             self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
@@ -274,7 +274,7 @@ class _opened:
     def _write(self, block: memoryview, offset: int) -> None:
         while len(block):
             try:
-                count = _write_at(self._file, block, offset)
+                count = os.pwrite(self._file, block, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
@@ -293,13 +293,6 @@ class _opened:
     def sync(self) -> None:
         """Return once what was written would survive a loss of power."""
         os.fsync(self._file)
-
-
-def _write_at(file: int, block: memoryview, offset: int) -> int:
-    if hasattr(os, "pwrite"):
-        return os.pwrite(file, block, offset)
-    os.lseek(file, offset, os.SEEK_SET)
-    return os.write(file, block)
 
 
 # ------------------------------------------------------------------------------------------------------------ checksums

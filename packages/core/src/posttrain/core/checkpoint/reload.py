@@ -15,6 +15,7 @@ from posttrain.core.data import rng
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging import memory
+from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,12 @@ def check(
     Raises:
         CheckpointError: something differs; the message names it.
     """
-    if hasattr(model, "peft_config"):
+    if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
         logger.info("The adapters in %s were read back and are those that were trained.", final_path(folder))
         return
     own = model.state_dict() if state_dict is None else state_dict
-    if not hasattr(model, "save_pretrained"):
+    if not wrapping.is_pretrained(model):
         _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
         logger.info("The weights in %s were read back and are those that were trained.", folder)
         return
@@ -126,7 +127,7 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     ids = torch.arange(2, 8).unsqueeze(0)
     modes, device = {module: module.training for module in model.modules()}, next(model.parameters()).device
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(model.config, "is_encoder_decoder", False):
+    if wrapping.is_encoder_decoder(model):
         inputs["decoder_input_ids"] = ids
     inputs = {name: value.to(device) for name, value in inputs.items()}
     # Its weights are those of `model`, as was just compared: these are computed with, and take no memory twice.

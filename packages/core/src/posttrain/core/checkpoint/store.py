@@ -476,7 +476,7 @@ def _is_dead(path: Path, host: str, pid: int, run: str) -> bool:
     try:
         if time.time() - path.lstat().st_ctime > _DAY:
             return True
-        if host == _HOST and os.name != "nt":  # on Windows this call would end the process
+        if host == _HOST:
             os.kill(pid, 0)
     except FileNotFoundError:
         return False  # gone already

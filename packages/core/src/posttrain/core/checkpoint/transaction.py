@@ -156,7 +156,7 @@ class Saver:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _conclude(self, temp: Path | None, reports: list[tuple], extra: Any) -> tuple[Path | None, list[str]]:
+    def _conclude(self, temp: Path | None, reports: list[tuple[Any, Any]], extra: Any) -> tuple[Path | None, list[str]]:
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if self.rank != self._leader:
             return None, []
@@ -186,7 +186,9 @@ class Saver:
             if unexpected is not None:
                 raise unexpected
             return None, []
-        reports: list[tuple] = [(None, {})] * self.world_size  # of the other machines: each commits for itself
+        reports: list[tuple[Any, Any]] = [
+            (None, {})
+        ] * self.world_size  # of the other machines: each commits for itself
         reports[self.rank] = failure, part.digests
         until = time.monotonic() + self.patience
         for rank in self._team:

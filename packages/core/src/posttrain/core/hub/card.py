@@ -20,6 +20,7 @@ from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
+from posttrain.core.models.wrapping import adapters_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ _NOT_OF_ADAPTERS = ("peft_type", "task_type", "peft_version")
 def adapter_arguments(model: Any) -> dict[str, Any]:
     """What the configs of the adapters of `model` set; of a model without adapters nothing."""
     found: dict[str, Any] = {}
-    for config in (getattr(model, "peft_config", None) or {}).values():
+    for config in adapters_of(model).values():
         for field in dataclasses.fields(config):
             factory, value = field.default_factory, vars(config)[field.name]
             default = field.default if factory is dataclasses.MISSING else factory()

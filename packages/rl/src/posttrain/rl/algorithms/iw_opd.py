@@ -76,4 +76,5 @@ class IWOPDTrainer(DistillationTrainer):
         self.metrics.add_sum("iw_opd/mean_abs_advantage", sizes.sum(), mask.sum())
         self.metrics.add_sum("iw_opd/mean_advantage", (weights * advantages).sum(), mask.sum())
         self.metrics.add_sum("iw_opd/mean_weight", (weights * mask).sum(), mask.sum())
-        return -logps * weights * advantages
+        loss: torch.Tensor = -logps * weights * advantages
+        return loss

@@ -18,6 +18,7 @@ from posttrain.lm.images.images import ImageArguments
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.generation.engines import ENDS, FOLDED, REFUSED, refused
 from posttrain.rl.generation.protocol import MAX_ROWS
+from posttrain.rl.online.curriculum import CurriculumArguments
 from posttrain.rl.rewards.scoring import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -208,7 +209,7 @@ def _listed(words: Any) -> list[Any]:
 
 
 @dataclass
-class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, TrainingArguments):
+class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, TrainingArguments):
     """Arguments of `RolloutTrainer`."""
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES

@@ -24,6 +24,7 @@ from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background
+from posttrain.rl.online.curriculum import NUMBER, Curriculum
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.rewards.scoring import Scores
@@ -69,6 +70,7 @@ class Source:
         rollout: the one whose micro-batches are being learned from. used: how many of them were.
         num_rollouts: that were begun. num_tokens: that the policy has read and written.
         background: what samples while the policy is trained; None in synchronous training.
+        curriculum: chooses prompts; None: they are sampled as they are read.
         per_rollout: micro-batches that are made of a rollout.
     """
 
@@ -77,6 +79,7 @@ class Source:
     ) -> None:
         self.args, self.dist, self.sampler, self.weights, self.hooks = args, dist, sampler, weights, hooks
         self.background: Background | None = None
+        self.curriculum: Curriculum | None = None
         self._ledger: Ledger | None = None
         self.forget()
 
@@ -101,7 +104,7 @@ class Source:
                 self.sample_ahead,
                 hooks.score,
                 hooks.sync,
-                self._new_number,
+                self._begun,
                 self._dropped,
                 self.sampler.is_lost,
                 args.max_staleness,
@@ -162,6 +165,8 @@ class Source:
     def next(self, batches: Iterator[list[dict[str, Any]]], metrics: Metrics, clock: Clock) -> Scored | None:
         """The samples of the next rollout; None where the epoch has no more prompts."""
         found = self._next_scored(batches, metrics, clock)
+        if found is not None and self.curriculum is not None:
+            metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
         if found is None or not self.args.dynamic_sampling:
             return found
         samples, scores = found
@@ -198,29 +203,47 @@ class Source:
             if job is None:
                 return None
             job.log_into(metrics, clock)
-            return job.scored.result()
-        if (rows := next(batches, None)) is None:
-            return None
-        number, hooks = self._new_number(), self.hooks
-        samples = self.sampler.with_attempts(lambda: self.begin(rows, number), hooks.sample, hooks.sync)
-        return samples, hooks.score(samples)
+            samples, scores = job.scored.result()
+        else:
+            if (read := next(batches, None)) is None:
+                return None
+            (rows, number), hooks = self._begun(read), self.hooks
+            samples = self.sampler.with_attempts(lambda: self.begin(rows, number), hooks.sample, hooks.sync)
+            scores = hooks.score(samples)
+        if self.curriculum is not None:
+            self._count(self.curriculum, samples, scores)
+        return samples, scores
+
+    def _count(self, curriculum: Curriculum, samples: list[Sample], scores: Scores) -> None:
+        """Let `curriculum` know which completions of all processes have passed."""
+        first = scores.rewards[:, 0]
+        passed = torch.where(first.isnan(), torch.nan, (first >= self.args.pass_threshold).float()).tolist()
+        numbers = [sample.row_number for sample in samples]
+        own = [(number, value) for number, value in zip(numbers, passed, strict=True) if number is not None]
+        curriculum.update([one for part in self.dist.gather_object(own) for one in part])
 
     def begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Samples of rollout `number`, without completions."""
         places, seed = self.hooks.layout().numbers(self.dist.rank).tolist(), self.args.seed
+        numbers = [row.get(NUMBER) for row in rows]
+        rows = rows if self.curriculum is None else [{k: v for k, v in row.items() if k != NUMBER} for row in rows]
         return [
-            replace(sample, seed=mix(seed, number, place), rollout=number, place=place)
-            for sample, place in zip(self.hooks.new_samples(rows), places, strict=True)
+            replace(sample, seed=mix(seed, number, place), rollout=number, place=place, row_number=row_number)
+            for sample, place, row_number in zip(self.hooks.new_samples(rows), places, numbers, strict=True)
         ]
 
     def sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Completed samples of rollout `number`, with the weights that the engine has."""
         return self.hooks.complete(self.begin(rows, number))
 
-    def _new_number(self) -> int:
-        """The number of a new rollout."""
+    def _begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+        """(the prompts of a new rollout, for which `rows` were read, and its number)."""
+        number, layout = self.num_rollouts, self.hooks.layout()
         self.num_rollouts += 1
-        return self.num_rollouts - 1
+        if self.curriculum is not None:
+            places = layout.numbers(self.dist.rank) // layout.group_size
+            rows = self.curriculum.choose(rows, places.tolist(), number)
+        return rows, number
 
     # ------------------------------------------------------------------------------------------------ ledger and state
 
@@ -242,6 +265,7 @@ class Source:
         """
         state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
         state |= {} if self.background is None else self.background.position()
+        state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
         if self.rollout is not None and self.used < self._length:
             state |= {"rollout": self.rollout.state_dict(), "used": self.used}
         return state
@@ -252,6 +276,8 @@ class Source:
         if self._ledger is not None:
             self._ledger.resumed(step, self.args.max_staleness)
         self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load_state_dict(state["curriculum"])
         if "rollout" in state and state["dealt"] == dealt:
             self.rollout, self.used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:

@@ -43,6 +43,7 @@ from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import asynchronous, reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import PerThread, Turns
+from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.old_logps import Needs, OldLogps
 from posttrain.rl.online.reporting import Reporter, Summary
 from posttrain.rl.online.sampler import Policy, Sampler
@@ -210,6 +211,8 @@ class RolloutTrainer(Trainer):
             raise ValueError(
                 "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
+        if args.curriculum and not functions:
+            raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
         self.rewards = Rewards(functions, args, len(own))
         pipeline.set_seed(args.seed)  # adapters begin with random numbers
         model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
@@ -452,6 +455,10 @@ class RolloutTrainer(Trainer):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
             dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
+        elif self.args.curriculum:
+            if self.source.curriculum is None or self.source.curriculum.dataset is not dataset:
+                self.source.curriculum = Curriculum(dataset, self.args, self.data_seed)
+            dataset = Numbered(dataset)
         size = self.train_batch_size * self.args.steps_per_generation
         return self.make_dataloader(dataset, "Training", size, is_training=True)
 

@@ -32,6 +32,7 @@ class Sample:
         finished: whether the completion ended by itself.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
+        row_number: of its row in the dataset, where a curriculum counts them.
         is_evaluated: whether it is of an evaluation, and not learned from.
         shown: the images of the prompt; None for a model of text alone.
         others: the further sequences of its trajectory, where an agent had several conversations.
@@ -55,6 +56,7 @@ class Sample:
     seed: int = 0
     rollout: int = 0
     place: int = 0
+    row_number: int | None = None
     is_evaluated: bool = False
     shown: Shown | None = None
     others: tuple[Sample, ...] = ()
