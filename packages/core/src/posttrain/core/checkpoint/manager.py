@@ -93,6 +93,7 @@ class CheckpointManager:
         self.run = ""
         self.boundary: dict[str, Any] | None = None
         self.state_at_save = TrainerState()
+        self._saved: Contents | None = None  # during `save`
         self._positions: dict[int, dict[str, Any]] = {}
         self._parts: dict[str, Any] = {}
         self._adapters_checked = False
@@ -194,30 +195,37 @@ class CheckpointManager:
         """
         later = self.args.save_async
         self.state_at_save = copy.copy(state) if later else state
-        keeps = not self.args.save_only_model
+        keeps, self._saved = not self.args.save_only_model, contents
         self._positions = self._of_processes(contents) if keeps else {}
         self._parts = {name: part.state_dict() for name, part in contents.parts.items()} if keeps else {}
         try:
             rows = contents.rows_per_step // self.args.gradient_accumulation_steps
             self.saver.save(state.global_step, write, later, {"run": self.run, "rows_per_batch": rows})
         finally:  # written, or copied
-            self._positions, self._parts = {}, {}
+            self._saved, self._positions, self._parts = None, {}, {}
 
     def write(
         self,
         directory: Path,
-        contents: Contents,
         state: TrainerState,
         callbacks: list[Any],
-        save_model: Callable[[Path], None],
+        save_model: Callable[[str], None],
         save_beside: Callable[[Path], None],
     ) -> None:
-        """Write this process' files of a checkpoint into `directory`.
+        """Write this process' files of the checkpoint that `save` saves into `directory`.
 
         Args:
             save_model: writes the weights as ``from_pretrained`` reads them. save_beside: what belongs to them.
+
+        Raises:
+            RuntimeError: no checkpoint is being saved.
         """
-        should_save = self.args.should_save
+        should_save, contents = self.args.should_save, self._saved
+        if contents is None:
+            raise RuntimeError(
+                "write_checkpoint was called outside of a save. Set control.should_save in a callback to save a "
+                "checkpoint."
+            )
         self._write_model(directory, contents.model, save_model, save_beside)
         if not self.args.save_only_model:
             for rank, position in self._positions.items():
@@ -286,7 +294,7 @@ class CheckpointManager:
                 weights.save_description(model, directory)
                 save_beside(directory)
             return
-        save_model(directory)
+        save_model(str(directory))
         if is_peft and weights.has_encoder(model):
             whole = self.dist.whole_state_dict(model, weights.is_saved(model), lambda name: self.args.should_save)
             if self.args.should_save:
@@ -344,4 +352,4 @@ def has_training_state(checkpoint: Path) -> bool:
 
 
 def _name(part: str, value: Any) -> str:
-    return f"the state_dict() of the {part} ({type(value).__name__})"
+    return f"the state_dict() of the {part} ({value.__class__.__name__})"  # of a weak reference too

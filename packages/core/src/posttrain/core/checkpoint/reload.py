@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import weights
+from posttrain.core.checkpoint.store import final_path
 from posttrain.core.data import rng
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging import memory
+from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     if free is not None and free < 2 * size:
         logger.info(
             "The model in %s was not read back: a copy takes %.1f GiB of host memory, and %.1f GiB are free.",
-            folder,
+            final_path(folder),
             size / 2**30,
             free / 2**30,
         )
@@ -64,12 +66,12 @@ def check(
     Raises:
         CheckpointError: something differs; the message names it.
     """
-    if hasattr(model, "peft_config"):
+    if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
-        logger.info("The adapters in %s were read back and are those that were trained.", folder)
+        logger.info("The adapters in %s were read back and are those that were trained.", final_path(folder))
         return
     own = model.state_dict() if state_dict is None else state_dict
-    if not hasattr(model, "save_pretrained"):
+    if not wrapping.is_pretrained(model):
         _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
         logger.info("The weights in %s were read back and are those that were trained.", folder)
         return
@@ -84,7 +86,7 @@ def check(
         rng.set_rng_state(random)
     logger.info(
         "The model in %s was read back by %s.from_pretrained: the same weights%s.",
-        folder,
+        final_path(folder),
         kind.__name__,
         "" if largest is None else f", and logits that differ by {largest:.2g} of their size at most",
     )
@@ -125,7 +127,7 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     ids = torch.arange(2, 8).unsqueeze(0)
     modes, device = {module: module.training for module in model.modules()}, next(model.parameters()).device
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(model.config, "is_encoder_decoder", False):
+    if wrapping.is_encoder_decoder(model):
         inputs["decoder_input_ids"] = ids
     inputs = {name: value.to(device) for name, value in inputs.items()}
     # Its weights are those of `model`, as was just compared: these are computed with, and take no memory twice.

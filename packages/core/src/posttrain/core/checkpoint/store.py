@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.checkpoint.digests import Digest
+from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
@@ -37,6 +37,12 @@ _HOST = re.sub(r"[^\w-]", "_", socket.gethostname()) or "unknown"
 # distinguishes this process from an earlier one of the same id, as in a restarted container
 _RUN = secrets.token_hex(4)
 _DAY = 24 * 3600.0
+
+
+def final_path(folder: str | Path) -> Path:
+    """The path of `folder`, which may hold a checkpoint that is being written, once it is committed."""
+    hidden = _HIDDEN.fullmatch(Path(folder).name)
+    return Path(folder).with_name(hidden["name"]) if hidden else Path(folder)
 
 
 class MissingCheckpointError(CheckpointError, ValueError):
@@ -470,7 +476,7 @@ def _is_dead(path: Path, host: str, pid: int, run: str) -> bool:
     try:
         if time.time() - path.lstat().st_ctime > _DAY:
             return True
-        if host == _HOST and os.name != "nt":  # on Windows this call would end the process
+        if host == _HOST:
             os.kill(pid, 0)
     except FileNotFoundError:
         return False  # gone already

@@ -319,7 +319,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Draws(Sampler):
+class Draws(Sampler[Draw]):
     """The batches of this process, as `Draw`, from `start` of `epoch` on; see `Loader` for the arguments.
 
     Args:

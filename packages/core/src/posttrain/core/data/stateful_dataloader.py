@@ -55,7 +55,7 @@ class _Position:
     is_reading: bool = False
 
 
-class Loader(DataLoader):
+class Loader(DataLoader[Any]):
     """A `torch.utils.data.DataLoader` for one of several processes, with a position that can be saved and restored.
 
     Rows are taken in groups of ``batch_size * world_size``, of which each process gets `batch_size`, in rank order. The

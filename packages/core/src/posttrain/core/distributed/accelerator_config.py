@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
 ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
 
-class AcceleratorConfig(dict):
+class AcceleratorConfig(dict[str, Any]):
     """The options by name; also as attributes, as scripts read them."""
 
     def __getattr__(self, name: str) -> Any:

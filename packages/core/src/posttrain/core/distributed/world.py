@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -129,7 +129,7 @@ class World:
         self.world_size = self.num_processes // self.peers
         if args.global_batch_size and (note := global_batch.note(args.global_batch_size, self.world_size)):
             logger.warning(note)
-        self._waiting: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
+        self._waiting: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._waits: Waits | None = None
         if self.num_processes > 1:
             self._waiting, self._waits = _watch(args, self.process_index, self.num_processes), _waits

@@ -20,7 +20,7 @@ from posttrain.core.errors import did_you_mean
 from posttrain.core.evaluation.predictions import Kept, check_size, detach, map_tensors, nbytes, restore, to_numpy
 from posttrain.core.logging.metrics import Metrics, means
 from posttrain.core.losses.normalization import accepts, count_rows
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of
 from posttrain.core.state import EvalPrediction
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def predict_batch(
         can_return_loss: the model computes a loss without labels, unless the batch sets ``return_loss``.
     """
     if ignore_keys is None:
-        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        ignore_keys = getattr(config_of(model), "keys_to_ignore_at_inference", ["past_key_values"])
     has_labels = labels_are_there(model, inputs, label_names)
     asked = inputs.get("return_loss")
     with_loss = has_labels or (not label_names and bool(can_return_loss if asked is None else asked))

@@ -19,6 +19,7 @@ from torch import nn
 from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.errors import require
 from posttrain.core.logging import memory
+from posttrain.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +43,21 @@ class ProfilerCallback(ClosingCallback):
         self._profiler: Any = None
         self._done = 0
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._folder, self._rank = Path(args.output_dir) / "profile", args.process_index
         self._done = 0
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._done == self.first_step:
             self._profiler = torch.profiler.profile(profile_memory=self.memory, with_stack=self.stacks)
             self._profiler.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._done += 1
         if self._done == self.first_step + self.steps:
             self._write()
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._write()
         if self._done <= self.first_step:
             logger.warning(
@@ -104,7 +105,15 @@ class MemorySnapshotCallback(ClosingCallback):
         self._entries: list[dict[str, Any]] = []
         self._on_cuda = False
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self._device, self._parts, self._state = args.device, (model, optimizer), state
         self._on_cuda = args.device.type == "cuda"
         name = f"snapshot-rank-{args.process_index}.pickle" if self._on_cuda else f"live-rank-{args.process_index}.json"
@@ -118,11 +127,11 @@ class MemorySnapshotCallback(ClosingCallback):
                 "tensors that are live at the end of optimizer steps."
             )
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._on_cuda and state.global_step % self.every == 0:
             self._look("the end of the step")
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._write()
 
     def close(self) -> None:
@@ -157,13 +166,13 @@ class UtilizationCallback(TrainerCallback):
     The second is the share of the last moments in which the driver saw a kernel run; it needs the package nvidia-ml-py.
     """
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._psutil = require("psutil", "psutil", why="UtilizationCallback")
         if torch.cuda.is_available():
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
         self._psutil.cpu_percent()  # each call measures since the one before
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)
         if torch.cuda.is_available():
             self.log_metric("perf/gpu_utilization", torch.cuda.utilization() / 100)
@@ -188,7 +197,9 @@ class ParameterMonitorCallback(TrainerCallback):
         self.every, self.updates = every, updates
         self._before: dict[str, list[torch.Tensor]] = {}
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self._before = {}
         if state.global_step % self.every:
             return
@@ -200,7 +211,9 @@ class ParameterMonitorCallback(TrainerCallback):
             if self.updates:
                 self._before[part] = [p.detach().clone() for p in parameters]
 
-    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         before, self._before = self._before, {}
         for part, parameters in parts(model).items() if before else ():
             changes = [p.detach() - old for p, old in zip(parameters, before[part], strict=True)]
@@ -225,7 +238,9 @@ class ActivationMonitorCallback(ClosingCallback):
         self._hooks: list[Any] = []
         self._found: list[tuple[str, torch.Tensor]] = []
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self.close()
         layers = [(name, module) for name, module in model.named_modules() if re.fullmatch(r"\D+\.\d+", name)]
         self._hooks = [layer.register_forward_hook(functools.partial(self._measure, name)) for name, layer in layers]
@@ -236,10 +251,10 @@ class ActivationMonitorCallback(ClosingCallback):
             self._found.append((f"activation_rms/{name}", output.square().mean().sqrt()))
             self._found.append((f"activation_max/{name}", output.abs().amax()))
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._measures = state.global_step % self.every == 0
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         found, self._found, self._measures = self._found, [], False
         for name, value in found:
             self.log_metric(name, value)

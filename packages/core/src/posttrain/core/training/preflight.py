@@ -25,7 +25,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import config_of
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
 
@@ -194,7 +194,7 @@ def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if max(sizes.get("tp_size", 1), sizes.get("ep_size", 1)) == 1:
         return
     if isinstance(parts.model, nn.Module):
-        config = getattr(base_model(parts.model), "config", None)
+        config = config_of(parts.model)
     elif parts.read_config is not None:
         config = parts.read_config()
     else:

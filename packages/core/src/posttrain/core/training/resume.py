@@ -16,7 +16,6 @@ from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
-from posttrain.core.optim import schedule
 from posttrain.core.state import TrainerState
 from posttrain.core.training import argument_changes, ema
 from posttrain.core.training.plan import Plan, resumed
@@ -135,8 +134,8 @@ def without_position(
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the optimizer has made no step yet
-            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedule.TokenLR) else step):
-                schedule.step(lr_scheduler, state.num_input_tokens_seen)
+            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
+                schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
     seeks = plan.steps_per_epoch is not None and skips_data
     data = _seek(run, plan, state, checkpoint) if seeks else "starts from the beginning"
@@ -194,13 +193,13 @@ def resume(run: Run, checkpoint: Path) -> None:
         owner.callback_handler.restore(state.stateful_callbacks)
     options = argument_changes.group_options(owner.optimizer)
     if not manager.has_training_state(checkpoint):
-        taken = saved.read_foreign(checkpoint, owner._contents())
+        taken = saved.read_foreign(checkpoint, owner.saving.contents())
         changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
         argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
         skips = not args.ignore_data_skip
         return without_position(checkpoint, plan, state, run, owner.lr_scheduler, taken, skips)
     changed = argument_changes.found(checkpoint, args, state.epoch)
-    position = saved.read(checkpoint, owner._contents(), args.seed, state.global_step, pipeline.set_seed)
+    position = saved.read(checkpoint, owner.saving.contents(), args.seed, state.global_step, pipeline.set_seed)
     argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
     owner.load_state_dict(position["trainer"])
     if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):

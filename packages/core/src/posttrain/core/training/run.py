@@ -65,6 +65,8 @@ class Run:
         records_before_evaluation: length of the log history while an evaluation may be interrupted.
         memory: metrics of the memory that training took, once it is done.
         callbacks_may_differ: callbacks may ask for something on one process alone.
+        step_takes: arguments that `training_step` takes.
+        sync_each_batch: processes average their gradients after each micro-batch.
         num_items: items of the accumulation window, over all processes, while its micro-batches are trained.
         window_size: micro-batches of the accumulation window, while they are trained; else 0.
     """
@@ -94,6 +96,8 @@ class Run:
     records_before_evaluation: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     callbacks_may_differ: bool = False
+    step_takes: int = 3
+    sync_each_batch: bool = False
     num_items: Any = None
     window_size: int = 0
     _total_rows: int | None = None
@@ -120,6 +124,8 @@ class Run:
             ema=ema.make(owner.model, args, owner.optimizer),
             rows_per_batch=loader.rows_per_turn or rows * dist.world_size,
             reads_as_given=override_checks.is_from(owner, "windows", "Trainer"),
+            step_takes=len(override_checks.taken(owner.training_step, None, None, None)),
+            sync_each_batch=bool(args.accelerator_config.accumulation.get("sync_each_batch")),
         )
 
     @property
@@ -134,7 +140,7 @@ class Run:
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
         if preemption.may_save(args):
-            owner.checkpoints.check_state(owner._contents(), owner.state, owner._stateful())
+            owner.checkpoints.check_state(owner.saving.contents(), owner.state, owner.saving.stateful())
         self.meet("what callbacks do when training begins")
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:
@@ -304,7 +310,7 @@ class Run:
         def undo() -> None:
             for parameter in self.parameters:
                 parameter.grad = None
-            owner._objective.take_terms()
+            owner.scaling.objective.take_terms()
             owner.dist.empty_cache()
             owner.metrics.restore(sums)
             rng.set_rng_state(random)
@@ -398,7 +404,7 @@ class Run:
             with owner.clock("save"):
                 owner._save_checkpoint(owner.model_wrapped, self.trial)
         if args.save_on_exception:
-            owner.checkpoints.boundary = copy.deepcopy(owner._contents().position())
+            owner.checkpoints.boundary = copy.deepcopy(owner.saving.contents().position())
         if self.pace is not None:
             owner.dist.enter_step(owner.state.global_step + 1, self.progress.batches)
             self.pace.resume()

@@ -41,10 +41,10 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
-#: Arguments that are objects, and may be written as JSON.
 #: What some fields need to have an effect.
 SERVER, HERE = "use_vllm vllm_mode=server", "use_vllm vllm_mode=colocate"
 LOCAL, CORRECTS = "use_vllm=False use_transformers_continuous_batching=False", "vllm_importance_sampling_correction"
+#: Arguments that are objects, and may be written as JSON.
 OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "transformers_continuous_batching_config")
 
 
@@ -338,6 +338,11 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
     )
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.", needs="log_completions")
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
+    rollout_process: bool = opt(
+        False,
+        "Run reward functions, tools and environments in a process of their own, whose Python holds up neither "
+        "training nor sampling.",
+    )
 
     @property
     def micro_batch_completions(self) -> int:

@@ -58,6 +58,7 @@ from posttrain.rl.policy.reference import (
     make_reference,
     sync_problem,
 )
+from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scoring import (
     RewardModel,
     Rewards,
@@ -198,9 +199,12 @@ class RolloutTrainer(Trainer):
         makes_prompts = environment_factory is not None or agent is not None
         if train_dataset is None and makes_prompts and args.max_steps > 0:
             train_dataset = setup.rows_without_prompts(args)
-        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
+        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations, process)
         self.rollout_func = rollout_func
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
+        if process is not None:
+            functions = [one if isinstance(one, RewardModel) else process.reward(one) for one in functions]
         own = self.environments.reward_functions + ([] if agent is None else [agent.reward_function()])
         functions += own
         if not functions and self.learns_from_rewards:

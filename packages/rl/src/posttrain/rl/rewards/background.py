@@ -14,8 +14,6 @@ from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 #: Seconds after which a call of the user's code is named in the log: all of the run waits for it.
@@ -24,7 +22,8 @@ SLOW = 60.0
 
 def keep_device() -> Callable[[], None]:
     """What a new thread must call to compute on the device of this one: by itself it begins on the first."""
-    if not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")  # a process of rewards has none, and begins faster
+    if torch is None or not torch.cuda.is_initialized():
         return lambda: None
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
@@ -81,7 +80,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
     def stop(*_: Any) -> None:
         if is_running:
-            raise TimeoutError(_too_long(seconds))
+            raise TimeoutError(too_long(seconds))
 
     before = signal.signal(signal.SIGURG, stop)  # which nothing else uses, and which is ignored where none is set
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGURG))
@@ -95,7 +94,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
 
-def _too_long(seconds: float) -> str:
+def too_long(seconds: float) -> str:
     return f"no answer after {seconds:g} seconds"
 
 
@@ -124,7 +123,7 @@ def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     try:
         result, error = results.get(timeout=timeout)
     except Empty:
-        raise TimeoutError(_too_long(timeout)) from None
+        raise TimeoutError(too_long(timeout)) from None
     if error is not None:
         raise error
     return result

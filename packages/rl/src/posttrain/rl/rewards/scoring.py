@@ -33,6 +33,7 @@ from posttrain.rl.rewards.functions import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
+from posttrain.rl.rewards.process import RemoteFunction
 from posttrain.rl.rewards.scorers import RewardModel, load_scorer, scorer
 from posttrain.rl.samples.samples import Sample
 
@@ -261,7 +262,8 @@ class Rewards:
         with background.naming_slow(f"The reward function {name!r}", limit):
             # Lists of their own, so that a function that changes them changes nothing here.
             own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            returned = background.call(partial(function, **own), self.options.reward_timeout)
+            bounds_itself = isinstance(function, RemoteFunction)
+            returned = background.call(partial(function, **own), None if bounds_itself else self.options.reward_timeout)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):

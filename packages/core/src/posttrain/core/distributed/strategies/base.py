@@ -145,7 +145,7 @@ class Distributed(Collectives):
         """(what runs forward and backward, what steps) in place of the prepared `model` and of `optimizer`."""
         return model, optimizer
 
-    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Where weights may be loaded into `model`, by every process."""
         return NOTHING
 
@@ -162,7 +162,7 @@ class Distributed(Collectives):
                     stack.callback(self._gathered.discard, id(model))
             yield
 
-    def _whole(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def _whole(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Within this context the weights of `model` are whole."""
         return NOTHING
 
@@ -188,17 +188,17 @@ class Distributed(Collectives):
 
     # ---- one step ----
 
-    def autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of the forward pass and the loss."""
         return torch.autocast(self.device.type, dtype=LOW[self.precision]) if self.precision in LOW else NOTHING
 
-    def in_step(self) -> contextlib.AbstractContextManager:
+    def in_step(self) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch, in which processes may wait for each other, for sharded weights
         and DDP's buffers.
         """
         return self._waiting("the forward pass")
 
-    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
+    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
         """Average gradients over the processes in this backward pass only if `when`."""
         return NOTHING
 

@@ -41,7 +41,7 @@ class DDP(Distributed):
         ids = [self.device.index] if self.device.type not in ("cpu", "mps") else None
         return DistributedDataParallel(model, device_ids=ids, **options)
 
-    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
+    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
         model = getattr(model, "_orig_mod", model)
         if when or self.args.ddp_static_graph or not isinstance(model, DistributedDataParallel):
             return NOTHING  # a static graph averages in each pass, to the same sum

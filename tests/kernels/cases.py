@@ -1,0 +1,110 @@
+"""The kernels of a training step that are compiled where it runs, each compiled for a GPU that is not there.
+
+    python -m tests.kernels.cases 90                # all, for an H100: a line of JSON each
+    python -m tests.kernels.cases 90 flex-64-window # this one
+
+Triton stands beside the environment (`make kernels`). What torch and flash-attn compile themselves, matrix products
+and attention of packed documents in 16 bits among them, is not covered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from unittest import mock
+
+from tests.kernels.absent_gpu import AbsentGpu
+
+
+def flex(
+    gpu: AbsentGpu, size: int, *, dtype: str = "bfloat16", groups: int = 2, trained: bool = True,
+    window: int | None = None, softcap: float | None = None,
+) -> None:  # fmt: skip
+    """Segments' attention on a GPU, forward and backward, with 8 heads of `size`."""
+    import torch
+    from torch.nn.attention import flex_attention
+
+    from posttrain.lm.attention import varlen_attention
+    from posttrain.lm.attention.segments import Segments
+
+    segments = Segments.groups([(256, [64, 48])])
+    shapes = [(1, heads, segments.num_tokens, size) for heads in (8, groups, groups)]
+    tensors = [torch.randn(shape, dtype=getattr(torch, dtype), requires_grad=trained) for shape in shapes]
+    compiled = varlen_attention._flex_attention
+    compiled.cache_clear()
+    with (
+        mock.patch.object(flex_attention, "_validate_device", lambda *args: None),  # the CPU has no backward
+        mock.patch.object(compiled.__wrapped__, "__defaults__", (gpu.backend,)),
+    ):
+        out = varlen_attention._on_gpu(*tensors, segments, size**-0.5, window, softcap)
+        if trained:
+            out.float().sum().backward()
+
+
+def layers(gpu: AbsentGpu, family: str) -> None:
+    """The layers of a small model that ``torch_compile=True`` compiles, in a step in bf16."""
+    import torch
+
+    from posttrain.core.models.compiling import compiled
+    from tests import tiny
+
+    model = tiny.causal_lm(family).train()
+    rows = torch.arange(64).reshape(2, 32)
+    with compiled(model, gpu.backend), torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=rows, attention_mask=torch.ones_like(rows), labels=rows, use_cache=False).loss.backward()
+
+
+def liger(gpu: AbsentGpu, family: str) -> None:
+    """A step of a small model whose layers ``use_liger_kernel=True`` has replaced, in bf16."""
+    import torch
+
+    from posttrain.core.models.liger import apply_liger
+    from tests import tiny
+
+    model = tiny.causal_lm(family).to(torch.bfloat16).train()
+    with mock.patch.object(torch.accelerator, "is_available", lambda: True):
+        assert apply_liger(model) is None
+    rows = torch.arange(64).reshape(2, 32)
+    model(input_ids=rows).logits.float().sum().backward()
+
+
+CASES: dict[str, Callable[[AbsentGpu], None]] = {
+    **{f"flex-{size}": partial(flex, size=size) for size in (64, 128, 256)},
+    **{f"flex-{size}-window": partial(flex, size=size, window=100) for size in (64, 128, 256)},
+    **{f"flex-{size}-softcap": partial(flex, size=size, softcap=50.0) for size in (64, 128, 256)},
+    **{f"flex-{size}-float16": partial(flex, size=size, dtype="float16") for size in (64, 128, 256)},
+    **{f"flex-{size}-float32": partial(flex, size=size, dtype="float32") for size in (64, 128, 256)},
+    "flex-128-window-softcap": partial(flex, size=128, window=100, softcap=50.0),
+    "flex-128-no-groups": partial(flex, size=128, groups=8),
+    "flex-128-evaluated": partial(flex, size=128, trained=False),
+    **{f"layers-{family}": partial(layers, family=family) for family in ("qwen3", "llama", "gemma2")},
+    **{f"liger-{family}": partial(liger, family=family) for family in ("qwen3", "llama", "gemma2")},
+}
+
+
+def main() -> None:
+    number, *names = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ |= {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        gpu = AbsentGpu(int(number))
+        gpu.install()
+        for name in names or CASES:
+            before = len(gpu.kernels)
+            try:
+                CASES[name](gpu)
+            except Exception as error:
+                traceback.print_exc()
+                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(json.dumps({"case": name, "error": what}), flush=True)
+            for kernel in gpu.kernels[before:]:
+                print(json.dumps({"case": name, "kernel": asdict(kernel)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
