@@ -54,7 +54,8 @@ class LossSpikeError(ArithmeticError):
 
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:
     """``", did you mean 'learning_rate'?"`` for a near miss, else `end`: the full stop, where a sentence ends here."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near.sort(key=lambda found: found != f"train_{name}")  # who writes `dataset` means the one to train on
     return f", did you mean {near[0]!r}?" if near else end
 
 
