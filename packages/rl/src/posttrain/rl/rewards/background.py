@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data import accelerator
+
 logger = logging.getLogger(__name__)
 
 #: Seconds after which a call of the user's code is named in the log: all of the run waits for it.
@@ -24,9 +26,9 @@ SLOW = 60.0
 
 def keep_device() -> Callable[[], None]:
     """What a new thread must call to compute on the device of this one: by itself it begins on the first."""
-    if not torch.cuda.is_initialized():
+    if (kind := accelerator.gpu()) is None or not accelerator.module(kind).is_initialized():
         return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 @cache
