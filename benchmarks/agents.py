@@ -9,6 +9,9 @@ before the slow episodes alone are, nor before all the others are. The model has
 
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
 (`generate`) and through HTTP: what a turn costs beyond that, and the memory of an episode in flight.
+
+`busy reward`: a reward function that computes in Python while the policy is trained (`max_staleness=2`), in a thread
+and in the rollout process: how much longer a training step takes than with a reward function that costs nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import statistics
 import tempfile
 import time
 import tracemalloc
@@ -165,6 +169,48 @@ def overhead() -> None:
             )
 
 
+def spins(completions, **_):
+    until = time.perf_counter() + 1.0
+    while time.perf_counter() < until:
+        pass
+    return [float(len(text)) for text in completions]
+
+
+def lengths(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+class Timed(GRPOTrainer):
+    """Notes how long each training step takes."""
+
+    def training_step(self, *given, **options):
+        began = time.perf_counter()
+        loss = super().training_step(*given, **options)
+        self.taken.append(time.perf_counter() - began)
+        return loss
+
+
+def busy_reward(rounds: int = 3) -> None:
+    taken: dict[str, list[float]] = {"no cost": [], "in a thread": [], "in the rollout process": []}
+    for _ in range(rounds):
+        for name, steps in taken.items():
+            with tempfile.TemporaryDirectory() as folder:
+                args = GRPOConfig(
+                    folder, max_steps=8, per_device_train_batch_size=8, num_generations=8, max_completion_length=64,
+                    max_staleness=2, rollout_process=name == "in the rollout process", report_to="none",
+                    save_strategy="no", use_cpu=True, disable_tqdm=True,
+                )  # fmt: skip
+                reward, rows = lengths if name == "no cost" else spins, [{"prompt": "3 5 7"}] * 16
+                run = Timed(model(384, 4), reward, args, rows, processing_class=tokenizer(), generator=Server())
+                run.taken = []
+                run.train()
+                steps += run.taken[1:]
+    base = statistics.median(taken["no cost"])
+    for name, steps in taken.items():
+        print(f"busy reward {name}: a training step of {statistics.median(steps):.3f} s", end="")
+        print(f", {statistics.median(steps) / base - 1:+.0%}", flush=True)
+
+
 def _has(*names: str) -> bool:
     from importlib.util import find_spec
 
@@ -175,3 +221,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     slow_episodes()
     overhead()
+    busy_reward()

@@ -21,7 +21,7 @@ from results import RESULTS, commit
 RUNS = {
     "imports": [[]], "counts": [["--size", "64"]], "loop": [[]], "losses": [[]], "preparation": [[]], "sft": [[]],
     "shared_beginning": [[]], "dpo": [[]], "grpo": [[]], "distillation": [[], ["--prompts", "32"]],
-    "generation": [[]], "seq2seq": [[]], "evaluation": [[]], "resume": [[]], "checkpoint": [[]],
+    "generation": [["--write"]], "seq2seq": [[]], "evaluation": [[]], "resume": [[]], "checkpoint": [[]],
 }  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Time and memory of the loss over a large vocabulary: hidden states and head weight in, loss and gradients out.
 
     python benchmarks/losses.py              151,936 words x 4096 tokens x 256 wide, about ten minutes on one core
-    python benchmarks/losses.py --small      a few seconds
-    python benchmarks/losses.py --output benchmarks/results/losses.json
+    python benchmarks/losses.py --small      a few seconds; writes no file
 
 Every measurement is a fresh process that runs one method once, so that the peak resident memory is that method's and no
 method profits from memory another one has touched. Rounds are interleaved: what else the machine does in the meantime
@@ -15,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from results import write
 
 BASELINE = "transformers loss on whole logits"
 TRL = "trl chunked, stats"
@@ -118,28 +118,13 @@ def measure(method: str, dtype: str, vocab: int, tokens: int, width: int) -> dic
     }
 
 
-def machine() -> dict:
-    import torch
-    import transformers
-
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads_used": 1,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="8,192 x 1024 x 64, one round.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--output", type=Path, help="Write the results to this JSON file.")
+    parser.add_argument("--output", default="losses", help="Name of the file in results/; empty: none is written.")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -162,10 +147,9 @@ def main() -> None:
                 run = json.loads(finished.stdout.splitlines()[-1])
                 print(f"  {dtype} {method}: {run}", file=sys.stderr, flush=True)
                 runs.setdefault((dtype, method), []).append(run)
-        if args.output:  # after every round: an interrupted run leaves what it has measured
+        if args.output and not args.small:  # after every round: an interrupted run leaves what it has measured
             size = {"vocabulary": vocab, "tokens": tokens, "width": width, "rounds": done}
-            results = {"machine": machine(), "size": size, "results": summarize(runs)}
-            args.output.write_text(json.dumps(results, indent=1) + "\n")
+            write(args.output, {"size": size, "results": summarize(runs)})
     for row in summarize(runs):
         if "skipped" in row:
             print(f"{row['dtype']:9} {row['method']:38} {row['skipped']}")

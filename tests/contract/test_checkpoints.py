@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
     later, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(blocks, "SMALL", 1)  # the files of these models are small
-    real, left = blocks._write_at, {"bytes": 10**9}
+    real, left = os.pwrite, {"bytes": 10**9}
 
     def limited(file, block, offset):
         count = min(len(block), left["bytes"])
@@ -252,11 +252,11 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
 
     class Fill(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            while trainer.checkpoints.saver._writer.busy:
+            while trainer.checkpoints.pending and not trainer.checkpoints.saver._written.done():
                 time.sleep(0.01)
             left["bytes"] = {1: 100_000, 2: 0}.get(state.global_step, 10**9)  # of the second, of the third
 
-    monkeypatch.setattr(blocks, "_write_at", limited)
+    monkeypatch.setattr(os, "pwrite", limited)
     trainer = TRAINERS["causal-lm"](tmp_path, callbacks=[Fill()], **ARGS | dict(save_steps=1, save_async=later))
     with caplog.at_level(logging.WARNING, "posttrain"):
         trainer.train()

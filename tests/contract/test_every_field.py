@@ -22,6 +22,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.lm.loading.adapters import add_adapter
 from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.rl import (
+    AsyncDistillationConfig,
     AsyncGRPOConfig,
     CPOConfig,
     DistillationConfig,
@@ -30,12 +31,14 @@ from posttrain.rl import (
     GMPOConfig,
     GRPOConfig,
     GRPOTrainer,
+    IWOPDConfig,
     KTOConfig,
     OnlineDPOConfig,
     ORPOConfig,
     ReinforcePlusPlusConfig,
     RewardConfig,
     RLOOConfig,
+    ServerDistillationConfig,
     TPOConfig,
 )
 from posttrain.seq2seq import Seq2SeqConfig
@@ -47,7 +50,8 @@ from tests.test_architecture import sources, tree
 CONFIGS = [
     TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
-    AsyncGRPOConfig,
+    AsyncGRPOConfig, AsyncDistillationConfig, ServerDistillationConfig,
+    IWOPDConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
@@ -146,7 +150,7 @@ OTHER = {
     "vllm_importance_sampling_clip_min": 0.5, "ema_use": "eval", "packing_strategy": "wrapped",
     "transformers_continuous_batching_config": {"block_size": 16}, "eval_steps": 7, "log_multimodal": False,
     "use_bias_correction_kl": False, "vllm_gpu_memory_utilization": 0.4,
-    "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5,
+    "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5, "curriculum_explore": 0.5, "curriculum_update": 0.25,
 }  # fmt: skip
 
 

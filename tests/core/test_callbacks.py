@@ -109,6 +109,9 @@ def test_default_flow_raises_the_flags_that_are_due(strategy, step, expected):
         save_strategy=strategy,
         logging_first_step=False,
         eval_delay=0,
+        logging_steps=2,
+        eval_steps=3,
+        save_steps=5,
     )
     state = TrainerState(global_step=step, max_steps=7, logging_steps=2, eval_steps=3, save_steps=5)
     control = TrainerControl()

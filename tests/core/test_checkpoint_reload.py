@@ -53,6 +53,7 @@ def test_the_first_checkpoint_and_the_final_model_are_read_back(tmp_path, read, 
     assert [(name.startswith("checkpoint-1"), logits) for name, logits in read] == [(True, False), (False, True)]
     assert not [record for record in caplog.records if record.name == LOGGER and record.levelno >= logging.WARNING]
     assert "and logits that differ by 0 of their size at most" in caplog.text
+    assert "checkpoint-1 was read back" in caplog.text and ".tmp-" not in caplog.text
 
 
 @pytest.mark.parametrize(

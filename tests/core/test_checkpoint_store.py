@@ -20,8 +20,8 @@ from posttrain.core.checkpoint import (
     DiskFullError,
     MissingCheckpointError,
     Store,
+    blocks,
     check_space,
-    digests,
     directory_bytes,
     disk,
     get_last_checkpoint,
@@ -334,7 +334,7 @@ def test_a_file_that_cannot_be_read_is_named(checkpoints, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")  # as a failing disk does: without a file name
 
-    monkeypatch.setattr(digests, "open", fail, raising=False)
+    monkeypatch.setattr(blocks, "open", fail, raising=False)
     (problem,) = checkpoints.verify(path)
     assert str(path) in problem and problem.endswith(" cannot be read: Input/output error.")
 

@@ -4,14 +4,13 @@ import errno
 import hashlib
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 import xxhash
 
-from posttrain.core.checkpoint import AsyncWriter, Saver, Store, blocks, load_tree, save_tree
+from posttrain.core.checkpoint import Saver, Store, blocks, load_tree, save_tree
 from posttrain.core.checkpoint.blocks import Memory, Part
 
 
@@ -256,48 +255,7 @@ def test_a_process_that_never_answers_costs_the_checkpoint(tmp_path, caplog):
     assert saver.settle().path is None and "its files did not come" in caplog.text and list(tmp_path.iterdir()) == []
 
 
-# ---- the thread ----
-
-
-def test_one_job_runs_at_a_time():
-    writer, running, most = AsyncWriter(), [], []
-
-    def job(number):
-        running.append(number)
-        most.append(len(running))
-        time.sleep(0.01)
-        running.remove(number)
-
-    for number in range(5):
-        writer.submit(lambda number=number: job(number))
-    writer.wait()
-    assert most == [1] * 5
-
-
-def test_an_error_surfaces_at_the_next_call_and_only_once():
-    writer = AsyncWriter()
-
-    def fail():
-        raise OSError("disk on fire")
-
-    ran = []
-    writer.submit(fail)
-    with pytest.raises(OSError, match="disk on fire"):
-        writer.submit(lambda: ran.append(1))
-    assert ran == [] and writer.wait() is None
-    writer.submit(lambda: ran.append(2))
-    writer.wait()
-    assert ran == [2]
-    writer.submit(fail)
-    with pytest.raises(OSError, match="disk on fire"):
-        writer.wait()
-
-
-def test_a_result_is_given_once():
-    writer = AsyncWriter()
-    assert writer.wait() is None
-    writer.submit(lambda: "path")
-    assert writer.wait() == "path" and writer.wait() is None
+# ---- devices, and errors ----
 
 
 @pytest.mark.gpu

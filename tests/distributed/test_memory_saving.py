@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.core.checkpoint import blocks, digests
+from posttrain.core.checkpoint import blocks
 from tests.distributed import jobs
 
 USUAL = {"fsdp": "full_shard", "save_strategy": "steps", "optim": "adamw_torch"}
@@ -22,7 +22,7 @@ def test_shards_are_written_from_where_they_are(taken):
     for one in jobs.result(taken, "SHARDED"):
         assert MATRIX <= one["share"] <= 1.5 * MATRIX
         assert one["taken"] < blocks.SMALL  # files below that size are put together in memory
-        assert 0 < one["blocks"] <= 4 * digests.BLOCK
+        assert 0 < one["blocks"] <= 4 * blocks.BLOCK
 
 
 def test_a_whole_file_is_gathered_on_the_main_process_and_a_matrix_at_a_time_on_others(taken):

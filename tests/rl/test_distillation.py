@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
@@ -13,7 +14,18 @@ from torch.testing import assert_close
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 from posttrain.core.training.preflight import PreflightError
 from posttrain.lm.loss.distillation import divergence_terms
-from posttrain.rl import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer
+from posttrain.rl import (
+    AsyncDistillationConfig,
+    AsyncDistillationTrainer,
+    DistillationConfig,
+    DistillationTrainer,
+    GKDConfig,
+    GKDTrainer,
+    ServerDistillationConfig,
+    ServerDistillationTrainer,
+)
+from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.online.teachers import translate
 from tests import tiny
 
@@ -21,16 +33,20 @@ WORDS = " ".join(tiny.CORPUS).split()
 ROWS = [{"prompt": " ".join(WORDS[i : i + 3]), "completion": " " + " ".join(WORDS[i + 4 : i + 8])} for i in range(8)]
 
 
-def make(folder, kind=DistillationTrainer, rows=ROWS, student=None, teacher=None, options=None, **changes):
+def config(kind, folder, **changes):
     usual = dict(
         output_dir=str(folder), per_device_train_batch_size=4, max_completion_length=5, max_steps=2, learning_rate=1e-2,
         logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         gradient_checkpointing=False,
     )  # fmt: skip
+    return kind(**(usual | changes))
+
+
+def make(folder, kind=DistillationTrainer, rows=ROWS, student=None, teacher=None, options=None, **changes):
     student = student or tiny.causal_lm(initializer_range=0.1)
     given = {"teacher_model": teacher or tiny.causal_lm(seed=3, initializer_range=0.3, hidden_size=48)}
     given |= {"processing_class": tiny.tokenizer(), "train_dataset": rows, "eval_dataset": rows[:4]}
-    return kind(student, args=kind.config_class(**(usual | changes)), **(given | (options or {})))
+    return kind(student, args=config(kind.config_class, folder, **changes), **(given | (options or {})))
 
 
 def rollout_of(run):
@@ -279,10 +295,9 @@ def test_a_teacher_with_other_tokens_teaches(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ servers
 
 
-@pytest.fixture
-def server():
-    """What `vllm serve` answers to a request for log-probabilities of a prompt, of a tiny model."""
-    teacher = tiny.causal_lm(seed=3, initializer_range=0.3, hidden_size=48)
+@contextlib.contextmanager
+def serving(teacher):
+    """(address, requests) of what `vllm serve` answers to a request for log-probabilities of a prompt."""
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -310,9 +325,17 @@ def server():
 
     made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_port}", asked, teacher
+    yield f"http://127.0.0.1:{made.server_port}", asked
     made.shutdown()
     made.server_close()
+
+
+@pytest.fixture
+def server():
+    """(address, requests, the tiny model behind it)."""
+    teacher = tiny.causal_lm(seed=3, initializer_range=0.3, hidden_size=48)
+    with serving(teacher) as (url, asked):
+        yield url, asked, teacher
 
 
 @pytest.mark.parametrize("changes", [{"beta": 0.5, "loss_top_k": 383}, {"loss_type": "policy_gradient"}], ids=str)
@@ -334,6 +357,51 @@ def test_few_tokens_of_a_server_lower_the_divergence_too(server, tmp_path):
     before = run.evaluate()["eval_loss"]
     run.train()
     assert run.evaluate()["eval_loss"] < 0.6 * before
+
+
+def test_each_row_names_its_own_of_several_teachers(server, tmp_path):
+    url, asked, _ = server
+    other = tiny.causal_lm(seed=4, initializer_range=0.3, hidden_size=48)
+    rows = [{"prompt": row["prompt"], "teacher_id": "ab"[number % 2]} for number, row in enumerate(ROWS)]
+    with serving(other) as (second, asked_second):
+        urls = {"a": url, "b": second}
+        run = make(tmp_path, rows=rows, options={"teacher_model": None}, teacher_server_urls=urls, loss_top_k=4)
+        run.train()
+        assert len(asked) == len(asked_second) == 4
+        prompts = {tuple(run.processing_class(row["prompt"])["input_ids"]) for row in rows[1::2]}
+        assert all(any(tuple(body["prompt"][: len(p)]) == p for p in prompts) for body in asked_second)
+        rows = [row | {"teacher_id": "c"} for row in rows]
+        run = make(tmp_path, rows=rows, options={"teacher_model": None}, teacher_server_urls=urls, loss_top_k=4)
+        with pytest.raises(DataError, match="teacher_id='c', which is not among the teachers"):
+            run.train()
+
+
+def test_trls_trainers_of_teachers_behind_servers(server, tmp_path):
+    url, asked, _ = server
+    none, changes = {"teacher_model": None}, dict(learning_rate=3e-2, max_steps=4)
+    plain = make(tmp_path, options=none, teacher_model_server_url=url, loss_top_k=1, **changes)
+    named = ServerDistillationTrainer(
+        tiny.causal_lm(initializer_range=0.1),
+        config(ServerDistillationConfig, tmp_path, teacher_model_server_url=url, **changes),
+        ROWS,
+        processing_class=tiny.tokenizer(),
+    )
+    for run in (plain, named):
+        run.train()
+    assert logged(plain, "loss") == logged(named, "loss")
+
+    args = config(AsyncDistillationConfig, tmp_path, teacher_server_urls={"default": url}, teacher_top_k=3, **changes)
+    assert (args.max_staleness, args.loss_top_k, args.beta, args.loss_add_tail) == (4, 3, 0.0, True)
+    assert AsyncDistillationConfig(str(tmp_path)).teacher_server_urls == {"default": "http://localhost:8001"}
+    engine = CopiedGenerator(LocalGenerator(tiny.tokenizer()))
+    run = AsyncDistillationTrainer(
+        tiny.causal_lm(initializer_range=0.1), args, ROWS, tiny.tokenizer(), generator=engine
+    )
+    run.train()
+    assert run.state.global_step == 4 and 0 < max(logged(run, "staleness/max")) <= 4
+    assert asked[-1]["prompt_logprobs"] == 3
+    with pytest.raises(ValueError, match="weight_transfer is an object of trl's own loop"):
+        AsyncDistillationTrainer(tiny.causal_lm(), args, ROWS, tiny.tokenizer(), weight_transfer=object())
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.losses import scale_check
+from posttrain.core.training import scaling
 from tests import tiny
 from tests.contract.trainers import arguments, pad, weights
 
@@ -343,7 +344,7 @@ def test_it_is_found_out_again_after_a_resume(tmp_path):
     )  # fmt: skip
     again = Scaled(tiny.causal_lm(seed=9), args, pad, rows_with())
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert again._objective.returns_mean is False
+    assert again.scaling.objective.returns_mean is False
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
 
 
@@ -352,8 +353,8 @@ def test_our_own_losses_are_known_and_one_that_replaces_them_is_not():
 
     for kind in (DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer):
         bare = kind.__new__(kind)
-        assert bare._declared_mean() is False
+        assert scaling.declared_mean(bare) is False
         replaced = type("Mine", (kind,), {"compute_loss": Mean.compute_loss})
-        assert replaced.__new__(replaced)._declared_mean() is None
+        assert scaling.declared_mean(replaced.__new__(replaced)) is None
         bare.compute_loss = lambda *args: None
-        assert bare._declared_mean() is None
+        assert scaling.declared_mean(bare) is None

@@ -157,5 +157,5 @@ def test_a_schedule_over_steps_is_stepped_as_ever(tmp_path):
     args = TrainingArguments(str(tmp_path), warmup_steps=2, max_steps=10)
     by_steps = schedule.make(args, optimizer, 10)
     optimizer.step()
-    schedule.step(by_steps, tokens=12345)
-    assert not isinstance(by_steps, schedule.TokenLR) and by_steps.last_epoch == 1
+    lr_scheduler.step(by_steps, tokens=12345)
+    assert not isinstance(by_steps, lr_scheduler.TokenLR) and by_steps.last_epoch == 1

@@ -213,6 +213,35 @@ async def breaks(episode, row):
     return 1.0
 
 
+async def rewards_turns(episode, row):
+    """Two turns; the first earns what its text is long, the whole 1."""
+    first = await episode.generate(row["prompt"], max_tokens=8)
+    episode.reward(len(first["content"]))
+    await episode.generate([*row["prompt"], first, {"role": "user", "content": "Sure?"}], max_tokens=8)
+    return 1.0
+
+
+def test_each_turn_learns_from_its_own_reward(tmp_path):
+    args = dict(max_steps=1, max_completion_length=60, turn_credit="returns", scale_rewards="none")
+    run = trainer(tmp_path, agent=rewards_turns, args=args)
+    made, make = [], run.make_rollout
+    run.make_rollout = lambda batches: made.append(make(batches)) or made[-1]
+    scored, score = [], run.score
+    run.score = lambda samples: scored.append((samples, score(samples))) or scored[-1][1]
+    run.train()
+    ((samples, scores),), (rollout,) = scored, made
+    given = [turns[0] for turns in scores.turns]
+    assert [one.total for one in given] == scores.rewards.flatten().tolist()
+    assert all(one.outcome == 1.0 and one.turns[0] > 0 and one.turns[1] is None for one in given)
+    mean = sum(one.turns[0] + 2 for one in given) / 8  # returns are x + 1 and 1
+    for row, (sample, one) in enumerate(zip(samples, given, strict=True)):
+        (_, (start, stop)), (_, (again, end)) = sample.turn_spans
+        advantages = rollout.advantages[row]
+        assert advantages[start:stop].tolist() == pytest.approx([one.turns[0] + 1 - mean] * (stop - start), abs=1e-5)
+        assert advantages[again:end].tolist() == pytest.approx([1 - mean] * (end - again), abs=1e-5)
+        assert not advantages[stop:again].any()
+
+
 @pytest.mark.parametrize("how", ["raise", "value", "mask"])
 def test_an_agent_that_fails_is_treated_as_a_reward_function_that_does(tmp_path, how, caplog):
     args = dict(reward_on_error=how) | (dict(reward_error_value=-1.0) if how == "value" else {})
@@ -348,11 +377,11 @@ def test_a_turn_that_nobody_waits_for_is_not_written_to_its_end(tmp_path):
             time.sleep(0.01)
             return super().step()
 
-    run = trainer(tmp_path, agent=Agent(asks([], {0: [900]}), seconds=0.3), args=dict(max_completion_length=900))
+    run = trainer(tmp_path, agent=Agent(asks([], {0: [900]}), seconds=1), args=dict(max_completion_length=900))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.rl.generation.local.LocalSteps", Steps)
         (one,) = run._sample(run.new_samples(ROWS[:1]))
-    assert not any(one.learn) and 3 < Steps.number < 200
+    assert not any(one.learn) and 0 < Steps.number < 450  # of 900
 
 
 PROGRAM = """

@@ -20,6 +20,7 @@ from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint import codec
 from posttrain.core.distributed import is_in_pieces
 from posttrain.core.models.wrapping import unwrap
+from posttrain.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,9 @@ class BEMACallback(TrainerCallback):
         return dict(self._last)
 
     @torch.no_grad()
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         """Start from the current weights; a resumed run loads the averages next to its checkpoint."""
         self._weights = {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
         if is_in_pieces(*self._weights.values()):
@@ -82,12 +85,11 @@ class BEMACallback(TrainerCallback):
                 own.update({key: value.to(self.device) for key, value in tree[name].items()})
         elif state.global_step > self.update_after:
             logger.warning(
-                "BEMACallback: there are no averages of step %d in %s, so they restart from the weights of that step.",
-                state.global_step,
-                kept.parent,
+                f"BEMACallback: there are no averages of step {state.global_step} in {kept.parent}, so they restart "
+                "from the weights of that step."
             )
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         step = state.global_step
         if step == self.update_after:
             self._begin()
@@ -110,7 +112,7 @@ class BEMACallback(TrainerCallback):
         self._first, self._last = now, dict(now)
         self._mean = {name: weight.clone() for name, weight in now.items()}
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the averages of this step for a resume, and delete those whose checkpoint is gone."""
         if not state.is_world_process_zero or not self._weights:
             return
@@ -123,7 +125,15 @@ class BEMACallback(TrainerCallback):
                 path.unlink()
 
     @torch.no_grad()
-    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+    def on_train_end(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
         """Write the model with the averages instead of its weights."""
         if not state.is_world_process_zero or not self._weights:
             return

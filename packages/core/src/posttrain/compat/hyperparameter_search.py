@@ -23,7 +23,7 @@ from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, req
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
-from posttrain.core.state import has_state
+from posttrain.core.state import TrainerControl, TrainerState, has_state
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer
@@ -269,10 +269,10 @@ class _Reporter(TrainerCallback):
             )
         return [float(one) for one in value] if isinstance(value, (list, tuple)) else float(value)
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.trial_name, state.trial_params = self.name, dict(self.trial.params)
 
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any) -> None:
         if not any(name.startswith("eval_") for name in metrics):
             return  # of another dataset, that other code asked for
         self._parts.append(metrics)

@@ -7,6 +7,7 @@ from typing import Any
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.data.samplers import has_length
 from posttrain.core.errors import require
+from posttrain.core.state import TrainerControl, TrainerState
 
 COLUMNS = 2
 
@@ -25,7 +26,7 @@ class RichProgressCallback(TrainerCallback):
         self._prediction: Any = None
         self._logs: dict[str, Any] = {}
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         from rich.live import Live
@@ -44,11 +45,13 @@ class RichProgressCallback(TrainerCallback):
         self._live = Live(self._drawing(), refresh_per_second=4)
         self._live.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._live is not None:
             self._bars.update(self._training, completed=state.global_step)
 
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         if self._live is None or eval_dataloader is None:
             return
         if self._prediction is None:
@@ -56,18 +59,18 @@ class RichProgressCallback(TrainerCallback):
             self._prediction = self._bars.add_task("Evaluating", total=total)
         self._bars.advance(self._prediction)
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._end_prediction()
 
-    def on_predict(self, args, state, control, **kwargs):
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._end_prediction()
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self._live is not None and logs:
             self._logs = {name: value for name, value in logs.items() if not name.startswith("perf/")}
             self._live.update(self._drawing())
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._live is not None:
             self._bars.update(self._training, completed=state.global_step)
             self._live.stop()

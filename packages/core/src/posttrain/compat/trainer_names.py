@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.data.loaders import Loaders
     from posttrain.core.distributed import Distributed
-    from posttrain.core.logging.memory import MemoryTracker
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run
@@ -57,7 +56,6 @@ class TrainerNames:
     evaluation_loop: Callable[..., EvalLoopOutput]
     log_metric: Callable[..., None]
     run: Run
-    _memory: MemoryTracker
     save_model: Callable[..., None]
     is_in_train: bool
     get_total_train_batch_size: Callable[[TrainingArguments], int]
@@ -91,9 +89,7 @@ class TrainerNames:
     @property
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to its device; by default not one that was placed or quantized."""
-        asked = self.args.place_model_on_device
-        placed = getattr(self.model, "hf_device_map", None) or getattr(self.model, "is_quantized", False)
-        return not placed if asked is None else asked
+        return self.dist.moves(self.model)
 
     @property
     def neftune_noise_alpha(self) -> float | None:
@@ -119,10 +115,6 @@ class TrainerNames:
         """trl's name of `log_metric`, for several values."""
         for name, value in metrics.items():
             self.log_metric(name, value)
-
-    @property
-    def _memory_tracker(self) -> MemoryTracker:
-        return self._memory
 
     @property
     def _globalstep_last_logged(self) -> int:
@@ -237,7 +229,7 @@ class TrainerNames:
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each group of parameters."""
-        return [group["lr"] for group in self._existing_optimizer().param_groups]
+        return [group["lr"] for group in _groups_of(self.optimizer)]
 
     def get_num_trainable_parameters(self) -> int:
         """Parameters that are trained, in numbers."""
@@ -247,15 +239,10 @@ class TrainerNames:
         self, param: nn.Parameter | None = None
     ) -> dict[str, Any] | list[list[nn.Parameter]] | None:
         """The optimizer's group that `param` is in; without one, the parameters of each group."""
-        groups = self._existing_optimizer().param_groups
+        groups = _groups_of(self.optimizer)
         if param is None:
             return [group["params"] for group in groups]
         return next((group for group in groups if any(param is member for member in group["params"])), None)
-
-    def _existing_optimizer(self) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise ValueError("There is no optimizer yet: it is made by train, or by create_optimizer.")
-        return self.optimizer
 
     @staticmethod
     def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -357,6 +344,12 @@ class TrainerNames:
             hub.write_model_card(
                 self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
             )
+
+
+def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    if optimizer is None:
+        raise ValueError("There is no optimizer yet: it is made by train, or by create_optimizer.")
+    return optimizer.param_groups
 
 
 def renamed_arguments(trainer_class: type[TrainerNames], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:

@@ -69,22 +69,24 @@ class TrainerCallback:
             )
         _log_of_event(name, value, weight, reduce, per_epoch)
 
-    def on_init_end(self, args, state, control, **kwargs): ...
-    def on_train_begin(self, args, state, control, **kwargs): ...
-    def on_train_end(self, args, state, control, **kwargs): ...
-    def on_epoch_begin(self, args, state, control, **kwargs): ...
-    def on_epoch_end(self, args, state, control, **kwargs): ...
-    def on_step_begin(self, args, state, control, **kwargs): ...
-    def on_pre_optimizer_step(self, args, state, control, **kwargs): ...
-    def on_optimizer_step(self, args, state, control, **kwargs): ...
-    def on_substep_end(self, args, state, control, **kwargs): ...
-    def on_step_end(self, args, state, control, **kwargs): ...
-    def on_evaluate(self, args, state, control, **kwargs): ...
-    def on_predict(self, args, state, control, metrics, **kwargs): ...
-    def on_save(self, args, state, control, **kwargs): ...
-    def on_log(self, args, state, control, **kwargs): ...
-    def on_prediction_step(self, args, state, control, **kwargs): ...
-    def on_push_begin(self, args, state, control, **kwargs): ...
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
+    ) -> Any: ...
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
@@ -97,10 +99,14 @@ class ClosingCallback(TrainerCallback):
         """Called once training is over, perhaps a second time."""
 
 
+def as_list(callbacks: Any) -> list[Any]:
+    """A trainer's `callbacks`, of which one may be given alone."""
+    return [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+
+
 def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
     """Problems with a trainer's `callbacks`; a callback may define ``preflight(args)`` for its own checks."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    for callback in given:
+    for callback in as_list(callbacks):
         kind = callback if isinstance(callback, type) else type(callback)
         if not any(hasattr(kind, event) or hasattr(callback, event) for event in EVENTS):
             yield TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
@@ -206,7 +212,9 @@ class CallbackHandler:
         """Whether no callback implements `event`."""
         return not self._listening(event)
 
-    def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def call_event(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         """Call every callback that implements `event`, in order; returns the resulting control."""
         global _log_of_event
         if not (listening := self._listening(event)):
@@ -214,31 +222,29 @@ class CallbackHandler:
         before, _log_of_event = _log_of_event, self.log_metric  # an event may lead to another trainer's
         try:
             for callback in listening:
-                control = self._call(callback, event, args, state, control, kwargs)
+                try:
+                    answer = getattr(callback, event)(
+                        args,
+                        state,
+                        control,
+                        model=self.model,
+                        processing_class=self.processing_class,
+                        tokenizer=self.processing_class,  # the name in older callbacks of transformers
+                        optimizer=self.optimizer,
+                        lr_scheduler=self.lr_scheduler,
+                        train_dataloader=self.train_dataloader,
+                        eval_dataloader=self.eval_dataloader,
+                        **kwargs,
+                    )
+                except Exception as error:
+                    if not self._goes_on(callback, event, state, error):
+                        raise
+                    continue
+                if answer is not None:
+                    control = _apply(answer, control, f"{type(callback).__name__}.{event}")
         finally:
             _log_of_event = before
         return control
-
-    def _call(self, callback: Any, event: str, args: Any, state: TrainerState, control: TrainerControl, kwargs: Any):
-        try:
-            answer = getattr(callback, event)(
-                args,
-                state,
-                control,
-                model=self.model,
-                processing_class=self.processing_class,
-                tokenizer=self.processing_class,  # the name in older callbacks of transformers
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                train_dataloader=self.train_dataloader,
-                eval_dataloader=self.eval_dataloader,
-                **kwargs,
-            )
-        except Exception as error:
-            if not self._goes_on(callback, event, state, error):
-                raise
-            return control
-        return control if answer is None else _apply(answer, control, f"{type(callback).__name__}.{event}")
 
     def _goes_on(self, callback: Any, event: str, state: TrainerState, error: Exception) -> bool:
         """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""
@@ -259,13 +265,13 @@ class CallbackHandler:
 
     # Each event as a method, for scripts that override `log` or write their own loop.
 
-    def on_evaluate(self, args, state, control, metrics):
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any) -> TrainerControl:
         return self.call_event("on_evaluate", args, state, control, metrics=metrics)
 
-    def on_predict(self, args, state, control, metrics):
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any) -> TrainerControl:
         return self.call_event("on_predict", args, state, control, metrics=metrics)
 
-    def on_log(self, args, state, control, logs):
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any) -> TrainerControl:
         return self.call_event("on_log", args, state, control, logs=logs)
 
     def __getattr__(self, event: str) -> Any:
@@ -311,16 +317,18 @@ class DefaultFlowCallback(TrainerCallback):
     """Sets the flags to log, evaluate, save and stop, as the arguments require."""
 
     _passing: Passing | None = None
+    _max_tokens = math.inf
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._passing = Passing()
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._passing, self._max_tokens = Passing(), args.max_tokens
         self._passing.begin(state)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        step, passing = state.global_step, self._passing or Passing()
-        intervals = (getattr(args, f"{name}_steps", None) for name in ("logging", "eval", "save"))
-        log, evaluate, save = passing.step(state, *intervals)
-        last = step >= state.max_steps or state.num_input_tokens_seen >= getattr(args, "max_tokens", math.inf)
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        step, intervals = state.global_step, (args.logging_steps, args.eval_steps, args.save_steps)
+        log = evaluate = save = False
+        if self._passing is not None and any(isinstance(each, str) for each in intervals):
+            log, evaluate, save = self._passing.step(state, *intervals)
+        last = step >= state.max_steps or state.num_input_tokens_seen >= self._max_tokens
         if args.logging_strategy == "steps" and (log or step % state.logging_steps == 0):
             control.should_log = True
         if step == 1 and args.logging_first_step:
@@ -333,7 +341,7 @@ class DefaultFlowCallback(TrainerCallback):
         if last:
             control.should_training_stop = True
 
-    def on_epoch_end(self, args, state, control, **kwargs):
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The last step of a run that ends with its stream shows only now.
         last = state.known_steps is None and state.epoch >= state.num_train_epochs
         if args.logging_strategy == "epoch":
@@ -370,11 +378,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if args.eval_strategy == "no":
             yield ValueError("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
 
-    def on_init_end(self, args, state, control, **kwargs):
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         for problem in self.preflight(args):
             raise problem
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.on_init_end(args, state, control)  # for one that was added to a trainer already built
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
             logger.warning(
@@ -385,7 +393,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
             control.should_training_stop = True
 
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any) -> None:
         name = args.metric_for_best_model
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
@@ -427,14 +435,14 @@ class ProgressCallback(TrainerCallback):
         self.training_bar = self.prediction_bar = None
         self.drawn = 0.0
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero and terminal.draws_bars():
             from tqdm.auto import tqdm
 
             options = {"initial": state.global_step, "dynamic_ncols": True, "unit": "step"}
             self.training_bar = tqdm(total=state.known_steps, **options)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Drawing takes as long as a small step, so it happens a few times a second.
         if self.training_bar is not None and (
             time.monotonic() - self.drawn > 0.3 or state.global_step >= state.max_steps
@@ -442,7 +450,9 @@ class ProgressCallback(TrainerCallback):
             self.drawn = time.monotonic()
             self.training_bar.update(state.global_step - self.training_bar.n)
 
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero and eval_dataloader is not None and terminal.draws_bars():
             if self.prediction_bar is None:
                 from tqdm.auto import tqdm
@@ -452,13 +462,13 @@ class ProgressCallback(TrainerCallback):
                 self.prediction_bar = tqdm(total=total, leave=leave, dynamic_ncols=True, unit="batch")
             self.prediction_bar.update(1)
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close_prediction_bar()
 
-    def on_predict(self, args, state, control, **kwargs):
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close_prediction_bar()
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix_str(terminal.summary(logs), refresh=False)
         elif self.training_bar is not None and logs:
@@ -468,7 +478,7 @@ class ProgressCallback(TrainerCallback):
             step = f"step {state.global_step}{total}  " if state.max_steps else ""  # outside of training there is none
             terminal.write(f"{step}{terminal.with_speed(logs)}")
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.training_bar is not None:
             self.training_bar.update(state.global_step - self.training_bar.n)
             self.training_bar.close()
@@ -483,6 +493,6 @@ class ProgressCallback(TrainerCallback):
 class PrinterCallback(TrainerCallback):
     """Prints each log record as a line; used where the progress bar is switched off."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if state.is_local_process_zero and logs:
             terminal.write(terminal.with_speed(logs))

@@ -215,13 +215,13 @@ def _is_ours(config_class: type, name: str) -> bool:
 LARGEST = 2**63
 
 
-def bounds_of(field: dataclasses.Field) -> dict[str, Any]:
+def bounds_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """The bounds that `opt` gave a field; none of a plain field."""
     text = field.metadata.get("help")
     return text.bounds if isinstance(text, Help) else {}
 
 
-def check_field(config: Any, field: dataclasses.Field) -> Iterator[str]:
+def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     """Problems with one field's value, as sentences."""
     value, bounds = getattr(config, field.name), bounds_of(field)
     config_class: type = type(config)

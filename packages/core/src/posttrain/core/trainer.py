@@ -2,7 +2,7 @@
 
 `Trainer.train` is the loop. The other public methods are hooks: ten lines or fewer that call into modules which know no
 trainer. Override a hook to change what happens; use a callback to change when. What a run does around its steps is in
-`posttrain.core.training.run`; its set-up is below the hooks.
+`posttrain.core.training.run`, its set-up in `posttrain.core.training.lifetime`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,9 +22,9 @@ from torch import nn
 
 from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback, as_list
 from posttrain.core.checkpoint import Store, codec, weights
-from posttrain.core.checkpoint.manager import CheckpointManager, Contents, Stateful
+from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import check_limits
 from posttrain.core.data.loaders import Loaders
@@ -31,21 +32,20 @@ from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
-from posttrain.core.logging.input_counter import InputCounter
 from posttrain.core.logging.memory import MemoryTracker
-from posttrain.core.logging.metrics import Clock, clock_of, is_performance, num_tokens_in
-from posttrain.core.losses import normalization, scale_check
-from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, special_tokens, wrapping
-from posttrain.core.optim import builder, schedule
+from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in
+from posttrain.core.losses import normalization
+from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, wrapping
+from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
-from posttrain.core.training import nonfinite, override_checks, preflight, resume
+from posttrain.core.training import lifetime, nonfinite, override_checks, preflight, resume
 from posttrain.core.training.evaluator import Evaluator
-from posttrain.core.training.lifetime import announce, under_way
-from posttrain.core.training.plan import Plan, check_intervals, make_plan, number_of_saves
+from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.core.training.record import Record
 from posttrain.core.training.run import Run
 from posttrain.core.training.saving import Saving
+from posttrain.core.training.scaling import Scaling
 from posttrain.lm.loading import adapters, loading
 
 if TYPE_CHECKING:
@@ -54,9 +54,6 @@ else:  # of what stands on the core, which therefore does not import it
     TrainerNames = registry.load(registry.TRAINER_NAMES)
 
 logger = logging.getLogger(__name__)
-
-#: What stands for a model, an optimizer or a manager until the run makes it.
-NOT_MADE: Any = None
 
 DEFAULT_CALLBACKS: list[type] = [DefaultFlowCallback, trackers.JSONLinesCallback]
 
@@ -81,6 +78,9 @@ class Trainer(TrainerNames):
     """
 
     config_class = TrainingArguments
+    record: Record
+    metrics: Metrics
+    clock: Clock
     #: What earlier versions called arguments of the constructor.
     OLD_ARGUMENTS: ClassVar[dict[str, str]] = {"tokenizer": "processing_class", "callback": "callbacks"}
     #: Columns of the dataset that the collator reads; None: the parameters of the model's forward, and the labels.
@@ -126,16 +126,23 @@ class Trainer(TrainerNames):
         self.args = args
         trackers.set_verbosity(args.get_process_log_level())
         parts = Parts(
-            model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
-            model_init=model_init, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
-            callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )  # fmt: skip
+            model=model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
         self.run_preflight(args, parts)
         pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
         self.dist = make_strategy(args, model)
-        self._memory = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
+        self._memory_tracker = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)
         setup = contextlib.ExitStack()
-        setup.enter_context(self._memory.stage("init"))
+        setup.enter_context(self._memory_tracker.stage("init"))
         self.accelerator = self.dist.accelerator
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -147,15 +154,16 @@ class Trainer(TrainerNames):
         self.model_init = model_init
         self._made_optimizer: Any = None  # what this trainer made itself; anything else is the user's, used as it is
         self._made_scheduler: Any = None
-        self._check_owners()
         owner = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
+        lifetime.find_owners(owner)
         self.run, self.loaders = Run(owner), Loaders(owner)
         self.saving, self.evaluator = Saving(owner), Evaluator(owner)
-        self._new_record()
+        lifetime.new_record(owner)
         self._follow_old_names()
         self.set_model(model if model is not None else self.call_model_init())
         self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
-        self.checkpoints: CheckpointManager = NOT_MADE  # made by all processes together, at the start of `train`
+        # Made by all processes together, at the start of `train`.
+        self.checkpoints: CheckpointManager = lifetime.NOT_MADE
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self.is_in_train = False
@@ -166,10 +174,10 @@ class Trainer(TrainerNames):
             *map(registry.load, registry.CALLBACKS),
             *trackers.tracker_callbacks(args.report_to),
         ]
-        self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
+        self.callback_handler = CallbackHandler([*builtin, *as_list(callbacks)], self.model, processing_class)
         self.callback_handler.log_metric = lambda *args, **kwargs: owner.log_metric(*args, **kwargs)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
-        self.state = self._new_state()
+        self.state = lifetime.new_state(owner)
         setup.close()
         self._fire("on_init_end")
 
@@ -208,7 +216,7 @@ class Trainer(TrainerNames):
             nonfinite.check_float16(model, self.dist.precision, self.dist.uses_deepspeed)
         self.model = self.model_wrapped = model
         self._look_up(model, wrapping.base_model(model))
-        self._set_objective()
+        self.scaling = Scaling(weakref.proxy(self))
         self.dist.place(model, trained=True)
         for config in wrapping.configs(model):
             config.use_cache = self.args.use_cache
@@ -220,33 +228,13 @@ class Trainer(TrainerNames):
         self.can_return_loss = normalization.can_return_loss(base)
         self.label_smoother = normalization.label_smoother(model, self.args.label_smoothing_factor)
         self.main_input = getattr(base, "main_input_name", "input_ids")
+        self._non_blocking = self.args.non_blocking
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        pad, count = getattr(self.processing_class, "pad_token_id", None), self.args.include_num_input_tokens_seen
-        self._input_counter = InputCounter(self.main_input, pad, count == "non_padding")
         tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if tags and add_tags is not None:
             add_tags(tags)
-
-    def _set_objective(self) -> None:
-        """Look at `compute_loss` and `training_step` as they are now: a script may have replaced them since."""
-        mixed = self.loss_is_scaled_for_ga == "mixed"
-        self._objective = normalization.Objective(self.compute_loss, mixed or self._declared_mean(), own_count=mixed)
-        self._is_own_loss = override_checks.is_ours(self, "compute_loss") and self.compute_loss_func is None
-        self._step_takes = len(override_checks.taken(self.training_step, None, None, None))
-        self._loss_scale = self.dist.world_size if self.args.average_tokens_across_devices else 1
-        self._steps_in_backward = bool(getattr(self.optimizer, "steps_in_backward", False))
-        self._non_blocking = self.args.non_blocking
-        self._sync_each_batch = bool(self.args.accelerator_config.accumulation.get("sync_each_batch"))
-
-    def _declared_mean(self) -> bool | None:
-        """Whether `compute_loss` is declared to return a mean; None: not declared. What our trainers know of their own
-        losses does not hold for a method that replaced them."""
-        scaled = self.loss_is_scaled_for_ga
-        if scaled is None and override_checks.is_ours(self, "compute_loss"):
-            scaled = self.loss_is_scaled()
-        return None if scaled is None else not scaled
 
     def loss_is_scaled(self) -> bool | None:
         """Whether this class' `compute_loss` returns ``sum / num_items_in_batch``; None where only trying shows it."""
@@ -278,8 +266,8 @@ class Trainer(TrainerNames):
         plan = self.make_plan(loader)
         plan = plan if checkpoint is None else self.resume_plan(plan, loader, checkpoint)
         self.dist.meet("the beginning of training")
-        run = self._set_up(plan, loader, checkpoint, trial, ignore_keys_for_eval)
-        with under_way(run) as model:
+        run = lifetime.set_up(weakref.proxy(self), plan, loader, checkpoint, trial, ignore_keys_for_eval)
+        with lifetime.under_way(run) as model:
             for epoch in run.epochs():
                 for window, num_items in self.windows_left(plan, loader, epoch):  # the micro-batches of one step
                     self._fire("on_step_begin")
@@ -294,13 +282,13 @@ class Trainer(TrainerNames):
         Args:
             num_items: items in the window over all processes, shape (); counted here if not given.
         """
-        run, dist, clock = self.run, self.dist, self.clock
+        run, dist, clock, scaling = self.run, self.dist, self.clock, self.scaling
         # Counted before the first forward: the divisor must be known when the first micro-batch runs backward.
         num_items = self.count_window(window) if num_items is None else normalization.scalar(num_items, dist.device)
         if not model.training:
             eval_loop.train_mode(model, self.optimizer)
         clock.begin()
-        self._objective.begin_step(self.state.global_step + 1)
+        scaling.objective.begin_step(self.state.global_step + 1)
         run.num_items = num_items  # for a training_step that leaves it out
         if run.splitter is None:
             losses = self.accumulate(model, window, num_items)
@@ -308,7 +296,7 @@ class Trainer(TrainerNames):
             window, losses = run.splitter.run(
                 window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), run.undo_point
             )
-        losses, num_items = self._objective.divide(losses, run.parameters, num_items, dist.sum, self._why_no_counts)
+        losses, num_items = scaling.objective.divide(losses, run.parameters, num_items, dist.sum, scaling.why_no_counts)
         loss = sum(losses[1:], start=losses[0])
         grad_norm = dist.clip_gradients(run.parameters, self.args.max_grad_norm, self.optimizer)
         clock.lap("backward" if clock.has_laps else "forward_backward")
@@ -323,13 +311,13 @@ class Trainer(TrainerNames):
         if self.args.include_num_input_tokens_seen != "no":  # the schedule may follow them, and callbacks may stop
             self.store_flos()
         if applied:
-            schedule.step(self.lr_scheduler, self.state.num_input_tokens_seen)
+            lr_scheduler.step(self.lr_scheduler, self.state.num_input_tokens_seen)
         for parameter in run.parameters:
             parameter.grad = None
         if run.ema is not None:
             run.ema.update(self.state.global_step + 1)
         clock.lap("optimizer", last=True)
-        self.record.step(loss, num_items, self._objective.take_terms())
+        self.record.step(loss, num_items, scaling.objective.take_terms())
         run.num_items = None
 
     def accumulate(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None) -> list[torch.Tensor]:
@@ -342,15 +330,15 @@ class Trainer(TrainerNames):
             is_filler = pipeline.is_filler(inputs)
             # A metric of a micro-batch that only keeps this process in step counts for nothing.
             metrics = self.metrics.apart() if is_filler else NOTHING
-            sync = self.dist.sync_gradients(model, when=number == len(window) or self._sync_each_batch)
+            sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             with sync, self.dist.in_step(), metrics:
                 try:
-                    losses.append(self.training_step(*given[: self._step_takes]))
+                    losses.append(self.training_step(*given[: self.run.step_takes]))
                 except IndexError:  # an id that the model does not know, most often: say which
                     check_limits(inputs, self.id_limits())
                     raise
             if not is_filler:
-                self._input_counter.add(self.metrics, inputs, self.floating_point_ops(inputs))
+                self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):
                 self._fire("on_substep_end")
         self.run.window_size = 0
@@ -364,24 +352,24 @@ class Trainer(TrainerNames):
         Returns:
             The detached share of the window's loss, shape (). The window's loss is the mean of the processes' sums.
         """
-        objective, inputs = self._objective, self.prepare_inputs(inputs)
+        scaling, objective, inputs = self.scaling, self.scaling.objective, self.prepare_inputs(inputs)
         num_items = self.run.num_items if num_items_in_batch is None else num_items_in_batch
         # Counted before the loss is computed: old code pops the labels from its inputs.
         items = self.count_items(inputs) if objective.needs_items and num_items is not None else None
         with self.compute_loss_context_manager():
             if objective.is_open and num_items is not None:
-                self._find_out_scale(model, inputs, num_items, items)
+                scaling.find_out(model, inputs, num_items, items)
             loss, is_mean = objective(self.compute_loss, model, inputs, num_items, items)
         weight, is_filler = None, pipeline.is_filler(inputs)
         if is_mean and items is not None and num_items is not None:
             loss, weight = normalization.weighted(loss, items, num_items)
         if is_filler:  # it only keeps the processes in step
             loss = loss * 0
-        if self._loss_scale != 1:  # processes average their gradients, and each holds a share of one sum
-            loss = loss * self._loss_scale
+        if scaling.factor != 1:  # processes average their gradients, and each holds a share of one sum
+            loss = loss * scaling.factor
         if objective.terms is not None:
-            objective.keep_terms(weight, 0 if is_filler else self._loss_scale)
-        if not (is_mean or self._steps_in_backward) or self._may_go_backward(loss, items if is_mean else None):
+            objective.keep_terms(weight, 0 if is_filler else scaling.factor)
+        if not (is_mean or scaling.steps_in_backward) or scaling.may_go_backward(loss, items if is_mean else None):
             self.clock.lap("forward")
             self.dist.backward(loss)
             self.clock.lap("backward")
@@ -435,8 +423,9 @@ class Trainer(TrainerNames):
                 next(batches, None)  # so that the loader ends its epoch
                 return
             given: tuple[Any, ...] = (batches, count, device)
-            with self.clock("data"):
-                window, num_items = self.get_batch_samples(*given[:takes])
+            began = time.perf_counter()
+            window, num_items = self.get_batch_samples(*given[:takes])
+            self.clock.add("data", time.perf_counter() - began)
             if not window:
                 return
             yield window, num_items
@@ -463,24 +452,32 @@ class Trainer(TrainerNames):
                 (). Return ``sum / num_items_in_batch``; or leave it alone and return a mean, which is then weighted.
         """
         loss, outputs = normalization.model_loss(
-            model, inputs, num_items_in_batch, pass_count=self.model_accepts_loss_kwargs,
-            loss_func=self.compute_loss_func, shifted=self.loss_shifts_labels,
+            model,
+            inputs,
+            num_items_in_batch,
+            pass_count=self.model_accepts_loss_kwargs,
+            loss_func=self.compute_loss_func,
+            shifted=self.loss_shifts_labels,
             label_smoothing=0.0 if self.label_smoother is None else self.label_smoother.epsilon,
-        )  # fmt: skip
+        )
         return (loss, outputs) if return_outputs else loss
 
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor | int:
         """How many items the loss of this micro-batch is a mean over: predicted tokens, or rows without labels."""
         return 0 if pipeline.is_filler(inputs) else normalization.count_items(inputs, self.loss_shifts_labels)
 
-    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
         """Where the forward pass and the loss are computed: autocast, when a lower precision was asked for."""
         return self.dist.autocast()
 
     def log_metric(
-        self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1, reduce: str = "mean",
+        self,
+        name: str,
+        value: float | torch.Tensor,
+        weight: float | torch.Tensor = 1,
+        reduce: str = "mean",
         per_epoch: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Log `value` from anywhere: its "mean" (weighted), "sum", "min" or "max" over micro-batches and processes,
         once per log record, or, `per_epoch`, over all of an epoch in a record at its end."""
         self.metrics.log(name, value, weight, reduce, per_epoch)
@@ -506,7 +503,7 @@ class Trainer(TrainerNames):
         """Rows of one optimizer step, over all its micro-batches and all processes."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.dist.world_size
 
-    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
         """The loader of training micro-batches, `_train_batch_size` rows each on every process."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
@@ -517,7 +514,7 @@ class Trainer(TrainerNames):
         """Fills up predictions of ragged width; an evaluation that generates sets its pad token."""
         return -100
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader[Any]:
         """The loader of `eval_dataset`: a dataset, the name of one of several, or the trainer's own."""
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
@@ -528,7 +525,7 @@ class Trainer(TrainerNames):
         self._follow_old_names()
         return self.make_dataloader(dataset, "Evaluation", self.eval_batch_size, dataloader_key=name)
 
-    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader[Any]:
         """The loader that `predict` reads."""
         pipeline.check_dataset(test_dataset, "test_dataset")
         self._follow_old_names()
@@ -536,7 +533,7 @@ class Trainer(TrainerNames):
 
     def make_dataloader(
         self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
-    ) -> torch.utils.data.DataLoader:
+    ) -> torch.utils.data.DataLoader[Any]:
         """The loader of `dataset`, whichever of the three above asks for it.
 
         Args:
@@ -547,13 +544,15 @@ class Trainer(TrainerNames):
         sampler_fn = sampler_fn or (self.train_sampler if is_training else None)
         return self.loaders.make(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
-    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler | None:
+    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """The order of the training rows; None: that of the dataset."""
         return pipeline.make_train_sampler(
-            dataset, strategy=self.args.train_sampling_strategy, seed=self.data_seed,
+            dataset,
+            strategy=self.args.train_sampling_strategy,
+            seed=self.data_seed,
             batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
             lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else (),
-        )  # fmt: skip
+        )
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """Tokens that the model reads of each row; batches are made of rows of similar length. Override it where the
@@ -626,7 +625,9 @@ class Trainer(TrainerNames):
         return self.optimizer
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[type, dict]:
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type, dict[str, Any]]:
         """(class, arguments) of the optimizer named by ``args.optim``."""
         return builder.optimizer_class_and_kwargs(args, model)
 
@@ -699,14 +700,19 @@ class Trainer(TrainerNames):
         inputs = self.prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             return eval_loop.predict_batch(
-                model, inputs, self.evaluation_loss(inputs), loss_only=prediction_loss_only,
-                label_names=self.label_names, can_return_loss=self.can_return_loss, ignore_keys=ignore_keys,
-            )  # fmt: skip
+                model,
+                inputs,
+                self.evaluation_loss(inputs),
+                loss_only=prediction_loss_only,
+                label_names=self.label_names,
+                can_return_loss=self.can_return_loss,
+                ignore_keys=ignore_keys,
+            )
 
     def evaluation_loss(self, inputs: Any) -> Callable[..., Any]:
         """`compute_loss` for an evaluation batch, which returns a mean, for a `prediction_step` of your own: terms of
         a dict are logged, and counts of pairs ``(sum, count)`` kept as its weight."""
-        return self._objective.in_evaluation(self.compute_loss, self.count_items(inputs), self.metrics.add)
+        return self.scaling.objective.in_evaluation(self.compute_loss, self.count_items(inputs), self.metrics.add)
 
     # ----------------------------------------------------------------------------------------------------- log and save
 
@@ -761,7 +767,7 @@ class Trainer(TrainerNames):
         """The inverse of `state_dict`."""
         self.run.load_state_dict(state)
         if self.run.progress.own_count:
-            self._objective.settle("mixed", for_good=True)
+            self.scaling.objective.settle("mixed", for_good=True)
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """More objects that a checkpoint holds, by the name of their file; their state is the same on every process."""
@@ -769,13 +775,7 @@ class Trainer(TrainerNames):
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write this process' files of a checkpoint. Extend it for files of your own."""
-
-        def save_model(folder: Path) -> None:
-            self.save_model(str(folder), _internal_call=True)
-
-        self.checkpoints.write(
-            directory, self._contents(), self.state, self._stateful(), save_model, self.saving.beside
-        )
+        self.saving.files(directory)
 
     def load_checkpoint(self, checkpoint: str | Path, model: nn.Module | None = None) -> None:
         """Load the weights of `checkpoint`, and the state of `checkpoint_parts`."""
@@ -791,18 +791,6 @@ class Trainer(TrainerNames):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         self.saving.write(Path(output_dir or self.args.output_dir), state_dict)
-
-    def _contents(self) -> Contents:
-        return Contents(
-            model=wrapping.unwrap(self.model),
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            ema=self.run.ema,
-            trainer=self,
-            scaler=self.dist.scaler,
-            rows_per_step=self.get_total_train_batch_size(self.args),
-            parts=self.checkpoint_parts(),
-        )
 
     # -------------------------------------------------------------------------------------------------------- callbacks
 
@@ -826,73 +814,6 @@ class Trainer(TrainerNames):
     def _fire(self, event: str, state: TrainerState | None = None, **kwargs: Any) -> None:
         self.control = self.callback_handler.call_event(event, self.args, state or self.state, self.control, **kwargs)
 
-    def _stateful(self) -> list[Any]:
-        return [*self.callback_handler.callbacks, self.control]
-
-    # ---------------------------------------------------------------------------------------------- the set-up of a run
-
-    def _set_up(
-        self, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any, ignore_keys: list[str] | None
-    ) -> Run:
-        """Make the model, optimizer and state of a run, or load them from `checkpoint`."""
-        args, handler = self.args, self.callback_handler
-        check_intervals(plan, args)
-        self._check_owners()
-        if self.model_init is not None:
-            pipeline.set_seed(args.seed)
-            self._drop_model()
-            self.set_model(self.call_model_init(trial))
-        if checkpoint is not None:
-            self._load_from_checkpoint(checkpoint)
-        special_tokens.align_special_tokens(self.model, self.processing_class)
-        self.model_wrapped = self._wrap_model(self.model)
-        self._make_optimizer_and_scheduler(plan.max_steps)
-        self.state, self.control = self._new_state(), TrainerControl()
-        self.state.train_batch_size, self.state.is_hyper_param_search = self.train_batch_size, trial is not None
-        self._new_record(clock_of(self.model, self.dist))
-        self.run = run = Run.make(weakref.proxy(self), plan, loader, trial, ignore_keys)
-        self.checkpoints.check_space(self._contents(), number_of_saves(plan, args))
-        loader.set_epoch(0)
-        self._set_objective()
-        if checkpoint is not None:
-            resume.resume(run, checkpoint)
-        self.state.compute_steps(args, plan.max_steps)
-        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
-        run.first_step = self.state.global_step
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        handler.train_dataloader = loader
-        self.is_in_train = True
-        announce(run)
-        if not self._objective.takes_count:
-            logger.info(
-                "%s.compute_loss takes no num_items_in_batch: its loss is treated as a mean over the micro-batch, and "
-                "weighted by the items of each in the step.",
-                type(self).__name__,
-            )
-        eval_loop.train_mode(self.model_wrapped, self.optimizer)
-        if self.dist.num_processes > 1:
-            run.callbacks_may_differ = any(self.dist.gather_patiently(handler.may_differ or args.goes_by_time))
-        return run
-
-    def _check_owners(self) -> None:
-        """Find out which of optimizer and schedule the user has set: those are used as they are."""
-        self._owns_optimizer = self.optimizer is None or self.optimizer is self._made_optimizer
-        self._owns_scheduler = self.lr_scheduler is None or self.lr_scheduler is self._made_scheduler
-        if self.model_init is not None and not (self._owns_optimizer and self._owns_scheduler):
-            raise ValueError(
-                "model_init makes new parameters at each train, which the optimizer in optimizers (or set as "
-                "trainer.optimizer, or behind trainer.lr_scheduler) does not know; pass a model, or "
-                "optimizer_cls_and_kwargs, or override create_optimizer."
-            )
-
-    def _drop_model(self) -> None:
-        """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
-        handler = self.callback_handler
-        self.model = self.model_wrapped = handler.model = NOT_MADE
-        self.run = Run(weakref.proxy(self))
-        if self._owns_optimizer:
-            self.optimizer = handler.optimizer = NOT_MADE
-
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training:
             return model
@@ -904,30 +825,6 @@ class Trainer(TrainerNames):
         if args.fp8:
             float8.use_float8(model, compiled=args.torch_compile)
         return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
-
-    def _make_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """The optimizer and the schedule of this run: the user's, or new ones."""
-        if self._owns_scheduler:
-            self.lr_scheduler = None
-        self.create_optimizer_and_scheduler(num_training_steps)
-        if not self._owns_optimizer:
-            builder.check_given_optimizer(self.optimizer, self.model_wrapped)
-        if not self._owns_scheduler:
-            builder.check_given_schedule(self.lr_scheduler, self.optimizer)
-        self.model_wrapped, self.optimizer = self.dist.start(self.model_wrapped, self.optimizer)
-        self._made_optimizer = self.optimizer if self._owns_optimizer else None
-        self._made_scheduler = self.lr_scheduler if self._owns_scheduler else None
-
-    def _new_state(self) -> TrainerState:
-        return TrainerState(
-            is_local_process_zero=self.dist.is_local_main,
-            is_world_process_zero=self.dist.is_main,
-            stateful_callbacks=self._stateful(),
-        )
-
-    def _new_record(self, clock: Clock | None = None) -> None:
-        self.record = Record(self.args, self.dist, clock)
-        self.metrics, self.clock = self.record.metrics, self.record.clock
 
     def restore_rng(self) -> None:
         """Set the random numbers of the checkpoint, once. To be called when the first row after it is read."""
@@ -941,51 +838,14 @@ class Trainer(TrainerNames):
 
         None where they are not needed: a mean over the only micro-batch there is, is the mean over the window.
         """
-        items = sum(self.count_items(inputs) for inputs in window)
-        needed = self._objective.own_count or (self._objective.takes_count and not self._is_own_loss)
-        if len(window) == 1 and self.dist.world_size == 1 and self._objective.returns_mean and not needed:
+        items, objective = sum(self.count_items(inputs) for inputs in window), self.scaling.objective
+        needed = objective.own_count or (objective.takes_count and not self.scaling.is_own_loss)
+        if len(window) == 1 and self.dist.world_size == 1 and objective.returns_mean and not needed:
             on_host = not isinstance(items, torch.Tensor) or items.is_cpu
             if on_host and items:
                 return None
         items = normalization.scalar(items, self.dist.device)
-        if self.args.average_tokens_across_devices:
-            return self.dist.sum(items)
+        if self.dist.world_size == 1:
+            return items
         # A process without labels has no mean, and no part in the mean of the others.
-        return items if self.dist.world_size == 1 else items.clamp(min=1)
-
-    def _find_out_scale(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
-        """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
-        own = self._is_own_loss
-        ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, self, moves=not own)
-        ratios = self.dist.gather_object(ratio if items else None)
-        if self._objective.settle(scale_check.kind_of(ratios, own), for_good=own):
-            self.run.progress.own_count = True
-            logger.warning(
-                "From step %d on, %s.compute_loss divides only a part of its loss by num_items_in_batch. It is given "
-                "the items of each micro-batch, and weighted by their share of the step, so every part is a mean over "
-                "the step's items. To say so from the beginning, set %s.loss_is_scaled_for_ga = 'mixed'; to sum the "
-                "losses of micro-batches instead, set it to True.",
-                self.state.global_step + 1, type(self).__name__, type(self).__name__,
-            )  # fmt: skip
-
-    def _may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
-        """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over
-        nothing, whose gradient may be 0 / 0, where that is known without a wait and no other process waits for it."""
-        known = items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
-        if known and not items and self.dist.num_processes == 1 and not self.dist.uses_deepspeed:
-            return False
-        if not self._steps_in_backward or self.args.on_nonfinite == "warn":
-            return True
-        return bool(torch.isfinite(loss))
-
-    def _why_no_counts(self) -> str | None:
-        """Why gradients of a loss given as (sum, count) could not be divided afterwards; None: they can."""
-        if self.dist.world_size > 1 and not self.args.average_tokens_across_devices:
-            return "average_tokens_across_devices=False averages over processes, whatever they counted."
-        if self.dist.uses_deepspeed or self._steps_in_backward:
-            return "the weights are changed, or gradients taken over, during the backward pass."
-        return None
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        return self.dist.sum(items) if self.args.average_tokens_across_devices else items.clamp(min=1)

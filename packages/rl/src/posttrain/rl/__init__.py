@@ -15,12 +15,20 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
     from posttrain.rl.algorithms.gmpo import GMPOConfig, GMPOTrainer
     from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
+    from posttrain.rl.algorithms.iw_opd import IWOPDConfig, IWOPDTrainer
     from posttrain.rl.algorithms.kto import KTOConfig, KTOTrainer
     from posttrain.rl.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from posttrain.rl.algorithms.orpo import ORPOConfig, ORPOTrainer
     from posttrain.rl.algorithms.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.algorithms.sdft import SDFTConfig, SDFTTrainer
+    from posttrain.rl.algorithms.server_distillation import (
+        AsyncDistillationConfig,
+        AsyncDistillationTrainer,
+        ServerDistillationConfig,
+        ServerDistillationTrainer,
+    )
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.row_formats import (
@@ -50,6 +58,7 @@ _HOMES = {
     "algorithms.gkd": ("GKDConfig", "GKDTrainer"),
     "algorithms.gmpo": ("GMPOConfig", "GMPOTrainer"),
     "algorithms.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "algorithms.iw_opd": ("IWOPDConfig", "IWOPDTrainer"),
     "algorithms.kto": ("KTOConfig", "KTOTrainer"),
     "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "algorithms.orpo": ("ORPOConfig", "ORPOTrainer"),
@@ -66,6 +75,12 @@ _HOMES = {
     ),
     "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
     "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "algorithms.server_distillation": (
+        "AsyncDistillationConfig",
+        "AsyncDistillationTrainer",
+        "ServerDistillationConfig",
+        "ServerDistillationTrainer",
+    ),
     "preference.row_formats": (
         "extract_prompt",
         "maybe_extract_prompt",
@@ -73,6 +88,7 @@ _HOMES = {
         "unpair_preference_dataset",
     ),
     "tools.protocol": ("parse_response",),
+    "algorithms.sdft": ("SDFTConfig", "SDFTTrainer"),
     "algorithms.tpo": ("TPOConfig", "TPOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.core.errors import DataError
+from posttrain.cli.source import sets_for
 from posttrain.core.registry import Method, Run
 
 
@@ -22,12 +22,7 @@ def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], Non
     def run(run: Run) -> None:
         module, _, name = trainer.partition(":")
         config, model = run.config, run.model
-        train_rows, eval_rows = run.data.load()
-        if config.eval_strategy != "no" and eval_rows is None:
-            raise DataError(
-                f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no "
-                f"split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
-            )
+        train_rows, eval_rows = sets_for(run)
         if reads_prompts:
             train_rows, eval_rows = _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
         extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
@@ -107,95 +102,86 @@ def _cached_tokens(config: Any, size: int) -> int:
     return groups * each
 
 
-def preview_of(kind: str) -> Callable[[Run, int], tuple[list[Any], list[str]]]:
-    """A method's `preview`: the completions of rows of `kind`; see `posttrain.rl.preview`."""
+def _named(name: str, trainer: str, help: str, reads_prompts: bool = False, **others: Any) -> Method:
+    """The method `name`, by ``"module:Prefix"`` of its config and its trainer."""
+    path = f"posttrain.rl.algorithms.{trainer}"
+    run = train_with(f"{path}Trainer", reads_prompts)
+    return Method(name=name, help=help, config=f"{path}Config", run=run, **others)
+
+
+def _preference(
+    name: str, trainer: str, help: str, rows: str = "preference", reference: bool = False, loss: str = "logps"
+) -> Method:
+    """A method that reads preferences.
+
+    Args:
+        rows: their kind, as for `posttrain.rl.preview`. reference, loss: as for `of_preferences`.
+    """
 
     def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
         from posttrain.rl.preview import of_preferences
 
-        return of_preferences(run, count, kind)
+        return of_preferences(run, count, rows)
 
-    return preview
-
-
-def preview_of_prompts(run: Run, count: int) -> tuple[list[Any], list[str]]:
-    """A method's `preview`: the prompts; see `posttrain.rl.preview`."""
-    from posttrain.rl.preview import of_prompts
-
-    return of_prompts(run, count)
+    workload = of_preferences(2 if rows == "preference" else 1, reference, loss)
+    return _named(name, trainer, help, workload=workload, preview=preview)
 
 
-DPO = Method(
-    name="dpo",
-    help="Train on pairs of a better and a worse completion, with the initial model as the reference.",
-    config="posttrain.rl.algorithms.dpo:DPOConfig",
-    run=train_with("posttrain.rl.algorithms.dpo:DPOTrainer"),
-    workload=of_preferences(2, reference=True),
-    preview=preview_of("preference"),
+def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool = True) -> Method:
+    """A method that samples.
+
+    Args:
+        needs: what it is taught by, of `posttrain.core.registry.Method.needs`. reads_prompts: as for `train_with`.
+    """
+
+    def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
+        from posttrain.rl.preview import of_prompts
+
+        return of_prompts(run, count)
+
+    all_needs = ("model_name_or_path", "dataset_name|datasets", needs)
+    return _named(name, trainer, help, reads_prompts, needs=all_needs, workload=of_rollouts, preview=preview)
+
+
+REWARDS = "reward_funcs|reward_model_name_or_path"
+TEACHER = "teacher_model_name_or_path|teacher_model_server_url"
+
+DPO = _preference(
+    "dpo",
+    "dpo:DPO",
+    "Train on pairs of a better and a worse completion, with the initial model as the reference.",
+    reference=True,
 )
-
-GRPO = Method(
-    name="grpo",
-    help="Train on the policy's own completions, scored by reward functions and compared within their group.",
-    config="posttrain.rl.algorithms.grpo:GRPOConfig",
-    run=train_with("posttrain.rl.algorithms.grpo:GRPOTrainer", reads_prompts=True),
-    needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
-    workload=of_rollouts,
-    preview=preview_of_prompts,
+GRPO = _online(
+    "grpo",
+    "grpo:GRPO",
+    "Train on the policy's own completions, scored by reward functions and compared within their group.",
+    REWARDS,
 )
-
-RLOO = Method(
-    name="rloo",
-    help="REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
-    config="posttrain.rl.algorithms.rloo:RLOOConfig",
-    run=train_with("posttrain.rl.algorithms.rloo:RLOOTrainer", reads_prompts=True),
-    needs=("model_name_or_path", "dataset_name|datasets", "reward_funcs|reward_model_name_or_path"),
-    workload=of_rollouts,
-    preview=preview_of_prompts,
+RLOO = _online(
+    "rloo",
+    "rloo:RLOO",
+    "REINFORCE on the policy's own completions, with the rest of the group as the baseline.",
+    REWARDS,
 )
-
-DISTILLATION = Method(
-    name="distillation",
-    help="Train a student to predict what a teacher predicts, on the student's own completions.",
-    config="posttrain.rl.algorithms.distillation:DistillationConfig",
-    run=train_with("posttrain.rl.algorithms.distillation:DistillationTrainer"),
-    needs=("model_name_or_path", "dataset_name|datasets", "teacher_model_name_or_path|teacher_model_server_url"),
-    workload=of_rollouts,
-    preview=preview_of_prompts,
+DISTILLATION = _online(
+    "distillation",
+    "distillation:Distillation",
+    "Train a student to predict what a teacher predicts, on the student's own completions.",
+    TEACHER,
+    reads_prompts=False,
 )
-
-KTO = Method(
-    name="kto",
-    help="Train on single completions labelled good or bad, with the initial model as the reference.",
-    config="posttrain.rl.algorithms.kto:KTOConfig",
-    run=train_with("posttrain.rl.algorithms.kto:KTOTrainer"),
-    workload=of_preferences(1, reference=True),
-    preview=preview_of("unpaired_preference"),
+KTO = _preference(
+    "kto",
+    "kto:KTO",
+    "Train on single completions labelled good or bad, with the initial model as the reference.",
+    "unpaired_preference",
+    reference=True,
 )
-
-ORPO = Method(
-    name="orpo",
-    help="Fine-tune on the better completion of each pair and away from the worse, without a reference.",
-    config="posttrain.rl.algorithms.orpo:ORPOConfig",
-    run=train_with("posttrain.rl.algorithms.orpo:ORPOTrainer"),
-    workload=of_preferences(2),
-    preview=preview_of("preference"),
+ORPO = _preference(
+    "orpo", "orpo:ORPO", "Fine-tune on the better completion of each pair and away from the worse, without a reference."
 )
-
-CPO = Method(
-    name="cpo",
-    help="Train on pairs without a reference: CPO and SimPO.",
-    config="posttrain.rl.algorithms.cpo:CPOConfig",
-    run=train_with("posttrain.rl.algorithms.cpo:CPOTrainer"),
-    workload=of_preferences(2),
-    preview=preview_of("preference"),
-)
-
-REWARD = Method(
-    name="reward",
-    help="Train a reward model on pairs of a better and a worse completion.",
-    config="posttrain.rl.algorithms.reward_model:RewardConfig",
-    run=train_with("posttrain.rl.algorithms.reward_model:RewardTrainer"),
-    workload=of_preferences(2, loss="score"),
-    preview=preview_of("preference"),
+CPO = _preference("cpo", "cpo:CPO", "Train on pairs without a reference: CPO and SimPO.")
+REWARD = _preference(
+    "reward", "reward_model:Reward", "Train a reward model on pairs of a better and a worse completion.", loss="score"
 )

@@ -103,7 +103,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: SFTConfig | TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
@@ -118,6 +118,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[dict[str, Any]], str | list[str]] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         **old_names: Any,
     ) -> None:
         moved_arguments("SFTTrainer", SFTConfig, {n: old_names.pop(n) for n in FORMERLY_OF_PACKING if n in old_names})
@@ -130,6 +131,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
         parts = Parts(
             model=model,
+            model_init=model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -145,13 +147,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             others={"formatting_func": formatting_func},
         )
         super().__init__(args, parts, preprocess_logits_for_metrics, **old_names)
-        if problem := flash_attention.precision_problem(self.model, self.dist.precision):
-            raise ValueError(problem)
-        self._packs = args.packing or args.eval_packing or args.padding_free
-        document_positions.check_packing(self.model, args.max_length if self._packs else 0)
-        self._reads_segments = self._enable_segments()
-        if self._packs and not self._reads_segments:
-            self._refuse_leaks()
+        self.look_at_model(parts)
         self.prepare_datasets(train_dataset, eval_dataset)
         self.check_generation()
 
@@ -254,6 +250,15 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         return output
 
     # ------------------------------------------------------------------------------------------------ internals
+
+    def look_at_model(self, parts: Parts) -> None:
+        if problem := flash_attention.precision_problem(self.model, self.dist.precision):
+            raise ValueError(problem)
+        self._packs = self.args.packing or self.args.eval_packing or self.args.padding_free
+        document_positions.check_packing(self.model, self.args.max_length if self._packs else 0)
+        self._reads_segments = self._enable_segments()
+        if self._packs and not self._reads_segments:
+            self._refuse_leaks()
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any

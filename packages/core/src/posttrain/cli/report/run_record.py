@@ -23,8 +23,8 @@ import xxhash
 
 from posttrain.core import hub
 from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.checkpoint.blocks import cores
 from posttrain.core.checkpoint.codec import read_json
-from posttrain.core.checkpoint.digests import cores
 from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding

@@ -5,11 +5,9 @@ from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
 from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
 from posttrain.core.checkpoint.transaction import Outcome, Saver
-from posttrain.core.checkpoint.writer import AsyncWriter
 from posttrain.core.data.rng import rng_state, set_rng_state
 
 __all__ = [
-    "AsyncWriter",
     "CheckpointArguments",
     "DiskFullError",
     "MissingCheckpointError",

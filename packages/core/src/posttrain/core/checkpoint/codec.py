@@ -171,7 +171,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[tuple, str] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, where: str, path: tuple[Any, ...]) -> Any:
         if value is None or type(value) in (bool, int, str):
@@ -208,7 +208,7 @@ class _Encoder:
     def _items(self, values: Any, where: str, path: tuple[Any, ...]) -> list[Any]:
         return [self.encode(item, f"{where}[{i}]", (*path, i)) for i, item in enumerate(values)]
 
-    def _pairs(self, values: dict, where: str, path: tuple[Any, ...]) -> list[list[Any]]:
+    def _pairs(self, values: dict[Any, Any], where: str, path: tuple[Any, ...]) -> list[list[Any]]:
         return [
             [
                 self.encode(key, f"the key {key!r} of {where}", path),
@@ -326,7 +326,7 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing.")
     try:
-        if mmap or not hasattr(os, "preadv"):  # as on Windows
+        if mmap or not hasattr(os, "preadv"):  # as on some systems
             tensors = load_file(str(path))
             return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
         check_tensors(path)

@@ -19,7 +19,7 @@ class DiskFullError(CheckpointError):
 
 def sync_file(path: str | Path) -> None:
     """Return once the content of `path` would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -28,8 +28,6 @@ def sync_file(path: str | Path) -> None:
 
 def sync_directory(path: str | Path) -> None:
     """Return once the names in the directory `path` would survive a loss of power."""
-    if os.name == "nt":
-        return  # directories cannot be opened there
     try:
         sync_file(path)
     except OSError as error:

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.checkpoint.blocks import BLOCK, KINDS, SHOWN, Digest, digests_of_files
 from posttrain.core.checkpoint.codec import read_json
-from posttrain.core.checkpoint.digests import BLOCK, KINDS, SHOWN, Digest, digests_of_files
 from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
 

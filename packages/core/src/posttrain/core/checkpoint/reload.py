@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import weights
+from posttrain.core.checkpoint.store import final_path
 from posttrain.core.data import rng
 from posttrain.core.data.accelerator import for_float64
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging import memory
+from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +34,17 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
     if free is not None and free < 2 * size:
         logger.info(
-            "The model in %s was not read back: a copy takes %.1f GiB of host memory, and %.1f GiB are free.",
-            folder,
-            size / 2**30,
-            free / 2**30,
+            f"The model in {final_path(folder)} was not read back: a copy takes {size / 2**30:.1f} GiB of host memory, "
+            f"and {free / 2**30:.1f} GiB are free."
         )
         return
     try:
         check(model, folder, logits=logits)
     except Exception as error:  # of any kind: the code of the model reads it
         logger.warning(
-            "The model saved in %s could not be read back as the one that is trained: %s: %s Its files are kept. "
-            "check_saved_model=True makes this an error of save_model, False leaves the comparison out.",
-            folder,
-            type(error).__name__,
-            error,
+            f"The model saved in {folder} could not be read back as the one that is trained: {type(error).__name__}: "
+            f"{error} Its files are kept. check_saved_model=True makes this an error of save_model, False leaves the "
+            "comparison out."
         )
 
 
@@ -65,12 +63,12 @@ def check(
     Raises:
         CheckpointError: something differs; the message names it.
     """
-    if hasattr(model, "peft_config"):
+    if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
-        logger.info("The adapters in %s were read back and are those that were trained.", folder)
+        logger.info("The adapters in %s were read back and are those that were trained.", final_path(folder))
         return
     own = model.state_dict() if state_dict is None else state_dict
-    if not hasattr(model, "save_pretrained"):
+    if not wrapping.is_pretrained(model):
         _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
         logger.info("The weights in %s were read back and are those that were trained.", folder)
         return
@@ -85,7 +83,7 @@ def check(
         rng.set_rng_state(random)
     logger.info(
         "The model in %s was read back by %s.from_pretrained: the same weights%s.",
-        folder,
+        final_path(folder),
         kind.__name__,
         "" if largest is None else f", and logits that differ by {largest:.2g} of their size at most",
     )
@@ -126,7 +124,7 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     ids = torch.arange(2, 8).unsqueeze(0)
     modes, device = {module: module.training for module in model.modules()}, next(model.parameters()).device
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(model.config, "is_encoder_decoder", False):
+    if wrapping.is_encoder_decoder(model):
         inputs["decoder_input_ids"] = ids
     inputs = {name: value.to(device) for name, value in inputs.items()}
     # Its weights are those of `model`, as was just compared: these are computed with, and take no memory twice.

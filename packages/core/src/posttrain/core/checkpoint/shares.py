@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core.checkpoint import weights
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
+from posttrain.core.models.wrapping import adapters_of, is_pretrained
 
 _LARGEST = "50GB"  # file that transformers writes, if nothing is asked for
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -60,9 +61,9 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
     Raises:
         CheckpointError, OSError: a process could not write its files.
     """
-    is_plain = hasattr(model, "save_pretrained") and not hasattr(model, "peft_config")
+    is_plain = is_pretrained(model) and not adapters_of(model)
     in_pieces = is_plain and sharding.is_in_pieces(*model.parameters())
-    if dist.num_processes == 1 or not in_pieces or _fits_one_file(model, max_shard_size):
+    if not in_pieces or _fits_one_file(model, max_shard_size):
         return False
     directory = Path(directory)
     writers = _who_sees(directory, dist)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.checkpoint.digests import Digest
+from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
@@ -37,6 +37,12 @@ _HOST = re.sub(r"[^\w-]", "_", socket.gethostname()) or "unknown"
 # distinguishes this process from an earlier one of the same id, as in a restarted container
 _RUN = secrets.token_hex(4)
 _DAY = 24 * 3600.0
+
+
+def final_path(folder: str | Path) -> Path:
+    """The path of `folder`, which may hold a checkpoint that is being written, once it is committed."""
+    hidden = _HIDDEN.fullmatch(Path(folder).name)
+    return Path(folder).with_name(hidden["name"]) if hidden else Path(folder)
 
 
 class MissingCheckpointError(CheckpointError, ValueError):
@@ -214,12 +220,8 @@ class Store:
                     self.remote.push(path)
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
-                    "%s was not copied to %s (%s: %s). Training continues, the local checkpoint is complete, and the "
-                    "next save retries the copy.",
-                    path,
-                    self.remote,
-                    type(error).__name__,
-                    redact(str(error)),
+                    f"{path} was not copied to {self.remote} ({type(error).__name__}: {redact(str(error))}). Training "
+                    "continues, the local checkpoint is complete, and the next save retries the copy."
                 )
 
     def push_files(self) -> None:
@@ -229,11 +231,8 @@ class Store:
                 self.remote.push_files(self.output_dir)
             except Exception as error:
                 logger.warning(
-                    "The files in %s were not all copied to %s (%s: %s); they are on this machine.",
-                    self.output_dir,
-                    self.remote,
-                    type(error).__name__,
-                    redact(str(error)),
+                    f"The files in {self.output_dir} were not all copied to {self.remote} ({type(error).__name__}: "
+                    f"{redact(str(error))}); they are on this machine."
                 )
 
     def _fetch(self, remote: Remote, name: str) -> list[str]:
@@ -355,10 +354,8 @@ class Store:
         latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
         if number_of(latest) < number_of(newest):
             logger.warning(
-                "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a new run in the "
-                "same directory. To resume from that one, pass its path.",
-                newest,
-                latest,
+                f"{newest} is the checkpoint of the highest step, but {latest} was written after it, perhaps by a new "
+                "run in the same directory. To resume from that one, pass its path."
             )
 
     # ---- removing ----
@@ -389,7 +386,7 @@ class Store:
                 self.remote.rotate(limit, [path.name for path in protected])
             except Exception as error:
                 logger.warning(
-                    "Old checkpoints in %s could not be deleted (%s); they stay.", self.remote, redact(str(error))
+                    f"Old checkpoints in {self.remote} could not be deleted ({redact(str(error))}); they stay."
                 )
         removable = [path for path in checkpoints if path.resolve() not in protected]
         removed = []
@@ -470,7 +467,7 @@ def _is_dead(path: Path, host: str, pid: int, run: str) -> bool:
     try:
         if time.time() - path.lstat().st_ctime > _DAY:
             return True
-        if host == _HOST and os.name != "nt":  # on Windows this call would end the process
+        if host == _HOST:
             os.kill(pid, 0)
     except FileNotFoundError:
         return False  # gone already

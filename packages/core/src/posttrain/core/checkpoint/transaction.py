@@ -9,14 +9,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.checkpoint.blocks import Memory, Part
-from posttrain.core.checkpoint.digests import Digest
+from posttrain.core.checkpoint.blocks import Digest, Memory, Part
 from posttrain.core.checkpoint.store import Store
-from posttrain.core.checkpoint.writer import AsyncWriter
 from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,9 @@ class Saver:
         gather: lists what every process passed, in rank order. Never called from a thread.
         patience: seconds that the first process waits for files that the others write in the background.
         leader: the process whose directory this one writes into: rank 0, or the first of its machine.
+
+    Attributes:
+        pending: the step whose save `settle` is still to answer for.
     """
 
     def __init__(
@@ -58,14 +60,9 @@ class Saver:
         self.store, self.rank, self.world_size, self.patience = store, rank, world_size, patience
         self._gather, self._leader = gather, leader
         self._team = [other for other, led_by in enumerate(gather(leader)) if led_by == leader]
-        self._memory, self._writer = Memory(), AsyncWriter()
-        self._pending: int | None = None  # the step of the save that `settle` has not answered for
-        self._leaving = threading.Event()
-
-    @property
-    def pending(self) -> int | None:
-        """The step whose save `settle` is still to answer for."""
-        return self._pending
+        self._memory, self._leaving = Memory(), threading.Event()
+        self._written: Future[tuple[Path | None, list[str]]] = Future()  # of the save that is pending
+        self.pending: int | None = None
 
     def save(
         self, step: int, write: Callable[[Path], None], later: bool = False, extra: dict[str, Any] | None = None
@@ -78,8 +75,8 @@ class Saver:
                 save must be settled.
             extra: kept in the manifest.
         """
-        if self._pending is not None:
-            raise RuntimeError(f"The save of step {self._pending} is not settled yet.")
+        if self.pending is not None:
+            raise RuntimeError(f"The save of step {self.pending} is not settled yet.")
         temp, failure = None, None
         if self.rank == self._leader:
             try:
@@ -91,17 +88,19 @@ class Saver:
             part = Part(temp, self._memory, later)
             try:
                 with part.writing():
-                    failure = self._attempt(temp, lambda: write(temp))
+                    failure = self._attempt(temp, write, temp)
             except BaseException:
                 self.store.abort(temp)
                 raise
         reports = self._gather((failure, None if later or part is None else part.digests))
         if later and temp is not None and part is not None and not any(failure for failure, _ in reports):
-            self._pending = step
-            self._writer.submit(lambda: self._finish(temp, part, extra))
+            writer = ThreadPoolExecutor(1, "checkpoint-writer")
+            self._written = writer.submit(self._finish, temp, part, extra)
+            writer.shutdown(wait=False)  # its thread ends with the save; a program that ends waits for it
         else:
-            self._writer.finished(self._conclude(temp, reports, extra))
-            self._pending = step  # not before: a signal's error, as of a worker that died, may have come between
+            self._written = Future()
+            self._written.set_result(self._conclude(temp, reports, extra))
+        self.pending = step  # not before: a signal's error, as of a worker that died, may have come between
 
     def settle(self, wait: bool = True) -> Outcome | None:
         """The result of the last save, once; None if there is none or it is pending.
@@ -112,11 +111,11 @@ class Saver:
         Raises:
             Exception: a background error other than a failed write.
         """
-        if self._pending is None or (not wait and any(self._gather(self._writer.busy))):
+        if self.pending is None or (not wait and any(self._gather(not self._written.done()))):
             return None
-        step, self._pending, path, failures, error = self._pending, None, None, [], None
+        step, self.pending, path, failures, error = self.pending, None, None, [], None
         try:
-            path, failures = self._writer.wait()
+            path, failures = self._written.result()
         except Exception as raised:
             error = raised
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(error and repr(error))) if text]
@@ -126,21 +125,19 @@ class Saver:
             raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
         if failures:
             logger.warning(
-                "checkpoint-%d was not saved: %s. Training continues, and the next save tries again; earlier "
-                "checkpoints are untouched.",
-                step,
-                "; ".join(failures).rstrip("."),
+                f"checkpoint-{step} was not saved: {'; '.join(failures).rstrip('.')}. Training continues, and the next "
+                "save tries again; earlier checkpoints are untouched."
             )
         return Outcome(step, self._gather(path)[self._leader])
 
     def leave(self) -> Path | None:
         """Finish the pending save without the other processes; returns its result."""
-        if self._pending is None:
+        if self.pending is None:
             return None
-        step, self._pending = self._pending, None
+        step, self.pending = self.pending, None
         self._leaving.set()
         try:
-            path, failures = self._writer.wait()
+            path, failures = self._written.result()
         except Exception as error:
             path, failures = None, [repr(error)]
         finally:
@@ -149,15 +146,15 @@ class Saver:
             logger.warning("checkpoint-%d was not saved: %s.", step, "; ".join(failures))
         return path
 
-    def _attempt(self, temp: Path, work: Callable[[], None]) -> str | None:
+    def _attempt(self, temp: Path, work: Callable[..., None], *given: Any) -> str | None:
         try:
             with self.store.writing(temp):
-                work()
+                work(*given)
         except (OSError, CheckpointError) as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def _conclude(self, temp: Path | None, reports: list[tuple], extra: Any) -> tuple[Path | None, list[str]]:
+    def _conclude(self, temp: Path | None, reports: list[tuple[Any, Any]], extra: Any) -> tuple[Path | None, list[str]]:
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if self.rank != self._leader:
             return None, []
@@ -187,7 +184,9 @@ class Saver:
             if unexpected is not None:
                 raise unexpected
             return None, []
-        reports: list[tuple] = [(None, {})] * self.world_size  # of the other machines: each commits for itself
+        reports: list[tuple[Any, Any]] = [
+            (None, {})
+        ] * self.world_size  # of the other machines: each commits for itself
         reports[self.rank] = failure, part.digests
         until = time.monotonic() + self.patience
         for rank in self._team:

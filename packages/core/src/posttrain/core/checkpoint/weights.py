@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models.wrapping import base_model, has_virtual_tokens
+from posttrain.core.models.wrapping import adapters_of, base_model, has_virtual_tokens, is_pretrained, local_part
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
@@ -44,7 +44,7 @@ def save_weights(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_pretrained"):
+    if is_pretrained(model):
         _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
     elif state_dict is not None:
         write(state_dict, directory, type(model).__name__)
@@ -56,7 +56,7 @@ def save_weights(
 
 def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_size: Any, write: _Write) -> None:
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
-    if max_shard_size is not None and not hasattr(model, "peft_config"):
+    if max_shard_size is not None and not adapters_of(model):
         given["max_shard_size"] = max_shard_size
     with quiet(), _without_card(model), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
         model.save_pretrained(str(directory), **given)
@@ -175,18 +175,18 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         CheckpointError: there are no weights, or they are those of another model; the message names the tensors.
     """
     directory = Path(directory)
-    if hasattr(model, "peft_config"):
+    if adapters_of(model):
         return _load_adapters(model, directory)
     in_parts = sharded.processes(directory, PARTS) > 0
     tensors = sharded.load(directory, PARTS) if in_parts else read_tensors(directory)
     own = model.state_dict()
     kind: Any = sharding.plain_class(model)
     misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
-    if kind.load_state_dict is not nn.Module.load_state_dict and not hasattr(model, "save_pretrained"):
+    if kind.load_state_dict is not nn.Module.load_state_dict and not is_pretrained(model):
         misfits = []  # a module with its own loading may resize first
     missing = _really_missing(model, [name for name in own if name not in tensors], tensors)
     unexpected = [name for name in tensors if name not in own]
-    if (misfits or missing or unexpected) and hasattr(model, "save_pretrained") and not in_parts:
+    if (misfits or missing or unexpected) and is_pretrained(model) and not in_parts:
         # transformers renames the tensors of some architectures when it saves: it alone can read them back.
         same = {"config": copy.deepcopy(model.config), "dtype": next(model.parameters()).dtype}
         with quiet(), contextlib.suppress(RuntimeError, ValueError):  # a shape mismatch: reported below
@@ -258,7 +258,7 @@ def check_files(folder: str | Path) -> None:
 def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-    for adapter in getattr(model, "peft_config", ()):
+    for adapter in adapters_of(model):
         # peft writes the adapter "default" into the folder itself and every other into a subfolder.
         file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
         if file is None:
@@ -306,18 +306,14 @@ def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torc
     if not missing:
         return []
     state = model.state_dict()
-    filled = {_address(state[name]) for name in loaded if name in state}
+    filled = {local_part(state[name]).data_ptr() for name in loaded if name in state}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return [name for name in missing if _address(state[name]) not in filled and name not in ignored]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if sharding.is_piece(tensor) else tensor).data_ptr()
+    return [name for name in missing if local_part(state[name]).data_ptr() not in filled and name not in ignored]
 
 
 def is_saved(model: nn.Module) -> Callable[[str], bool]:
     """Which entries of the state dict `save_weights` may write: those of the adapters alone of a PEFT model."""
-    adapters = tuple(getattr(model, "peft_config", ()))
+    adapters = tuple(adapters_of(model))
     if not adapters:
         return lambda name: True
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -343,7 +339,7 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Without values: of split matrices peft would gather them, and this process is here alone.
     empty = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
-    for adapter in getattr(model, "peft_config", ()):
+    for adapter in adapters_of(model):
         file = next(
             (d / ADAPTER for d in (Path(directory) / adapter, Path(directory)) if (d / ADAPTER).is_file()), None
         )

@@ -29,7 +29,7 @@ class Read(NamedTuple):
     is_filler: bool
 
 
-class Rows(Dataset):
+class Rows(Dataset[Read]):
     """Reads the rows of a `Draw`: in a worker, under the draw's own seed."""
 
     def __init__(self, dataset: Any, forward_epoch: bool) -> None:
@@ -55,7 +55,7 @@ class Rows(Dataset):
             yield collate(self.__getitems__(draw))
 
 
-class Filler(dict):
+class Filler(dict[str, Any]):
     """A batch that only keeps this process in step with the others: it must be computed, and count for nothing."""
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class Filler(dict):
         return Filler(moved)
 
 
-class FillerList(list):
+class FillerList(list[Any]):
     """A `Filler` for batches that are lists or tuples."""
 
 
@@ -96,7 +96,8 @@ class Collate:
     def __init__(
         self, collate_fn: Callable[[Any], Any], streamed: bool, limits: Mapping[str, int] | None = None
     ) -> None:
-        self.collate_fn, self.streamed, self.limits = collate_fn, streamed, limits
+        self.collate_fn, self.streamed = collate_fn, streamed
+        self.limits = {name: limit for name, limit in (limits or {}).items() if name != "labels_per_token"}
         collate = collate_fn
         while hasattr(collate, "collator"):
             collate = collate.collator

@@ -36,7 +36,7 @@ class Loaders:
 
     def make(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any, is_training: bool, key: str | None
-    ) -> torch.utils.data.DataLoader:
+    ) -> torch.utils.data.DataLoader[Any]:
         """The loader of `dataset`; see `Trainer.make_dataloader`."""
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         read, kept = dataset, self.kept.get(key or "")

@@ -18,10 +18,12 @@ from posttrain.core.config import opt
 from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs, has_length, is_stream
+from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs
+from posttrain.core.data.samplers import has_length as has_length
+from posttrain.core.data.samplers import is_stream as is_stream
 from posttrain.core.data.samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.samplers import row_lengths as row_lengths
-from posttrain.core.data.stateful_dataloader import Loader
+from posttrain.core.data.stateful_dataloader import Loader as Loader
 from posttrain.core.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -252,7 +254,7 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
     )
 
 
-class _Batches(IterableDataset):
+class _Batches(IterableDataset[Any]):
     """A foreign loader, as a stream of its batches."""
 
     def __init__(self, loader: Any) -> None:

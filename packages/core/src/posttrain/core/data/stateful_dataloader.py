@@ -55,7 +55,7 @@ class _Position:
     is_reading: bool = False
 
 
-class Loader(DataLoader):
+class Loader(DataLoader[Any]):
     """A `torch.utils.data.DataLoader` for one of several processes, with a position that can be saved and restored.
 
     Rows are taken in groups of ``batch_size * world_size``, of which each process gets `batch_size`, in rank order. The
@@ -255,10 +255,8 @@ class Loader(DataLoader):
         else:
             self.skip(sum(given) // self._unit)
             logger.warning(
-                "The stream was read by %s workers and is now read by %s: resumed rows come in another order. Set "
-                "dataloader_num_workers as it was to resume exactly.",
-                len(given),
-                len(start.given),
+                f"The stream was read by {len(given)} workers and is now read by {len(start.given)}: resumed rows come "
+                "in another order. Set dataloader_num_workers as it was to resume exactly."
             )
         if self._stream is not None and any(given) and start.dataset is None:
             self._warn_about_replay(self._stream.dataset, sum(given))

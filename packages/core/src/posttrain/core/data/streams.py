@@ -25,7 +25,7 @@ class Share(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Stream(IterableDataset):
+class Stream(IterableDataset[Share]):
     """Splits a stream into groups and yields this process's part of each.
 
     Every group is read with its own seed, equal in all processes that read the whole stream, so that all read the same

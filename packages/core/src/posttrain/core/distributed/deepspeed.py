@@ -17,7 +17,7 @@ from torch import nn
 
 from posttrain.core.distributed.environment import is_true, world_size
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import config_of
 
 # The allowed optimizers of a configuration, and the argument that matches each of their values.
 OPTIMIZERS = ("adam", "adamw")
@@ -143,7 +143,7 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
 
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
-    config: Any = None if model is None else getattr(base_model(model), "config", None)
+    config: Any = None if model is None else config_of(model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = getattr(text, "hidden_size", None)
     if width is None:
@@ -173,7 +173,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.detach().clone()
 
 
-def gathered(tensor: Any) -> contextlib.AbstractContextManager:
+def gathered(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     """Within this context `tensor` is whole. DeepSpeed refuses to gather what is gathered."""
     import deepspeed
 

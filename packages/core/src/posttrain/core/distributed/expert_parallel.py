@@ -22,7 +22,7 @@ from torch import nn
 
 from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece, load_from_main
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of
 
 #: The styles of transformers' plans: of a module of experts, and of a parameter of which each process keeps some.
 DISPATCHES, KEPT_BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
@@ -35,7 +35,7 @@ _DIVIDED: WeakSet[nn.Module] = WeakSet()  # modules of experts of which this pro
 
 def loaded_size(model: nn.Module | None) -> int:
     """Over how many processes ``from_pretrained(distributed_config=...)`` divided the experts; 1: it has them all."""
-    config = None if model is None else getattr(base_model(model), "config", None)
+    config = None if model is None else config_of(model)
     return int(getattr(getattr(config, "distributed_config", None), "ep_size", None) or 1)
 
 

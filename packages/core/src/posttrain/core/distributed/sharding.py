@@ -21,7 +21,7 @@ from torch import nn
 from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.shard_settings import Sharding
 from posttrain.core.errors import did_you_mean
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, local_part, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
     size = mesh["shard"].size()
 
     def place(parameter: nn.Parameter) -> Any:
-        rows, *others = (parameter.to_local() if is_piece(parameter) else parameter).shape
+        rows, *others = local_part(parameter).shape
         if -(-rows // size) * size <= MOST_FILLED * rows:
             return None
         return next((Shard(dim) for dim, length in enumerate(others, start=1) if length % size == 0), None)
@@ -408,7 +408,7 @@ def whole_state_dict(
             continue
         full = whole(tensor)
         if keep(name):
-            place = (tensor.to_local() if is_piece(tensor) else tensor).data_ptr()
+            place = local_part(tensor).data_ptr()
             if place not in seen or not place:
                 seen[place] = full.detach().to("cpu", copy=not is_piece(tensor))
             kept[name] = seen[place]

@@ -20,7 +20,7 @@ from torch import nn
 from posttrain.core.distributed import expert_parallel
 from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece
-from posttrain.core.models.wrapping import base_model, is_peft_model
+from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part
 
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
@@ -138,7 +138,7 @@ class _SumGradient(torch.autograd.Function):
 
 def problem_of(base: nn.Module, size: int) -> str | None:
     """Why the matrices of `base` cannot be split over `size` processes, as a sentence; None if they can."""
-    name, config = type(base).__name__, getattr(base, "config", None)
+    name, config = type(base).__name__, config_of(base)
     if getattr(base, "is_quantized", False):
         return f"tp_size={size}: {name} is quantized, and its matrices cannot be split here. Load it in bfloat16."
     if config is None or not getattr(base, "tp_plan", None):
@@ -223,8 +223,7 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale `gradients` in place so that their `norm` is at most `max_norm`."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    own = [gradient.to_local() if is_piece(gradient) else gradient for gradient in gradients]
-    torch._foreach_mul_(own, factor)
+    torch._foreach_mul_([*map(local_part, gradients)], factor)
 
 
 def by_mesh(tensors: list[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.core.distributed import attempts, global_batch
-from posttrain.core.distributed.arguments import DistributedArguments
+from posttrain.core.distributed import attempts
+from posttrain.core.distributed.arguments import DistributedArguments, note
 from posttrain.core.distributed.environment import (
     accelerator_present,
     device,
@@ -127,9 +127,9 @@ class World:
         self.peers = self.tp_size * self.cp_size
         self.rank, self.peer_rank = divmod(self.process_index, self.peers)
         self.world_size = self.num_processes // self.peers
-        if args.global_batch_size and (note := global_batch.note(args.global_batch_size, self.world_size)):
-            logger.warning(note)
-        self._waiting: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
+        if args.global_batch_size and (text := note(args.global_batch_size, self.world_size)):
+            logger.warning(text)
+        self._waiting: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._waits: Waits | None = None
         if self.num_processes > 1:
             self._waiting, self._waits = _watch(args, self.process_index, self.num_processes), _waits

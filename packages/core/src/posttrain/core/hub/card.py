@@ -20,6 +20,7 @@ from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
+from posttrain.core.models.wrapping import adapters_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ METHODS = {
     "RLOOConfig": ("RLOO", "2402.14740"),
     "ReinforcePlusPlusConfig": ("REINFORCE++", "2501.03262"),
     "OnlineDPOConfig": ("online DPO", "2402.04792"),
+    "IWOPDConfig": ("importance-weighted on-policy distillation", "2606.22600"),
+    "SDFTConfig": ("self-distillation fine-tuning (SDFT)", "2601.19897"),
     "DistillationConfig": ("on-policy distillation", "2306.13649"),
 }
 CURVE = "training_loss.svg"
@@ -98,7 +101,7 @@ _NOT_OF_ADAPTERS = ("peft_type", "task_type", "peft_version")
 def adapter_arguments(model: Any) -> dict[str, Any]:
     """What the configs of the adapters of `model` set; of a model without adapters nothing."""
     found: dict[str, Any] = {}
-    for config in (getattr(model, "peft_config", None) or {}).values():
+    for config in adapters_of(model).values():
         for field in dataclasses.fields(config):
             factory, value = field.default_factory, vars(config)[field.name]
             default = field.default if factory is dataclasses.MISSING else factory()

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from posttrain.core.data import accelerator
+from posttrain.core.models.wrapping import local_part
 
 #: Largest tensors that a report names.
 MOST_NAMED = 6
@@ -162,7 +163,7 @@ def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, An
     owners = dict.fromkeys((*found, "the rest"), 0)
     for owner, tensors in found.items():
         for name, tensor in tensors:
-            tensor = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
+            tensor = local_part(tensor)
             if tensor.device.type != device.type or tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()

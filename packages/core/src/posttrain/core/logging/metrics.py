@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -340,15 +341,10 @@ def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
 
 
 def peak_memory(device: torch.device | None = None) -> dict[str, float]:
-    """The peak memory of this process in MiB: ``perf/peak_host_mib``, and ``perf/peak_device_mib`` of a `device` with
-    memory of its own; empty if the system does not report it.
-    """
-    values = {}
-    with contextlib.suppress(ImportError):  # Windows has no such module
-        import resource
-
-        unit = 2**20 if sys.platform == "darwin" else 2**10
-        values["perf/peak_host_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    """The peak memory of this process in MiB: ``perf/peak_host_mib``, of a `device` with memory of its own also
+    ``perf/peak_device_mib``."""
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    values = {"perf/peak_host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
     if device is not None and accelerator.has_memory(device):
         values["perf/peak_device_mib"] = torch.accelerator.max_memory_allocated(device) / 2**20
     return values

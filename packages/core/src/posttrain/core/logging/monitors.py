@@ -20,6 +20,7 @@ from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.data import accelerator
 from posttrain.core.errors import require
 from posttrain.core.logging import memory
+from posttrain.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +44,21 @@ class ProfilerCallback(ClosingCallback):
         self._profiler: Any = None
         self._done = 0
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._folder, self._rank = Path(args.output_dir) / "profile", args.process_index
         self._done = 0
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._done == self.first_step:
             self._profiler = torch.profiler.profile(profile_memory=self.memory, with_stack=self.stacks)
             self._profiler.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._done += 1
         if self._done == self.first_step + self.steps:
             self._write()
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._write()
         if self._done <= self.first_step:
             logger.warning(
@@ -105,7 +106,15 @@ class MemorySnapshotCallback(ClosingCallback):
         self._entries: list[dict[str, Any]] = []
         self._history: Any = None  # torch's own, where it keeps one
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self._device, self._parts, self._state = args.device, (model, optimizer), state
         self._history = accelerator.history(args.device)
         name = f"snapshot-rank-{args.process_index}.pickle" if self._history else f"live-rank-{args.process_index}.json"
@@ -119,11 +128,11 @@ class MemorySnapshotCallback(ClosingCallback):
                 "tensors that are live at the end of optimizer steps."
             )
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self._history and state.global_step % self.every == 0:
             self._look("the end of the step")
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._write()
 
     def close(self) -> None:
@@ -158,13 +167,13 @@ class UtilizationCallback(TrainerCallback):
     The second is the share of the last moments in which the driver saw a kernel run; it needs the package nvidia-ml-py.
     """
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._psutil = require("psutil", "psutil", why="UtilizationCallback")
         if accelerator.gpu() == accelerator.CUDA:
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
         self._psutil.cpu_percent()  # each call measures since the one before
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)
         if accelerator.gpu() == accelerator.CUDA:
             self.log_metric("perf/gpu_utilization", accelerator.module(accelerator.CUDA).utilization() / 100)
@@ -189,7 +198,9 @@ class ParameterMonitorCallback(TrainerCallback):
         self.every, self.updates = every, updates
         self._before: dict[str, list[torch.Tensor]] = {}
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self._before = {}
         if state.global_step % self.every:
             return
@@ -201,7 +212,9 @@ class ParameterMonitorCallback(TrainerCallback):
             if self.updates:
                 self._before[part] = [p.detach().clone() for p in parameters]
 
-    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         before, self._before = self._before, {}
         for part, parameters in parts(model).items() if before else ():
             changes = [p.detach() - old for p, old in zip(parameters, before[part], strict=True)]
@@ -226,7 +239,9 @@ class ActivationMonitorCallback(ClosingCallback):
         self._hooks: list[Any] = []
         self._found: list[tuple[str, torch.Tensor]] = []
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         self.close()
         layers = [(name, module) for name, module in model.named_modules() if re.fullmatch(r"\D+\.\d+", name)]
         self._hooks = [layer.register_forward_hook(functools.partial(self._measure, name)) for name, layer in layers]
@@ -237,10 +252,10 @@ class ActivationMonitorCallback(ClosingCallback):
             self._found.append((f"activation_rms/{name}", output.square().mean().sqrt()))
             self._found.append((f"activation_max/{name}", output.abs().amax()))
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._measures = state.global_step % self.every == 0
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         found, self._found, self._measures = self._found, [], False
         for name, value in found:
             self.log_metric(name, value)

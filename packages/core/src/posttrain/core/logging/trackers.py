@@ -132,7 +132,7 @@ class JSONLinesCallback(ClosingCallback):
         self.folder: str | None = None
         self.file: TextIO | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self.folder, self.path, self.file = args.output_dir, Path(args.output_dir) / "log.jsonl", None
@@ -153,7 +153,7 @@ class JSONLinesCallback(ClosingCallback):
         unfinished.replace(self.path)
         self.file = open(self.path, "a", encoding="utf-8", buffering=1)  # closed when training ends
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # Only in the folder in which training began: a search restores the trainer's own folder after the trials.
         if state.is_world_process_zero and self.folder == args.output_dir:
             if self.history is not None:
@@ -165,7 +165,7 @@ class JSONLinesCallback(ClosingCallback):
                 with open(self.path, "a", encoding="utf-8") as file:
                     file.write(line)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
 
     def close(self) -> None:

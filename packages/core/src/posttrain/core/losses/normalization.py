@@ -27,7 +27,7 @@ from torch import nn
 from posttrain.core.data.batch_limits import explain_failure
 from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, local_part
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -167,7 +167,7 @@ class Objective:
         factor = torch.where(counts > 0, num_items.clamp(min=1) / counts, 0.0)
         for parameter in parameters:
             if parameter.grad is not None:
-                getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)().mul_(factor)
+                local_part(parameter.grad).mul_(factor)
         return [loss * factor for loss in losses], counts
 
     def in_evaluation(
@@ -352,8 +352,7 @@ def count_rows(inputs: Any) -> int:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's own loss compares the logits at position t with the label at t+1."""
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         return False
     loss_type = getattr(model, "loss_type", None)  # a PEFT model forwards it to its base
     if loss_type is not None:
@@ -399,7 +398,7 @@ class LabelSmoother:
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     """What smooths the labels of `model`; None where nothing does."""
-    if factor and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+    if factor and getattr(config_of(model), "problem_type", None) == "multi_label_classification":
         warnings.warn(
             f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
             "classification, whose classes are no alternatives.",

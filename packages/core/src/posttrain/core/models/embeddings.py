@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
 
 POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
 
@@ -20,7 +19,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
     label. Multimodal models are left out, because they use special token ids for images and audio.
     """
     base = base_model(model)
-    config: Any = getattr(base, "config", None)
+    config = config_of(base)
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return {}
     head, classes, found = None, getattr(config, "num_labels", 0), {}
@@ -28,7 +27,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
         found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
         head = base.get_output_embeddings()
         found["labels"] = getattr(head, "out_features", None)
-        found["labels_per_token"] = int(head is not None and not getattr(config, "is_encoder_decoder", False))
+        found["labels_per_token"] = int(head is not None and not is_encoder_decoder(base))
     if head is None and "Classification" in type(base).__name__ and classes > 1:
         found["labels"] = classes
     for name, module in base.named_modules():

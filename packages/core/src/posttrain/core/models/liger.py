@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
     except ImportError:
         return "use_liger_kernel=True has no effect: liger-kernel is not installed. Run: pip install liger-kernel"
     base = base_model(model)
-    model_type = getattr(getattr(base, "config", None), "model_type", type(base).__name__)
+    model_type = getattr(config_of(base), "model_type", type(base).__name__)
     if model_type not in SUPPORTED:
         return f"use_liger_kernel=True has no effect: Liger has no kernels for {model_type!r} models."
     if not torch.accelerator.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

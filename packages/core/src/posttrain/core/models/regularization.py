@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, is_encoder_decoder
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def neftune(model: nn.Module, alpha: float | None) -> Iterator[None]:
         return embedded + torch.empty_like(embedded).uniform_(-bound, bound)
 
     base = base_model(model)
-    reads = getattr(getattr(base, "config", None), "is_encoder_decoder", False) and hasattr(base, "get_encoder")
+    reads = is_encoder_decoder(base) and hasattr(base, "get_encoder")
     # A model with an encoder: the encoder's embedding, which may be a separate module with shared weights.
     handle = (base.get_encoder() if reads else base).get_input_embeddings().register_forward_hook(add_noise)
     try:

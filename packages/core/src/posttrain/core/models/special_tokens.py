@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of
 
 PAD_CANDIDATES = (
     "<|pad|>",
@@ -53,7 +53,7 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
         ``{name of the id: new id}`` for what changed in either config.
     """
     base = base_model(model)
-    config, generation = getattr(base, "config", None), getattr(base, "generation_config", None)
+    config, generation = config_of(base), getattr(base, "generation_config", None)
     tokenizer = tokenizer_of(processing_class)
     if config is None or not hasattr(tokenizer, "eos_token_id"):
         return {}

@@ -46,6 +46,31 @@ def base_model(model: nn.Module) -> PretrainedModel:
     return unwrap(inner.get_base_model()) if is_peft_model(inner) else inner
 
 
+def config_of(model: nn.Module) -> Any:
+    """The config of the model of transformers below all wrappers and adapters; None of any other module."""
+    return getattr(base_model(model), "config", None)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether `model` reads with an encoder and writes with a decoder."""
+    return bool(getattr(config_of(model), "is_encoder_decoder", False))
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers or peft, which write and read their own files."""
+    return hasattr(model, "save_pretrained")
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """The configs of the adapters of `model` by name; empty where it has none."""
+    return getattr(model, "peft_config", None) or {}
+
+
+def local_part(tensor: Any) -> Any:
+    """What this process holds of `tensor`: its shard of a `DTensor`, all of any other."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def text_part(base: PretrainedModel) -> PretrainedModel:
     """The part of `base`, a model of transformers, that reads text: all of it, or the decoder of a model that sees."""
     return base if base.config.get_text_config() is base.config else base.get_decoder()
@@ -58,7 +83,7 @@ def sees_images(config: Any) -> bool:
 
 def sees(model: nn.Module) -> bool:
     """Whether `model` has a vision part."""
-    return sees_images(getattr(base_model(model), "config", None))
+    return sees_images(config_of(model))
 
 
 def configs(model: nn.Module) -> list[Any]:
@@ -69,7 +94,7 @@ def configs(model: nn.Module) -> list[Any]:
     found = [own]
     if own is not None and sees_images(own):
         found.append(own.get_text_config())
-    if getattr(own, "is_encoder_decoder", False) and hasattr(base, "get_decoder"):
+    if is_encoder_decoder(base) and hasattr(base, "get_decoder"):
         found.append(getattr(base.get_decoder(), "config", None))
     return [config for config in found if config is not None]
 

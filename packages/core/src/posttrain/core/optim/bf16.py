@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from posttrain.core.models.wrapping import local_part
+
 _LOW_BITS = 16  # of a float32 that bfloat16 lacks
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -73,8 +75,8 @@ class BF16AdamW(torch.optim.Optimizer):
             state["step"] = 0
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in _MOMENTS}
         state["step"] += 1
-        first, second, weight = _own(state["exp_avg"]), _own(state["exp_avg_sq"]), _own(parameter)
-        gradient, generator = _own(parameter.grad).float(), self._generator(weight.device, state["step"], place)
+        first, second, weight = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]), local_part(parameter)
+        gradient, generator = local_part(parameter.grad).float(), self._generator(weight.device, state["step"], place)
         momentum = first.float().lerp_(gradient, 1 - beta1)
         variance = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
@@ -88,8 +90,3 @@ class BF16AdamW(torch.optim.Optimizer):
     def _generator(self, device: torch.device, step: int, place: int) -> torch.Generator:
         generator = self._generators.setdefault(device, torch.Generator(device))
         return generator.manual_seed((self.seed << 40) + (step << 16) + place)
-
-
-def _own(tensor: Any) -> torch.Tensor:
-    """The part of `tensor` that this process holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

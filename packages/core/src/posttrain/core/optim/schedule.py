@@ -11,19 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from posttrain.core.fields import durations
 from posttrain.core.optim import lr_scheduler
-
-
-class TokenLR(LambdaLR):
-    """A curve over the tokens that a run has read; its ``last_epoch`` is their number, and saved as such."""
-
-    def step_to(self, tokens: int) -> None:
-        """Set the learning rate of the step after `tokens` input tokens."""
-        self.last_epoch = tokens - 1
-        self.step()
 
 
 def counts_tokens(args: Any) -> bool:
@@ -60,17 +51,11 @@ def make(args: Any, optimizer: Optimizer, num_training_steps: int) -> LRSchedule
         return lr_scheduler.build(name, optimizer, warmup, num_training_steps, **options)
     length = int(args.max_tokens) if math.isfinite(args.max_tokens) else 0  # 0: of a curve that needs none
     options = lr_scheduler.in_tokens(options)
-    return lr_scheduler.build(name, optimizer, _warmup_tokens(args, length), length, scheduler_class=TokenLR, **options)
+    return lr_scheduler.build(
+        name, optimizer, _warmup_tokens(args, length), length, scheduler_class=lr_scheduler.TokenLR, **options
+    )
 
 
 def _warmup_tokens(args: Any, length: int) -> int:
     given = args.warmup_steps
     return int(durations.parse(given).value) if isinstance(given, str) else math.ceil(length * given)
-
-
-def step(scheduler: Any, tokens: int) -> None:
-    """Move `scheduler` on after an optimizer step, with which `tokens` input tokens were read since the beginning."""
-    if isinstance(scheduler, TokenLR):
-        scheduler.step_to(tokens)
-    elif not lr_scheduler.follows_a_metric(scheduler):
-        scheduler.step()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
-from posttrain.core.evaluation import best_model, eval_loop
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging.metrics import speed_metrics
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training.owner import Owner
@@ -39,7 +39,11 @@ class Evaluator:
         loss_only = None if keep or owner.compute_metrics is not None else True
         average = owner.run.ema if owner.is_in_train and args.ema_use != "final" else None
         weights = contextlib.nullcontext() if average is None else average.swapped_in()
-        with weights, owner._memory.stage(prefix) as memory, owner.loaders.ending_workers(loader, owner.is_in_train):
+        with (
+            weights,
+            owner._memory_tracker.stage(prefix) as memory,
+            owner.loaders.ending_workers(loader, owner.is_in_train),
+        ):
             output = owner.evaluation_loop(
                 loader,
                 description=description,
@@ -74,7 +78,7 @@ class Evaluator:
                 loader,
                 lambda inputs: self._predict(model, inputs, loss_only, ignore_keys),
                 count_items=owner.count_items,
-                weight=owner._objective.take_weight,
+                weight=owner.scaling.objective.take_weight,
                 metrics=metrics,
                 keep=not loss_only,
                 keep_with_batch_metrics=description == "Prediction",  # which is to return them
@@ -142,7 +146,7 @@ class Evaluator:
         if args.metric_for_best_model is None:
             return False
         value = eval_loop.named_metric(metrics, args.metric_for_best_model)
-        if not best_model.is_better(value, state.best_metric, bool(args.greater_is_better)):
+        if not eval_loop.is_better(value, state.best_metric, bool(args.greater_is_better)):
             return False
         state.best_metric, state.best_global_step = value, state.global_step
         # Saved before it is evaluated, where steps are saved and epochs evaluated.

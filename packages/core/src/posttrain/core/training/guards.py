@@ -52,11 +52,11 @@ def rows_of(owner: Owner, epoch: int, number: int) -> list[int] | None:
 
 def find_fault(owner: Owner, update: Update) -> str | None:
     """Where the numbers of `update` go bad, found by running it again; nothing of that is kept."""
-    objective, run = owner._objective, owner.run
+    objective, run = owner.scaling.objective, owner.run
 
     def again(batch: Any) -> torch.Tensor:
-        if not getattr(owner.optimizer, "steps_in_backward", False):
-            return owner.training_step(*(owner.model, batch, update.num_items)[: owner._step_takes])
+        if not owner.scaling.steps_in_backward:
+            return owner.training_step(*(owner.model, batch, update.num_items)[: run.step_takes])
         with torch.no_grad(), owner.compute_loss_context_manager():
             inputs = owner.prepare_inputs(batch)
             return objective(owner.compute_loss, owner.model, inputs, update.num_items)[0]

@@ -1,23 +1,129 @@
-"""What surrounds the steps of a run: signals, memory, compiled layers, and what is done after an error."""
+"""What surrounds the steps of a run: its set-up, signals, memory, compiled layers, and what is done after an error."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from posttrain.core.callbacks import ClosingCallback
-from posttrain.core.data import workers
+from posttrain.core.data import pipeline, workers
 from posttrain.core.distributed import sharding
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import memory
-from posttrain.core.models import compiling, regularization
-from posttrain.core.training import allocator, nonfinite, preemption
+from posttrain.core.logging.metrics import Clock, clock_of
+from posttrain.core.models import compiling, regularization, special_tokens
+from posttrain.core.optim import builder
+from posttrain.core.state import TrainerControl, TrainerState
+from posttrain.core.training import allocator, nonfinite, preemption, resume
+from posttrain.core.training.owner import Owner
+from posttrain.core.training.plan import Plan, check_intervals, number_of_saves
+from posttrain.core.training.record import Record
 from posttrain.core.training.run import Run
+from posttrain.core.training.scaling import Scaling
 
 logger = logging.getLogger(__name__)
+
+#: What stands for a model, an optimizer or a manager of checkpoints until the run makes it.
+NOT_MADE: Any = None
+
+
+def set_up(
+    owner: Owner, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any, ignore_keys: list[str] | None
+) -> Run:
+    """Make the model, optimizer and state of a run, or load them from `checkpoint`."""
+    args, handler = owner.args, owner.callback_handler
+    check_intervals(plan, args)
+    find_owners(owner)
+    if owner.model_init is not None:
+        pipeline.set_seed(args.seed)
+        _drop_model(owner)
+        owner.set_model(owner.call_model_init(trial))
+    if checkpoint is not None:
+        owner._load_from_checkpoint(checkpoint)
+    special_tokens.align_special_tokens(owner.model, owner.processing_class)
+    owner.model_wrapped = owner._wrap_model(owner.model)
+    _make_optimizer_and_scheduler(owner, plan.max_steps)
+    owner.state, owner.control = new_state(owner), TrainerControl()
+    owner.state.train_batch_size, owner.state.is_hyper_param_search = owner.train_batch_size, trial is not None
+    new_record(owner, clock_of(owner.model, owner.dist))
+    owner.run = run = Run.make(owner, plan, loader, trial, ignore_keys)
+    owner.checkpoints.check_space(owner.saving.contents(), number_of_saves(plan, args))
+    loader.set_epoch(0)
+    owner.scaling, owner._non_blocking = Scaling(owner), args.non_blocking
+    if checkpoint is not None:
+        resume.resume(run, checkpoint)
+    owner.state.compute_steps(args, plan.max_steps)
+    owner.state.max_steps, owner.state.num_train_epochs = plan.max_steps, min(plan.num_epochs, 2**31)
+    run.first_step = owner.state.global_step
+    handler.model, handler.optimizer, handler.lr_scheduler = owner.model, owner.optimizer, owner.lr_scheduler
+    handler.train_dataloader = loader
+    owner.is_in_train = True
+    announce(run)
+    if not owner.scaling.objective.takes_count:
+        logger.info(
+            f"{owner.__class__.__name__}.compute_loss takes no num_items_in_batch: its loss is treated as a mean over "
+            "the micro-batch, and weighted by the items of each in the step."
+        )
+    eval_loop.train_mode(owner.model_wrapped, owner.optimizer)
+    if owner.dist.num_processes > 1:
+        run.callbacks_may_differ = any(owner.dist.gather_patiently(handler.may_differ or args.goes_by_time))
+    return run
+
+
+def find_owners(owner: Owner) -> None:
+    """Find out which of optimizer and schedule the user has set: those are used as they are."""
+    owner._owns_optimizer = owner.optimizer is None or owner.optimizer is owner._made_optimizer
+    owner._owns_scheduler = owner.lr_scheduler is None or owner.lr_scheduler is owner._made_scheduler
+    if owner.model_init is not None and not (owner._owns_optimizer and owner._owns_scheduler):
+        raise ValueError(
+            "model_init makes new parameters at each train, which the optimizer in optimizers (or set as "
+            "trainer.optimizer, or behind trainer.lr_scheduler) does not know; pass a model, or "
+            "optimizer_cls_and_kwargs, or override create_optimizer."
+        )
+
+
+def _drop_model(owner: Owner) -> None:
+    """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
+    handler = owner.callback_handler
+    owner.model = owner.model_wrapped = handler.model = NOT_MADE
+    owner.run = Run(owner)
+    if owner._owns_optimizer:
+        owner.optimizer = handler.optimizer = NOT_MADE
+
+
+def _make_optimizer_and_scheduler(owner: Owner, num_training_steps: int) -> None:
+    """The optimizer and the schedule of this run: the user's, or new ones."""
+    if owner._owns_scheduler:
+        owner.lr_scheduler = None
+    owner.create_optimizer_and_scheduler(num_training_steps)
+    if not owner._owns_optimizer:
+        builder.check_given_optimizer(owner.optimizer, owner.model_wrapped)
+    if not owner._owns_scheduler:
+        builder.check_given_schedule(owner.lr_scheduler, owner.optimizer)
+    owner.model_wrapped, owner.optimizer = owner.dist.start(owner.model_wrapped, owner.optimizer)
+    owner._made_optimizer = owner.optimizer if owner._owns_optimizer else None
+    owner._made_scheduler = owner.lr_scheduler if owner._owns_scheduler else None
+
+
+def new_state(owner: Owner) -> TrainerState:
+    """The state of a run that begins."""
+    return TrainerState(
+        is_local_process_zero=owner.dist.is_local_main,
+        is_world_process_zero=owner.dist.is_main,
+        stateful_callbacks=owner.saving.stateful(),
+    )
+
+
+def new_record(owner: Owner, clock: Clock | None = None) -> None:
+    """Let the trainer log into a new record."""
+    pad_token_id = getattr(owner.processing_class, "pad_token_id", None)
+    owner.record = Record(owner.args, owner.dist, clock, pad_token_id)
+    owner.metrics, owner.clock = owner.record.metrics, owner.record.clock
 
 
 def announce(run: Run) -> None:
@@ -45,7 +151,7 @@ def under_way(run: Run) -> Iterator[nn.Module]:
         debug = nonfinite.watched(owner.model) if args.debug else contextlib.nullcontext()
         noise = regularization.neftune(owner.model, args.neftune_noise_alpha)
         kept = allocator.freed_memory_kept(args.keep_freed_memory and owner.dist.device.type == "cpu")
-        with kept, noise, debug, _compiled(run), owner._memory.stage("train") as run.memory:
+        with kept, noise, debug, _compiled(run), owner._memory_tracker.stage("train") as run.memory:
             yield owner.model_wrapped
         owner.saving.settle()
         reason = run.watch.settle(owner.dist.gather_patiently)
@@ -63,7 +169,7 @@ def under_way(run: Run) -> Iterator[nn.Module]:
         _take_down(run)
 
 
-def _compiled(run: Run) -> contextlib.AbstractContextManager:
+def _compiled(run: Run) -> contextlib.AbstractContextManager[Any]:
     args = run.owner.args
     if not args.torch_compile or args.debug:  # which looks at every module as it runs
         return contextlib.nullcontext()

@@ -73,7 +73,7 @@ INSTEAD = {
 
 def is_ours(owner: object, method: str) -> bool:
     """Whether `method` of `owner` is the framework's, and was replaced by no subclass and no script."""
-    defined = next(kind for kind in type(owner).__mro__ if method in vars(kind))
+    defined = next(kind for kind in owner.__class__.__mro__ if method in vars(kind))  # of a weak reference too
     return method not in vars(owner) and defined.__module__.startswith("posttrain.")
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, means, speed_metrics
+from posttrain.core.losses import normalization
 from posttrain.core.state import TrainerState
 from posttrain.core.training.plan import Progress, steps_left
+
+logger = logging.getLogger(__name__)
 
 
 class Record:
@@ -19,14 +24,36 @@ class Record:
         args: the arguments of the run.
         dist: the processes, `posttrain.core.distributed.Distributed`.
         clock: where the seconds of the run go; one is made where it is left out.
+        pad_token_id: marks padding where a batch has no attention mask; None: only the mask does.
 
     Attributes:
         metrics: the sums since the last record.
     """
 
-    def __init__(self, args: Any, dist: Any, clock: Clock | None = None) -> None:
+    def __init__(self, args: Any, dist: Any, clock: Clock | None = None, pad_token_id: int | None = None) -> None:
         self.args, self.dist = args, dist
         self.metrics, self.clock = Metrics(), clock or Clock()
+        # Elsewhere only the mask is read, since a search for pad tokens costs one more kernel a micro-batch.
+        needs_padding = args.include_num_input_tokens_seen == "non_padding"
+        self._pad = pad_token_id if needs_padding else None
+        self._needs_mask = needs_padding and pad_token_id is None
+
+    def read(self, inputs: Mapping[str, Any], main_input: str, operations: int) -> None:
+        """Count the tokens of a micro-batch, without waiting for the device.
+
+        Args:
+            main_input: the column that holds the tokens.
+            operations: floating-point operations of its forward and backward.
+        """
+        if self._needs_mask and "attention_mask" not in inputs:
+            self._needs_mask = False  # warn once
+            logger.warning(
+                "include_num_input_tokens_seen='non_padding', but the batches have no attention_mask and there is no "
+                "tokenizer with a pad token: padding looks like any token, and all of them are counted."
+            )
+        self.metrics.add_sum(TOKENS, *normalization.count_tokens(inputs, main_input, self._pad))
+        if operations:
+            self.metrics.add_sum(FLOPS, operations, 0)
 
     def step(self, loss: torch.Tensor, num_items: torch.Tensor | None, terms: dict[str, torch.Tensor]) -> None:
         """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none.

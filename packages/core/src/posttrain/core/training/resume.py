@@ -16,7 +16,6 @@ from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
-from posttrain.core.optim import schedule
 from posttrain.core.state import TrainerState
 from posttrain.core.training import argument_changes, ema
 from posttrain.core.training.plan import Plan, resumed
@@ -65,15 +64,10 @@ def resume_plan(
     if as_before:
         return changed
     logger.warning(
-        "A step holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
-        "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d. global_batch_size=%d "
-        "would keep the step, with any number of processes.",
-        rows_per_step,
-        saved["rows_per_update"],
-        checkpoint,
-        changed.max_steps - step,
-        changed.max_steps,
-        saved["rows_per_update"],
+        f"A step holds {rows_per_step} rows (batch x accumulation x processes) and held {saved['rows_per_update']} in "
+        f"{checkpoint}: the data continues with the row at which the checkpoint stands, {changed.max_steps - step} "
+        f"steps are left, and the schedule ends at step {changed.max_steps}. "
+        f"global_batch_size={saved['rows_per_update']} would keep the step, with any number of processes."
     )
     return changed
 
@@ -89,13 +83,9 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     left = loader.batches_left({"epoch": epoch, "given": [rows], "to_drop": 0})
     changed = resumed(plan, state.global_step, epoch, left, by_steps)
     logger.warning(
-        "%s stands at epoch %.4g after %d steps, so its steps held another number of rows: the data continues there, "
-        "%d steps are left, and the schedule ends at step %d.",
-        checkpoint,
-        state.epoch,
-        state.global_step,
-        changed.max_steps - state.global_step,
-        changed.max_steps,
+        f"{checkpoint} stands at epoch {state.epoch:.4g} after {state.global_step} steps, so its steps held another "
+        f"number of rows: the data continues there, {changed.max_steps - state.global_step} steps are left, and the "
+        f"schedule ends at step {changed.max_steps}."
     )
     return changed
 
@@ -135,8 +125,8 @@ def without_position(
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the optimizer has made no step yet
-            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedule.TokenLR) else step):
-                schedule.step(lr_scheduler, state.num_input_tokens_seen)
+            for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
+                schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
     seeks = plan.steps_per_epoch is not None and skips_data
     data = _seek(run, plan, state, checkpoint) if seeks else "starts from the beginning"
@@ -169,11 +159,8 @@ def drop_missing_best(state: TrainerState, metric: str | None, is_there: bool) -
     if state.best_model_checkpoint is None or is_there:
         return
     logger.warning(
-        "The best checkpoint so far, %s (%s=%s), is no longer there. The best of those that follow is kept if it is "
-        "better than that.",
-        state.best_model_checkpoint,
-        metric,
-        state.best_metric,
+        f"The best checkpoint so far, {state.best_model_checkpoint} ({metric}={state.best_metric}), is no longer "
+        "there. The best of those that follow is kept if it is better than that."
     )
     state.best_model_checkpoint = None
 
@@ -194,13 +181,13 @@ def resume(run: Run, checkpoint: Path) -> None:
         owner.callback_handler.restore(state.stateful_callbacks)
     options = argument_changes.group_options(owner.optimizer)
     if not manager.has_training_state(checkpoint):
-        taken = saved.read_foreign(checkpoint, owner._contents())
+        taken = saved.read_foreign(checkpoint, owner.saving.contents())
         changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
         argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
         skips = not args.ignore_data_skip
         return without_position(checkpoint, plan, state, run, owner.lr_scheduler, taken, skips)
     changed = argument_changes.found(checkpoint, args, state.epoch)
-    position = saved.read(checkpoint, owner._contents(), args.seed, state.global_step, pipeline.set_seed)
+    position = saved.read(checkpoint, owner.saving.contents(), args.seed, state.global_step, pipeline.set_seed)
     argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
     owner.load_state_dict(position["trainer"])
     if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):

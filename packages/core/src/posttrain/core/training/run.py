@@ -19,13 +19,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import TrainOutput
-from posttrain.core.training import (
-    ema,
-    guards,
-    nonfinite,
-    override_checks,
-    preemption,
-)
+from posttrain.core.training import ema, guards, nonfinite, override_checks, preemption
 from posttrain.core.training.ema import EMA
 from posttrain.core.training.guards import Guard
 from posttrain.core.training.loss_spikes import SpikeWatch
@@ -65,6 +59,8 @@ class Run:
         records_before_evaluation: length of the log history while an evaluation may be interrupted.
         memory: metrics of the memory that training took, once it is done.
         callbacks_may_differ: callbacks may ask for something on one process alone.
+        step_takes: arguments that `training_step` takes.
+        sync_each_batch: processes average their gradients after each micro-batch.
         num_items: items of the accumulation window, over all processes, while its micro-batches are trained.
         window_size: micro-batches of the accumulation window, while they are trained; else 0.
     """
@@ -94,6 +90,8 @@ class Run:
     records_before_evaluation: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
     callbacks_may_differ: bool = False
+    step_takes: int = 3
+    sync_each_batch: bool = False
     num_items: Any = None
     window_size: int = 0
     _total_rows: int | None = None
@@ -120,6 +118,8 @@ class Run:
             ema=ema.make(owner.model, args, owner.optimizer),
             rows_per_batch=loader.rows_per_turn or rows * dist.world_size,
             reads_as_given=override_checks.is_from(owner, "windows", "Trainer"),
+            step_takes=len(override_checks.taken(owner.training_step, None, None, None)),
+            sync_each_batch=bool(args.accelerator_config.accumulation.get("sync_each_batch")),
         )
 
     @property
@@ -134,7 +134,7 @@ class Run:
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
         if preemption.may_save(args):
-            owner.checkpoints.check_state(owner._contents(), owner.state, owner._stateful())
+            owner.checkpoints.check_state(owner.saving.contents(), owner.state, owner.saving.stateful())
         self.meet("what callbacks do when training begins")
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:
@@ -216,9 +216,7 @@ class Run:
         control, state, max_steps = self.owner.control, self.owner.state, self.plan.max_steps
         step, epochs = state.global_step, range(self.progress.epoch, self.plan.num_epochs)
         if control.should_training_stop:
-            logger.warning(
-                "A callback asked to stop in on_train_begin: training ends at step %d, where it began.", step
-            )
+            logger.warning(f"A callback asked to stop in on_train_begin: training ends at step {step}, where it began.")
             return range(0)
         if not self.is_over:
             return epochs
@@ -226,17 +224,14 @@ class Run:
             logger.info("num_train_epochs=0: nothing is trained.")
         elif step >= max_steps:
             logger.warning(
-                "The checkpoint is of step %d and the run has %d: nothing is left to train. To train on, set a "
-                "larger max_steps or num_train_epochs.",
-                step,
-                max_steps,
+                f"The checkpoint is of step {step} and the run has {max_steps}: nothing is left to train. To train on, "
+                "set a larger max_steps or num_train_epochs."
             )
         else:
             logger.warning(
-                "The checkpoint has read %d tokens and the run ends with max_duration=%r: nothing is left to train. To "
-                "train on, set a larger max_duration.",
-                state.num_input_tokens_seen,
-                self.owner.args.max_duration,
+                f"The checkpoint has read {state.num_input_tokens_seen} tokens and the run ends with "
+                f"max_duration={self.owner.args.max_duration!r}: nothing is left to train. To train on, set a larger "
+                "max_duration."
             )
         control.should_training_stop = True
         # Saved with the last step, the checkpoint stands before what callbacks ask for at the end of the epoch.
@@ -304,7 +299,7 @@ class Run:
         def undo() -> None:
             for parameter in self.parameters:
                 parameter.grad = None
-            owner._objective.take_terms()
+            owner.scaling.objective.take_terms()
             owner.dist.empty_cache()
             owner.metrics.restore(sums)
             rng.set_rng_state(random)
@@ -398,7 +393,7 @@ class Run:
             with owner.clock("save"):
                 owner._save_checkpoint(owner.model_wrapped, self.trial)
         if args.save_on_exception:
-            owner.checkpoints.boundary = copy.deepcopy(owner._contents().position())
+            owner.checkpoints.boundary = copy.deepcopy(owner.saving.contents().position())
         if self.pace is not None:
             owner.dist.enter_step(owner.state.global_step + 1, self.progress.batches)
             self.pace.resume()
@@ -447,9 +442,8 @@ class Run:
             owner.saving.now()
         if (step := owner.checkpoints.saved_step) is not None:  # an earlier one, if this save has failed
             logger.warning(
-                "The run stops after optimizer step %d. To go on from %s, set resume_from_checkpoint=True.",
-                owner.state.global_step,
-                owner.store.path(step),
+                f"The run stops after optimizer step {owner.state.global_step}. To go on from "
+                f"{owner.store.path(step)}, set resume_from_checkpoint=True."
             )
         raise preemption.Left(reason)
 

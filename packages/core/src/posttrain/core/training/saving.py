@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
-from posttrain.core.evaluation import best_model, eval_loop
+from posttrain.core.checkpoint.manager import Contents
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
 from posttrain.core.training.owner import Owner
@@ -40,9 +42,33 @@ class Saving:
         owner = self.owner
         self.settle()
         with self.averages():  # resuming goes on from them, as this run does
-            owner.checkpoints.save(owner.state, owner._contents(), owner.write_checkpoint)
+            owner.checkpoints.save(owner.state, self.contents(), owner.write_checkpoint)
         if not owner.args.save_async:
             self.settle()
+
+    def contents(self) -> Contents:
+        """The objects that a checkpoint holds the state of."""
+        owner = self.owner
+        return Contents(
+            model=wrapping.unwrap(owner.model),
+            optimizer=owner.optimizer,
+            lr_scheduler=owner.lr_scheduler,
+            ema=owner.run.ema,
+            trainer=owner,
+            scaler=owner.dist.scaler,
+            rows_per_step=owner.get_total_train_batch_size(owner.args),
+            parts=owner.checkpoint_parts(),
+        )
+
+    def stateful(self) -> list[Any]:
+        """The objects with states that `TrainerState` collects: the callbacks and the control."""
+        return [*self.owner.callback_handler.callbacks, self.owner.control]
+
+    def files(self, directory: Path) -> None:
+        """Write this process' files of a checkpoint into `directory`."""
+        owner = self.owner
+        save_model = functools.partial(owner.save_model, _internal_call=True)
+        owner.checkpoints.write(directory, owner.state, self.stateful(), save_model, self.beside)
 
     def settle(self, wait: bool = True) -> None:
         """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks.
@@ -70,7 +96,7 @@ class Saving:
         """Remove the oldest checkpoints over the limit, but for the best ones and those that are being uploaded."""
         args, store, keep = self.owner.args, self.owner.store, [*([Path(best)] if best else [])]
         if args.save_top_k is not None and (metric := args.metric_for_best_model) is not None:
-            steps = best_model.best_steps(log_history, metric, bool(args.greater_is_better))
+            steps = eval_loop.best_steps(log_history, metric, bool(args.greater_is_better))
             keep += [path for step in steps if (path := store.path(step)).is_dir()][: args.save_top_k]
         self.owner.checkpoints.rotate([*keep, *(self.owner.uploader.in_use if args.push_to_hub else [])])
 
@@ -142,7 +168,7 @@ class Saving:
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
         check, should_save = bool(args.check_saved_model) and not of_checkpoint, args.should_save
-        alone = check or args.save_on_each_node or writes_itself
+        alone = dist.num_processes == 1 or check or args.save_on_each_node or writes_itself
         if not alone and shares.save(model, directory, dist, args.max_shard_size):
             if should_save:
                 self.beside(Path(directory))

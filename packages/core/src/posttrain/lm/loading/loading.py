@@ -264,17 +264,21 @@ def has_other_head(model: nn.Module) -> bool:
     return any(head in type(model).__name__ for head in ("Classification", "QuestionAnswering", "MaskedLM"))
 
 
+def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
+    """Whether `model_init` is called with the trial of a search."""
+    return any(
+        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(model_init).parameters.values()
+    )
+
+
 def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
     """A fresh model from `model_init`, called with the trial where it takes one.
 
     Raises:
         RuntimeError: it returned None.
     """
-    takes_trial = any(
-        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(model_init).parameters.values()
-    )
-    model = model_init(trial) if takes_trial else model_init()
+    model = model_init(trial) if takes_trial(model_init) else model_init()
     if model is None:
         raise RuntimeError("model_init returned None; it must return a model.")
     return model

@@ -25,6 +25,7 @@ from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
 from posttrain.rl.agents.recorder import Recorder, Written
 from posttrain.rl.generation.protocol import Sampling
+from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.scoring import RewardArguments, name_of
 from posttrain.rl.samples.prompts import PromptCodec
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 REWARD = "agent_reward"
 """The column with what the agent itself has given as its reward."""
+TURNS = "agent_turn_rewards"
+"""The column with what it has given its turns, and the whole; None where it has given none."""
 CUT_REWARD = 0.0
 """Reward of an episode that a bound has ended, and whose agent gave none."""
 QUIET = 0.01
@@ -81,8 +84,9 @@ class Agent:
     def reward_function(self) -> Callable[..., list[Any]]:
         """The rewards that the agent itself gives, as a reward function."""
 
-        def given(agent_reward: list[Any]) -> list[Any]:
-            return agent_reward
+        def given(agent_reward: list[Any], agent_turn_rewards: list[Any]) -> list[Any]:
+            pairs = zip(agent_reward, agent_turn_rewards, strict=True)
+            return [total if of_turns is None else of_turns for total, of_turns in pairs]
 
         given.__name__ = self.name
         return given
@@ -100,7 +104,7 @@ class Episode:
     def __init__(self, recorder: Recorder, endpoint: Endpoint) -> None:
         self._recorder, self._endpoint = recorder, endpoint
         self._access: Access | None = None
-        self.rewards: list[float] = []
+        self.rewards: list[tuple[int, float]] = []
 
     def _open(self) -> Access:
         if self._access is None:
@@ -134,8 +138,8 @@ class Episode:
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def reward(self, value: float) -> None:
-        """Add `value` to the reward of this episode."""
-        self.rewards.append(float(value))
+        """Add `value` to the reward of this episode, and to that of its last turn."""
+        self.rewards.append((len(self._recorder.turns) - 1, float(value)))
 
     async def generate(
         self,
@@ -201,12 +205,13 @@ class Ended:
     """How an episode has ended.
 
     Attributes:
-        reward: that the agent gave; None: none. columns: for reward functions.
+        reward: that the agent gave; None: none. turns: that it gave to turns. columns: for reward functions.
         failed: the agent raised an error, or its command failed.
     """
 
     recorder: Recorder
     reward: float | None
+    turns: TurnRewards | None
     columns: dict[str, Any]
     failed: bool
     seconds: float
@@ -305,12 +310,13 @@ class Episodes:
                 self._report(error, sample)
         finally:
             episode.close()
-        reward, columns = read_reward(returned, episode.rewards, self.agent.name)
+        reward, columns = read_reward(returned, [value for _, value in episode.rewards], self.agent.name)
+        turns = turn_rewards(reward, episode.rewards, len(recorder.turns))
         if reward is None and failed and self.options.reward_on_error == "value":
             reward = self.options.reward_error_value
         if reward is None and recorder.cut is not None:
             reward = CUT_REWARD
-        return Ended(recorder, reward, columns, failed, time.perf_counter() - started)
+        return Ended(recorder, reward, turns, columns, failed, time.perf_counter() - started)
 
     def _report(self, error: Exception, sample: Sample) -> None:
         what = f"The agent {self.agent.name!r} failed on the row {reprlib.repr(sample.row)}"
@@ -322,13 +328,14 @@ class Episodes:
 
     def _sample(self, sample: Sample, ended: Ended) -> Sample:
         """`sample` with what the policy has written in its episode."""
-        own = replace(sample, extra=sample.extra | ended.columns | {REWARD: ended.reward})
+        extra = sample.extra | ended.columns | {REWARD: ended.reward, TURNS: ended.turns}
+        own = replace(sample, extra=extra, ending="failed" if ended.failed else ended.recorder.cut or "")
         sequences = ended.recorder.sequences()
         if not sequences:  # nothing to learn from
             end = self.codec.tokenizer.eos_token_id or 0
             return replace(own, prompt=sample.prompt or "", prompt_ids=[end], ids=[end], learn=[False], logps=[0.0])
         seen: set[int] = set()
-        first, *others = [_row(own, turns, seen) for turns in sequences]
+        first, *others = [_row(own, turns, seen, ended.recorder.turns) for turns in sequences]
         root, last = sequences[0][0], sequences[0][-1]
         prompt, completion = root.history[: root.num_asked], last.history[root.num_asked :]
         finished = last.finished and not ended.failed and ended.recorder.cut is None
@@ -397,8 +404,23 @@ def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float
     return float(value or 0) + sum(given), columns
 
 
-def _row(sample: Sample, turns: Sequence[Written], seen: set[int]) -> Sample:
-    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before."""
+def turn_rewards(total: float | None, given: Sequence[tuple[int, float]], number: int) -> TurnRewards | None:
+    """The rewards of `number` turns, where an agent has `given` some of the `total` to turns; None where it has not."""
+    found: list[float | None] = [None] * number
+    for turn, value in given:
+        if turn >= 0:  # else before the first turn
+            found[turn] = (found[turn] or 0.0) + value
+    if all(value is None for value in found):
+        return None
+    return TurnRewards(found, (total or 0.0) - sum(value for turn, value in given if turn >= 0))
+
+
+def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequence[Written]) -> Sample:
+    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before.
+
+    Args:
+        written: all turns of the trajectory.
+    """
     own = next(i for i, turn in enumerate(turns) if id(turn) not in seen)
     seen.update(map(id, turns))
     first, learned = turns[own], turns[own:]
@@ -408,7 +430,9 @@ def _row(sample: Sample, turns: Sequence[Written], seen: set[int]) -> Sample:
         if turn is not first:
             row = row.extended(turn.asked, [0.0] * len(turn.asked), chosen=False)
         row = row.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions)
-    return replace(row, is_exact=all(turn.is_exact for turn in learned))
+    places = {id(turn): place for place, turn in enumerate(written)}
+    numbers = tuple(places[id(turn)] for turn in learned)
+    return replace(row, is_exact=all(turn.is_exact for turn in learned), turns=numbers)
 
 
 def log(metrics: Metrics, ended: Sequence[Ended]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.lm.images.images import IMAGE_PARTS
 from posttrain.rl.rewards import background
+from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
@@ -39,6 +40,7 @@ class Environments:
         factory: makes an environment, or ``{name: factory}`` for rows with a column ``environment``. An environment has
             ``reset(**row)``, which may return an addition to the prompt; its other public methods are tools;
             ``get_reward()``, if it exists, is a reward function. It is made once and reset for each completion.
+        process: where tools and environments run; None: in this one.
 
     Attributes:
         reward_functions: one for each class of environments with a ``get_reward``.
@@ -48,11 +50,17 @@ class Environments:
     """
 
     def __init__(
-        self, tools: Sequence[Callable[..., Any]] | None = None, factory: Any = None, max_turns: int | None = None
+        self,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        factory: Any = None,
+        max_turns: int | None = None,
+        process: RolloutProcess | None = None,
     ) -> None:
-        self.max_turns = max_turns
+        self.max_turns, self.process = max_turns, process
         self.set_tools(tools)
         self.factories = factory if isinstance(factory, Mapping) else {None: factory} if factory is not None else {}
+        if process is not None:
+            self.factories = {name: process.factory(make) for name, make in self.factories.items()}
         self.by_name = isinstance(factory, Mapping)
         self.pools: dict[Any, list[Any]] = {name: [make()] for name, make in self.factories.items()}
         self.counts = {"calls": 0, "failures": 0}
@@ -71,7 +79,8 @@ class Environments:
 
     def set_tools(self, tools: Sequence[Callable[..., Any]] | None) -> None:
         """Give every completion from the next one on these tools, beside those of its environment."""
-        self.tools = {tool.__name__: tool for tool in tools or ()}
+        here = [tool if self.process is None else self.process.tool(tool) for tool in tools or ()]
+        self.tools = {tool.__name__: tool for tool in here}
         for tool in self.tools.values():
             schema_of(tool)
 

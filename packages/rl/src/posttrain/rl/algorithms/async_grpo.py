@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from posttrain.core.config import opt
-from posttrain.core.fields.old_names import Removed
+from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.core.optim.lr_scheduler import SCHEDULES
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation.protocol import Generator
@@ -24,19 +24,13 @@ from posttrain.rl.online.arguments import SERVER
 
 
 @dataclass
-class AsyncGRPOConfig(GRPOConfig):
-    """Arguments of `AsyncGRPOTrainer`: those of `GRPOTrainer`, of which some have other defaults."""
+class AsyncArguments:
+    """What trl's asynchronous trainers do not share with the others: samples of vLLM servers while the policy is
+    trained, and the settings of trl's loop that mean nothing here.
+    """
 
     logging_steps: float | str = opt(1, "Steps between records; below 1, a share of all steps.", min=0)
-    lr_scheduler_type: str = opt(
-        "constant", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
-    )
     max_completion_length: int = opt(2048, "Tokens of a completion at most; longer ones are cut there.", min=1)
-    loss_type: str = opt(
-        "bnpo",
-        "A loss in `posttrain.rl.losses.policy_losses.LOSSES`, which also sets its normalization.",
-        choices=tuple(LOSSES),
-    )
     max_staleness: int = opt(
         4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
     )
@@ -55,10 +49,7 @@ class AsyncGRPOConfig(GRPOConfig):
         aliases=("request_timeout",),
     )
 
-    OLD_NAMES = {
-        "fork_threshold_tokens": Removed(
-            "answers are learned from as they were sampled, and a changed history begins a sequence.", harmless=None
-        ),
+    OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {
         "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
         "max_inflight_tasks": Removed(
             "what max_staleness allows is on its way; set generation_batch_size for more at a time.", harmless=(-1,)
@@ -75,7 +66,37 @@ class AsyncGRPOConfig(GRPOConfig):
 
     def _problems(self) -> Iterator[str]:
         if not self.use_vllm:
-            yield "use_vllm=False leaves nothing to sample with while the policy is trained; use GRPOConfig"
+            yield "use_vllm=False leaves nothing to sample with while the policy is trained; use the other trainer"
+
+
+def refuse_loop_of_trl(**given: Any) -> None:
+    """Raise a ValueError that names an object of trl's own asynchronous loop, where one is given."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is an object of trl's own loop. Pass an engine as generator: it has generate() and "
+                "sync_weights(), see posttrain.rl.generation.protocol."
+            )
+
+
+@dataclass
+class AsyncGRPOConfig(AsyncArguments, GRPOConfig):
+    """Arguments of `AsyncGRPOTrainer`: those of `GRPOTrainer`, of which some have other defaults."""
+
+    lr_scheduler_type: str = opt(
+        "constant", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
+    )
+    loss_type: str = opt(
+        "bnpo",
+        "A loss in `posttrain.rl.losses.policy_losses.LOSSES`, which also sets its normalization.",
+        choices=tuple(LOSSES),
+    )
+
+    OLD_NAMES = {
+        "fork_threshold_tokens": Removed(
+            "answers are learned from as they were sampled, and a changed history begins a sequence.", harmless=None
+        ),
+    }
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
@@ -96,7 +117,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         reward_funcs: Any = None,
         args: AsyncGRPOConfig | None = None,
         train_dataset: Any = None,
@@ -108,15 +129,11 @@ class AsyncGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        quantization_config: Any = None,
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
-        for name, given in (("rollout_worker", rollout_worker), ("weight_transfer", weight_transfer)):
-            if given is not None:
-                raise ValueError(
-                    f"{name} is an object of trl's own loop. Pass an engine as generator: it has generate() and "
-                    "sync_weights(), see posttrain.rl.generation.protocol."
-                )
+        refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
         super().__init__(
             model,
             reward_funcs,
@@ -125,6 +142,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
             peft_config=peft_config,
             tools=tools,
             environment_factory=environment_factory,

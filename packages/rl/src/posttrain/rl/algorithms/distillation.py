@@ -90,6 +90,9 @@ class DistillationConfig(RolloutConfig):
         None, "Tokenizer of a teacher with other tokens: sorted probabilities are compared where tokens of both begin."
     )
     teacher_model_server_url: str | None = opt(None, "A teacher behind `vllm serve`, such as http://host:8000.")
+    teacher_server_urls: JSONObject = opt(
+        None, "{name: address} of several such teachers; the column teacher_id of a row names its own."
+    )
     loss_top_k: int = opt(20, "Most probable tokens that the teacher's server is asked for.", min=1)
     loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token, where a server tells the others.")
 
@@ -112,13 +115,20 @@ class DistillationConfig(RolloutConfig):
                 "max_staleness above 0 samples while the loss reads the teacher, and with seq_kd=True the teacher "
                 "writes too; set max_staleness=0, or give its completions as those of the dataset"
             )
-        if self.teacher_model_server_url and self.measured_at != 1:
+        if self.teacher_model_server_url and self.teacher_server_urls:
+            yield "teacher_model_server_url is one teacher, and teacher_server_urls has several; leave one out"
+        if self.teacher_urls and self.measured_at != 1:
             yield (
                 f"A server tells log-probabilities at temperature 1, and the divergence is at {self.measured_at}; set "
                 "loss_temperature=1"
             )
-        if self.teacher_model_server_url and self.seq_kd:
-            yield "seq_kd=True needs a teacher in this process; leave out teacher_model_server_url"
+        if self.teacher_urls and self.seq_kd:
+            yield "seq_kd=True needs a teacher in this process; leave out the address of a server"
+
+    @property
+    def teacher_urls(self) -> dict[str, str]:
+        """``{name: address}`` of the teachers behind servers."""
+        return {"": self.teacher_model_server_url} if self.teacher_model_server_url else self.teacher_server_urls or {}
 
     @property
     def measured_at(self) -> float:
@@ -149,7 +159,7 @@ class DistillationTrainer(RolloutTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         teacher_model: nn.Module | str | None = None,
         args: DistillationConfig | None = None,
         train_dataset: Any = None,
@@ -196,17 +206,18 @@ class DistillationTrainer(RolloutTrainer):
         parts.train_dataset = with_prompts(parts.train_dataset, "train_dataset")
         parts.eval_dataset = with_prompts(parts.eval_dataset, "eval_dataset")
         yield from super().preflight(args, parts)
-        if (parts.ref_model is None) == (args.teacher_model_server_url is None):
+        if (parts.ref_model is None) == (not args.teacher_urls):
             how = "No teacher" if parts.ref_model is None else "Two teachers"
             yield ValueError(
-                f"{how}: pass teacher_model, or set one of teacher_model_name_or_path and teacher_model_server_url."
+                f"{how}: pass teacher_model, or set one of teacher_model_name_or_path, teacher_model_server_url and "
+                "teacher_server_urls."
             )
         if not isinstance(parts.ref_model, (str, os.PathLike)):
             for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
                 if getattr(args, name):
                     yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
         if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
-            for name in ("teacher_model_server_url", "teacher_tokenizer_name_or_path"):
+            for name in ("teacher_model_server_url", "teacher_server_urls", "teacher_tokenizer_name_or_path"):
                 if getattr(args, name):
                     yield f"{name} is not supported for prompts with images, which the teacher reads too"
         if args.lmbda < 1 and not args.seq_kd and not has_completions(parts.train_dataset):
@@ -360,8 +371,7 @@ class DistillationTrainer(RolloutTrainer):
         args, reference = self.args, self.reference
         why_not = lm_head.supports_loss_in_head(self.model)
         if not isinstance(reference, FrozenReference):
-            url = str(args.teacher_model_server_url)
-            teacher: LocalTeacher | ServerTeacher = ServerTeacher(url, args.loss_top_k)
+            teacher: LocalTeacher | ServerTeacher = ServerTeacher(args.teacher_urls, args.loss_top_k)
         elif args.teacher_tokenizer_name_or_path:
             tokenizer = loading.load_tokenizer(args.teacher_tokenizer_name_or_path, args.trust_remote_code)
             codec = PromptCodec(tokenizer, args.chat_template_kwargs)

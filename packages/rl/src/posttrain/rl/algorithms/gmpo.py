@@ -38,7 +38,7 @@ class GMPOConfig(GRPOConfig):
     )
 
     def _problems(self) -> Iterator[str]:
-        for name, usual in (("delta", None), ("importance_sampling_level", "token")):
+        for name, usual in (("delta", None), ("importance_sampling_level", "token"), ("turn_credit", "outcome")):
             if (given := getattr(self, name)) != usual:
                 yield f"{name}={given!r} has no effect: GMPO bounds each token and compares completions; leave it out"
 

@@ -18,7 +18,7 @@ from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core.config import opt
 from posttrain.core.training.plan import Plan
 from posttrain.rl.generation.protocol import shares_weights
-from posttrain.rl.losses import policy_losses
+from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.losses.advantages import decoupled_advantages, group_advantages, total_rewards
 from posttrain.rl.losses.policy_losses import LOSSES, Policy
 from posttrain.rl.online.arguments import RolloutConfig
@@ -59,6 +59,15 @@ class GRPOConfig(RolloutConfig):
         "Several rewards are summed and then normalised, or normalised each and then summed (GDPO).",
         choices=("sum_then_normalize", "normalize_then_sum"),
     )
+    turn_credit: str = opt(
+        "outcome",
+        "What each turn of a completion earns: outcome gives all of them the same; process adds the rewards of turns "
+        "from it on; returns compares discounted returns of turns; gigpo adds a comparison of the turns of a group "
+        "that answer the same.",
+        choices=("outcome", "process", "returns", "gigpo"),
+    )
+    turn_discount: float = opt(1.0, "Weight of the next turn's return in that of a turn (gamma).", min=0, max=1)
+    turn_weight: float = opt(1.0, "Weight of what turns earn beside the outcome.", min=0)
     delta: float | None = opt(
         None, "Upper bound of the ratio for tokens with a negative advantage; None: no bound.", above=0, max=math.inf
     )
@@ -110,6 +119,12 @@ class GRPOConfig(RolloutConfig):
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
         if self.delta is not None and self.loss_type in UNCLIPPED:
             yield (f"delta has no effect with loss_type={str(self.loss_type)!r}, which does not clip; leave it out")
+        if self.turn_credit != "outcome" and self.multi_objective_aggregation == "normalize_then_sum":
+            yield f"turn_credit={self.turn_credit!r} sums rewards; leave out multi_objective_aggregation"
+        if self.turn_credit != "outcome" and self.loss_type == "vespo":
+            yield f"turn_credit={self.turn_credit!r} does not go with loss_type='vespo', which weighs whole completions"
+        if self.turn_credit == "gigpo" and self.scale_rewards == "batch":
+            yield "turn_credit='gigpo' compares turns within groups; set scale_rewards to 'group' or 'none'"
         if self.entropy_coef_min > self.entropy_coef_max:
             yield f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}"
 
@@ -182,6 +197,22 @@ class GRPOTrainer(RolloutTrainer):
             return decoupled_advantages(rewards, group_size, self.rewards.weights)
         return group_advantages(total_rewards(rewards, self.rewards.weights), group_size, self.args.scale_rewards)
 
+    @property
+    def credits_turns(self) -> bool:
+        return self.args.turn_credit != "outcome"
+
+    def compute_turn_advantages(self, advantages: torch.Tensor, turns: credit.Turns, group_size: int) -> torch.Tensor:
+        """As ``turn_credit`` says; see `posttrain.rl.losses.credit`."""
+        args, scale = self.args, self.args.scale_rewards
+        if args.turn_credit == "process":
+            outcome = group_advantages(turns.outcomes, group_size, scale).unsqueeze(1)
+            return outcome + args.turn_weight * credit.process_advantages(turns.rewards, group_size, scale)
+        returns = turns.returns(args.turn_discount)
+        if args.turn_credit == "returns":
+            return credit.return_advantages(returns, group_size, scale)
+        steps = credit.step_advantages(returns, turns.states, group_size, scale)
+        return advantages.unsqueeze(1) + args.turn_weight * steps
+
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss ``args.loss_type`` with the configured masks and weights and the KL term."""
         args, logps, mask, loss_type = self.args, policy.logps, inputs["loss_mask"], LOSSES[self.args.loss_type]
@@ -223,7 +254,8 @@ class GRPOTrainer(RolloutTrainer):
     def _log_loss(self, parts: Policy) -> None:
         """The metrics of each kind of loss."""
         args, ratio = self.args, parts.ratio.detach()
-        weight = parts.mask if ratio.shape[1] > 1 else torch.ones_like(ratio)
+        of_tokens = max(ratio.shape[1], parts.advantages.shape[1]) > 1
+        weight = parts.mask if of_tokens else torch.ones_like(ratio)
         if args.loss_type == "cispo":
             bounded = ((ratio > self.epsilon_high) & (parts.advantages > 0)) * weight
             self.metrics.add_sum("cispo_clip_ratio", bounded.sum(), weight.sum())

@@ -29,7 +29,12 @@ class ReinforcePlusPlusConfig(GRPOConfig):
     )
 
     def _problems(self) -> Iterator[str]:
-        for name, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
+        usual = {
+            "scale_rewards": "group",
+            "multi_objective_aggregation": "sum_then_normalize",
+            "turn_credit": "outcome",
+        }
+        for name, default in usual.items():
             if getattr(self, name) != default:
                 yield (
                     f"{name}={str(getattr(self, name))!r} is of GRPO; REINFORCE++ normalises the summed rewards over "

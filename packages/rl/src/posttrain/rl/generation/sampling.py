@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -113,9 +114,21 @@ def check_logps(completions: Sequence[Sequence[float]]) -> None:
             )
 
 
-def never(sampling: Sampling) -> dict[int, float] | None:
-    """What vLLM adds to logits so that tokens are never drawn; None for nothing."""
-    return dict.fromkeys(sampling.never, -100.0) or None
+def vllm_options(sampling: Sampling) -> dict[str, Any]:
+    """`sampling` in the words of vLLM, with the log-probability of each token that is drawn."""
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.eos_token_ids),
+        "include_stop_str_in_output": True,
+        "logprobs": 0,
+        "logit_bias": dict.fromkeys(sampling.never, -100.0) or None,  # tokens that are never drawn
+    }
 
 
 def filters(sampling: Sampling) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from posttrain.core.distributed.environment import rank
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, Prompt, Sampling
-from posttrain.rl.generation.sampling import never, prefers_probable
+from posttrain.rl.generation.sampling import prefers_probable, vllm_options
 from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, any_prompt, check, completions
@@ -77,6 +77,7 @@ class VLLMServerGenerator:
         self.servers = [Server(one.strip(), request_timeout) for one in url.split(",")]
         self.timeout, self.group_port, self.folder = timeout, group_port, folder
         self.options, self._send = dict(options or {}), send
+        self._transport: Transport | None = None
         self._scaled: bool | None = None
         self._syncs = self._found_right = 0
 
@@ -115,15 +116,67 @@ class VLLMServerGenerator:
 
     def _send_weights(self, model: nn.Module) -> None:
         """The first process sends them, and the others help to gather them."""
-        weights = self._api.weights_of(model)
+        weights = self._weights_of(model)
         self._syncs += 1
         self._versions[self._syncs] = self.version
         try:
             if rank() == 0:
-                self._api.update(weights, self._syncs)
+                self._update(weights)
         finally:
             if weights.are_in_pieces:
                 weights.gather_rest()
+
+    def _weights_of(self, model: nn.Module) -> Weights | AdapterWeights:
+        """What is sent of `model`: an adapter as such, if the servers take adapters and the folder is there."""
+        if self._transport is None:
+            self._transport = self._make_transport(model)
+        is_adapter = isinstance(self._transport, AdapterFolder)
+        self._api.has_whole_weights = not is_adapter
+        if is_adapter:
+            self._api.names = dict.fromkeys(self._api.names, NAME)
+        return AdapterWeights(model) if is_adapter else Weights(model)
+
+    def _update(self, weights: Any) -> None:
+        """Load `weights` into the servers. They write nothing meanwhile.
+
+        In flight, they keep what they have begun, and read it again with the new weights before they go on.
+        """
+        transport, kind = self._transport, "adapter" if isinstance(weights, AdapterWeights) else "weights"
+        assert transport is not None  # `_weights_of`
+        if (
+            self._api.started["--device"] == "cpu"
+            and isinstance(transport, Folder)
+            and weights.base.config.tie_word_embeddings
+        ):
+            raise ValueError(
+                "vLLM on the CPU keeps an output head that is tied to the embedding as it was when it reads weights "
+                'from a folder. Start the server with --weight-transfer-config \'{"backend": "gloo"}\', and leave '
+                "vllm_weight_folder out."
+            )
+        everywhere(self.servers, f"/pause?mode={'keep' if self.updates_in_flight else 'wait'}", {})
+        try:
+            transport.send(weights, self.servers, f"posttrain-{kind}-{self._syncs}")
+            running = "?reset_running_requests=true" if self.updates_in_flight else ""
+            everywhere(self.servers, f"/reset_prefix_cache{running}", {})
+        finally:
+            everywhere(self.servers, "/resume", {})
+
+    def _make_transport(self, model: nn.Module) -> Transport:
+        if self._send is not None:
+            return Given(self._send)
+        if self.folder is not None:
+            takes_it = is_servable(model, self._api.started["--max-lora-rank"])
+            return AdapterFolder(self.folder) if takes_it else Folder(self.folder)
+        backend = self._api.started["--weight-transfer-config"]
+        if backend == "nccl":
+            return Nccl(self.group_port)
+        if backend == "gloo":
+            return Gloo(self.group_port, self.timeout)
+        raise ValueError(
+            f"The vLLM server at {self.servers[0].url} was started with weight transfer {backend or 'off'}. "
+            'Start it with --weight-transfer-config \'{"backend": "nccl"}\', without a GPU "gloo"; or set '
+            "vllm_weight_folder."
+        )
 
     def _lost_in(self, call: Callable[[], None], model: nn.Module) -> Exception | None:
         """The error of a server that was lost during `call`, in this process or another one. Others are raised."""
@@ -168,7 +221,7 @@ class VLLMServerGenerator:
         return replace(found, versions=versions)
 
     def _prompt(self, model: nn.Module) -> list[int]:
-        prompt, longest = any_prompt(model), self._api.longest
+        prompt, longest = any_prompt(model), self._api.started["--max-model-len"]
         return prompt if longest is None else prompt[: longest - PROBE.max_new_tokens]
 
     def _probe(self, model: nn.Module) -> dict[Server, Written]:
@@ -178,14 +231,15 @@ class VLLMServerGenerator:
 
     def _check(self, model: nn.Module, written: Mapping[Server, Written]) -> None:
         """Asks no server: of sharded weights, this is done by all processes together."""
-        prompt, api = self._prompt(model), self._api
+        prompt, started = self._prompt(model), self._api.started
+        scaled, in_float32 = started["--logprobs-mode"] == "processed_logprobs", started["--dtype"] == "torch.float32"
         for server, done in written.items():
 
             def write(row: list[int], done: Written = done) -> Written:
                 return done
 
             who = f"the vLLM server at {server.url}"
-            self._scaled = check(model, write, api.scaled, who, prompt, api.in_float32)
+            self._scaled = check(model, write, scaled, who, prompt, in_float32)
 
     @functools.cached_property
     def _api(self) -> VLLMServers:
@@ -195,85 +249,30 @@ class VLLMServerGenerator:
                     f"The server at {server.url} has no /v1/models, which vLLM's has. Start it with vllm serve or "
                     "trl vllm-serve of trl 1.16 or newer."
                 )
-        send = None if self._send is None else Given(self._send)
-        where = self.folder, self.group_port, self.timeout
-        return VLLMServers(self.servers, self.options, send, *where, in_flight=self.updates_in_flight)
+        return VLLMServers(self.servers, self.options, self.updates_in_flight)
 
 
 class VLLMServers:
     """vLLM's OpenAI interface: one request for the completions of a prompt, at the server with the least to do.
 
     Args:
-        send: how weights are sent, whatever the servers were started for.
-        folder: one that is shared with them, through which weights and adapters go if it is set.
-        port, timeout: of a transport that connects to them. in_flight: see `VLLMServerGenerator`.
+        options: further fields of a request.
+        says_versions: ask which weights wrote each token.
+
+    Attributes:
+        started: see `started_with`.
+        names: of the model that is asked for, by the server's address.
+        has_whole_weights: the servers were sent weights, and no adapter.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        options: dict[str, Any],
-        send: Transport | None = None,
-        folder: str | None = None,
-        port: int = 0,
-        timeout: float = 240.0,
-        in_flight: bool = False,
-    ) -> None:
-        self.servers, self.options = servers, options
-        self._in_flight = self._says_versions = in_flight
+    def __init__(self, servers: Sequence[Server], options: dict[str, Any], says_versions: bool) -> None:
+        self.servers, self.options, self._says_versions = servers, options, says_versions
         infos = [started_with(server) for server in servers]
         if any(info != infos[0] for info in infos):
             raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
-        self.scaled: bool | None = infos[0]["--logprobs-mode"] == "processed_logprobs"
-        self.longest: int | None = infos[0]["--max-model-len"]
-        self.in_float32 = infos[0]["--dtype"] == "torch.float32"
-        self._on_cpu = infos[0]["--device"] == "cpu"
-        self._backend, self._max_rank = infos[0]["--weight-transfer-config"], infos[0]["--max-lora-rank"]
-        self._send, self._folder, self._port, self._timeout = send, folder, port, timeout
+        self.started, self.has_whole_weights = infos[0], False
         self.names = {server.url: server.call("/v1/models")["data"][0]["id"] for server in servers}
         self._busy = Busy(servers)
-
-    def weights_of(self, model: nn.Module) -> Weights | AdapterWeights:
-        """What `update` sends of `model`: an adapter as such, if the servers take adapters and the folder is there."""
-        if self._send is None and self._folder is not None and is_servable(model, self._max_rank):
-            self.names = dict.fromkeys(self.names, NAME)
-            self._send = AdapterFolder(self._folder)
-        return AdapterWeights(model) if isinstance(self._send, AdapterFolder) else Weights(model)
-
-    def update(self, weights: Any, number: int) -> None:
-        """Load `weights` into the servers, as the `number`-th sync of this run. They write nothing meanwhile.
-
-        In flight, they keep what they have begun, and read it again with the new weights before they go on.
-        """
-        if self._send is None:
-            self._send = self._make_transport()
-        kind = "adapter" if isinstance(weights, AdapterWeights) else "weights"
-        if self._on_cpu and isinstance(self._send, Folder) and weights.base.config.tie_word_embeddings:
-            raise ValueError(
-                "vLLM on the CPU keeps an output head that is tied to the embedding as it was when it reads weights "
-                'from a folder. Start the server with --weight-transfer-config \'{"backend": "gloo"}\', and leave '
-                "vllm_weight_folder out."
-            )
-        everywhere(self.servers, f"/pause?mode={'keep' if self._in_flight else 'wait'}", {})
-        try:
-            self._send.send(weights, self.servers, f"posttrain-{kind}-{number}")
-            running = "?reset_running_requests=true" if self._in_flight else ""
-            everywhere(self.servers, f"/reset_prefix_cache{running}", {})
-        finally:
-            everywhere(self.servers, "/resume", {})
-
-    def _make_transport(self) -> Transport:
-        if self._folder is not None:
-            return Folder(self._folder)
-        if self._backend == "nccl":
-            return Nccl(self._port)
-        if self._backend == "gloo":
-            return Gloo(self._port, self._timeout)
-        raise ValueError(
-            f"The vLLM server at {self.servers[0].url} was started with weight transfer {self._backend or 'off'}. "
-            'Start it with --weight-transfer-config \'{"backend": "nccl"}\', without a GPU "gloo"; or set '
-            "vllm_weight_folder."
-        )
 
     def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
         """`n` completions of each prompt."""
@@ -339,15 +338,8 @@ class VLLMServers:
                 self._says_versions = False
                 logger.warning(NO_VERSIONS, server.url)
         assert not isinstance(prompt, Pictured)  # whose server answers, or refuses it
-        options = {} if sampling is PROBE else self.options
-        choices = server.call("/v1/completions", options | {
-            "model": self.names[server.url], "prompt": list(prompt), "n": n, "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "min_p": sampling.min_p or 0.0, "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop), "stop_token_ids": list(sampling.eos_token_ids),
-            "include_stop_str_in_output": True, "seed": seed % 2**62, "logprobs": 0, "return_token_ids": True,
-            "logit_bias": never(sampling),
-        }, retries=RETRIES)["choices"]  # fmt: skip
+        body = self._drawing(server, n, sampling, seed) | {"prompt": list(prompt), "return_token_ids": True}
+        choices = server.call("/v1/completions", body, retries=RETRIES)["choices"]
         choices.sort(key=lambda choice: choice["index"])
         return [
             (one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop") for one in choices
@@ -357,22 +349,20 @@ class VLLMServers:
         self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> list[Written]:
         """As `_ask`, by the interface that says which weights wrote each token."""
-        answer = server.call("/inference/v1/generate", _shown(prompt) | {
-            "model": self.names[server.url], "sampling_params": ({} if sampling is PROBE else self.options) | {
-                "n": n, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
-                "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p or 0.0,
-                "repetition_penalty": sampling.repetition_penalty, "stop": list(sampling.stop),
-                "stop_token_ids": list(sampling.eos_token_ids), "include_stop_str_in_output": True,
-                "seed": seed % 2**62, "logprobs": 0, "logit_bias": never(sampling),
-            },
-        }, retries=RETRIES)  # fmt: skip
+        drawing = self._drawing(server, n, sampling, seed)
+        body = _shown(prompt) | {"model": drawing.pop("model"), "sampling_params": drawing}
+        answer = server.call("/inference/v1/generate", body, retries=RETRIES)
         if isinstance(prompt, Pictured):
             prompt.check(answer.get("prompt_token_ids"), f"The vLLM server at {server.url}")
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        sent = self._send is not None and not isinstance(self._send, AdapterFolder)
-        if sent and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
+        if self.has_whole_weights and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
             raise Restarted(server)  # and it may have got the weights since, so that it is not `is_fresh`
         return [_stamped(choice) for choice in choices]
+
+    def _drawing(self, server: Server, n: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """The fields of a request that say by which model, and how, tokens are drawn."""
+        own = {"model": self.names[server.url], "n": n, "seed": seed % 2**62}
+        return ({} if sampling is PROBE else self.options) | own | vllm_options(sampling)
 
 
 def _shown(prompt: Prompt) -> dict[str, Any]:

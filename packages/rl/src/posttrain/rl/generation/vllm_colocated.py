@@ -22,7 +22,7 @@ from posttrain.core.errors import require
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.attention.router_replay import layers_of
 from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
-from posttrain.rl.generation.sampling import never, prefers_probable
+from posttrain.rl.generation.sampling import prefers_probable, vllm_options
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head
 from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, check, completions
 
@@ -221,22 +221,8 @@ class VLLMColocatedGenerator:
         """vLLM's SamplingParams."""
         from vllm import SamplingParams
 
-        sampling = request.sampling
-        usual = {
-            "n": 1,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p or 0.0,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.eos_token_ids),
-            "include_stop_str_in_output": True,
-            "logprobs": 0,
-            "seed": request.seed % 2**63,
-            "logit_bias": never(sampling),
-        } | ({} if sampling is PROBE else self.options)
+        own = {"n": 1, "seed": request.seed % 2**63}
+        usual = own | vllm_options(request.sampling) | ({} if request.sampling is PROBE else self.options)
         if isinstance(wanted := usual.get("structured_outputs"), dict):
             from vllm.sampling_params import StructuredOutputsParams
 

@@ -19,6 +19,7 @@ from posttrain.lm.images.images import ImageArguments
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.generation.engines import ENDS, FOLDED, REFUSED, refused
 from posttrain.rl.generation.protocol import MAX_ROWS
+from posttrain.rl.online.curriculum import CurriculumArguments
 from posttrain.rl.rewards.scoring import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -41,10 +42,10 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
-#: Arguments that are objects, and may be written as JSON.
 #: What some fields need to have an effect.
 SERVER, HERE = "use_vllm vllm_mode=server", "use_vllm vllm_mode=colocate"
 LOCAL, CORRECTS = "use_vllm=False use_transformers_continuous_batching=False", "vllm_importance_sampling_correction"
+#: Arguments that are objects, and may be written as JSON.
 OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "transformers_continuous_batching_config")
 
 
@@ -209,7 +210,7 @@ def _listed(words: Any) -> list[Any]:
 
 
 @dataclass
-class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, TrainingArguments):
+class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, TrainingArguments):
     """Arguments of `RolloutTrainer`."""
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
@@ -337,7 +338,18 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Traini
         None, "How many are printed; None: all of a rollout.", min=0, needs="log_completions"
     )
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.", needs="log_completions")
+    log_trajectories: int = opt(
+        0,
+        "Completions of each rollout, on each process, that are written token for token into trajectories-<rank>.jsonl "
+        "in the output folder, for posttrain trajectories and the report.",
+        min=0,
+    )
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
+    rollout_process: bool = opt(
+        False,
+        "Run reward functions, tools and environments in a process of their own, whose Python holds up neither "
+        "training nor sampling.",
+    )
 
     @property
     def micro_batch_completions(self) -> int:

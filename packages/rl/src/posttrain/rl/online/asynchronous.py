@@ -154,7 +154,8 @@ class Background:
 
     Args:
         sample: ``(rows, number) -> samples``, completed. score: of samples.
-        sync: sends the weights to the engine, if they have changed. new_number: of a rollout.
+        sync: sends the weights to the engine, if they have changed.
+        begun: ``rows -> (rows, number)``: the prompts of a new rollout for which `rows` were read, and its number.
         on_drop: ``(number, why)``, is called for a rollout that will not be learned from.
         is_lost: ``error -> flag``: whether it says that the engine is gone, in this process or another one; then the
             next `sync` waits for it.
@@ -168,7 +169,7 @@ class Background:
         sample: Callable[[list[dict[str, Any]], int], list[Sample]],
         score: Callable[[list[Sample]], Scores],
         sync: Callable[[], None],
-        new_number: Callable[[], int],
+        begun: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], int]],
         on_drop: Callable[[int, str], None],
         is_lost: Callable[[BaseException | None], bool],
         max_staleness: int,
@@ -176,7 +177,7 @@ class Background:
         scorers: int = 1,
         samplers: int = 1,
     ) -> None:
-        self._sample, self._score, self._sync, self._new_number = sample, score, sync, new_number
+        self._sample, self._score, self._sync, self._begun = sample, score, sync, begun
         self._on_drop, self._is_lost = on_drop, is_lost
         self.max_staleness, self.per_rollout = max_staleness, per_rollout
         self.jobs: deque[Job] = deque()
@@ -260,7 +261,7 @@ class Background:
         """Begin the rollout of the prompts that were read last."""
         self._next = None
         self._sync()
-        job.number = self._new_number()
+        job.rows, job.number = self._begun(job.rows)
         self._submit(job)
         self.jobs.append(job)
 

@@ -21,8 +21,10 @@ from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
+from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background
+from posttrain.rl.online.curriculum import NUMBER, Curriculum
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.rewards.scoring import Scores
@@ -32,8 +34,8 @@ from posttrain.rl.samples.samples import Rollout, Sample
 logger = logging.getLogger(__name__)
 
 Scored = tuple[list[Sample], Scores]
-Triple = tuple[Sample, torch.Tensor, torch.Tensor]
-"""A sample, its rewards and which of them failed: (F,) each."""
+One = tuple[Sample, torch.Tensor, torch.Tensor, dict[int, TurnRewards]]
+"""A sample, its rewards and which of them failed, (F,) each, and what its turns were given."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Source:
         rollout: the one whose micro-batches are being learned from. used: how many of them were.
         num_rollouts: that were begun. num_tokens: that the policy has read and written.
         background: what samples while the policy is trained; None in synchronous training.
+        curriculum: chooses prompts; None: they are sampled as they are read.
         per_rollout: micro-batches that are made of a rollout.
     """
 
@@ -76,6 +79,7 @@ class Source:
     ) -> None:
         self.args, self.dist, self.sampler, self.weights, self.hooks = args, dist, sampler, weights, hooks
         self.background: Background | None = None
+        self.curriculum: Curriculum | None = None
         self._ledger: Ledger | None = None
         self.forget()
 
@@ -100,7 +104,7 @@ class Source:
                 self.sample_ahead,
                 hooks.score,
                 hooks.sync,
-                self._new_number,
+                self._begun,
                 self._dropped,
                 self.sampler.is_lost,
                 args.max_staleness,
@@ -161,17 +165,19 @@ class Source:
     def next(self, batches: Iterator[list[dict[str, Any]]], metrics: Metrics, clock: Clock) -> Scored | None:
         """The samples of the next rollout; None where the epoch has no more prompts."""
         found = self._next_scored(batches, metrics, clock)
+        if found is not None and self.curriculum is not None:
+            metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
         if found is None or not self.args.dynamic_sampling:
             return found
         samples, scores = found
         layout = self.hooks.layout()
         size, wanted = layout.group_size, len(samples) * self.dist.world_size
-        kept: list[Triple] = []
-        spare: list[Triple] = []
+        kept: list[One] = []
+        spare: list[One] = []
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
-            dealt = [triple for part in self.dist.gather_object(_triples(samples, scores)) for triple in part]
+            dealt = [one for part in self.dist.gather_object(_one_by_one(samples, scores)) for one in part]
             everyone = [dealt[place] for place in layout.dealt().argsort()]
-            total = total_rewards(torch.stack([rewards for _, rewards, _ in everyone]), self.weights)
+            total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), self.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
                 (spare if is_equal else kept).extend(everyone[group * size : (group + 1) * size])
             metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
@@ -182,10 +188,12 @@ class Source:
                 break
             samples, scores = more
         if self.dist.is_main and (rest := (kept + spare)[wanted:]):
-            self.log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, _ in rest]), None)
+            self.log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, *_ in rest]), None)
         mine = [(kept + spare)[number] for number in layout.numbers(self.dist.rank)]
-        rewards, failed = torch.stack([r for _, r, _ in mine]), torch.stack([f for *_, f in mine])
-        return [sample for sample, *_ in mine], replace(scores, rewards=rewards, failed=failed, columns={})
+        rewards, failed = torch.stack([r for _, r, *_ in mine]), torch.stack([f for *_, f, _ in mine])
+        turns = [turns for *_, turns in mine]
+        scores = replace(scores, rewards=rewards, failed=failed, columns={}, turns=turns)
+        return [sample for sample, *_ in mine], scores
 
     def _next_scored(self, batches: Iterator[list[dict[str, Any]]], metrics: Metrics, clock: Clock) -> Scored | None:
         """Completions of the next batch of prompts; None where the epoch has no more."""
@@ -195,29 +203,47 @@ class Source:
             if job is None:
                 return None
             job.log_into(metrics, clock)
-            return job.scored.result()
-        if (rows := next(batches, None)) is None:
-            return None
-        number, hooks = self._new_number(), self.hooks
-        samples = self.sampler.with_attempts(lambda: self.begin(rows, number), hooks.sample, hooks.sync)
-        return samples, hooks.score(samples)
+            samples, scores = job.scored.result()
+        else:
+            if (read := next(batches, None)) is None:
+                return None
+            (rows, number), hooks = self._begun(read), self.hooks
+            samples = self.sampler.with_attempts(lambda: self.begin(rows, number), hooks.sample, hooks.sync)
+            scores = hooks.score(samples)
+        if self.curriculum is not None:
+            self._count(self.curriculum, samples, scores)
+        return samples, scores
+
+    def _count(self, curriculum: Curriculum, samples: list[Sample], scores: Scores) -> None:
+        """Let `curriculum` know which completions of all processes have passed."""
+        first = scores.rewards[:, 0]
+        passed = torch.where(first.isnan(), torch.nan, (first >= self.args.pass_threshold).float()).tolist()
+        numbers = [sample.row_number for sample in samples]
+        own = [(number, value) for number, value in zip(numbers, passed, strict=True) if number is not None]
+        curriculum.update([one for part in self.dist.gather_object(own) for one in part])
 
     def begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Samples of rollout `number`, without completions."""
         places, seed = self.hooks.layout().numbers(self.dist.rank).tolist(), self.args.seed
+        numbers = [row.get(NUMBER) for row in rows]
+        rows = rows if self.curriculum is None else [{k: v for k, v in row.items() if k != NUMBER} for row in rows]
         return [
-            replace(sample, seed=mix(seed, number, place), rollout=number, place=place)
-            for sample, place in zip(self.hooks.new_samples(rows), places, strict=True)
+            replace(sample, seed=mix(seed, number, place), rollout=number, place=place, row_number=row_number)
+            for sample, place, row_number in zip(self.hooks.new_samples(rows), places, numbers, strict=True)
         ]
 
     def sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Completed samples of rollout `number`, with the weights that the engine has."""
         return self.hooks.complete(self.begin(rows, number))
 
-    def _new_number(self) -> int:
-        """The number of a new rollout."""
+    def _begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+        """(the prompts of a new rollout, for which `rows` were read, and its number)."""
+        number, layout = self.num_rollouts, self.hooks.layout()
         self.num_rollouts += 1
-        return self.num_rollouts - 1
+        if self.curriculum is not None:
+            places = layout.numbers(self.dist.rank) // layout.group_size
+            rows = self.curriculum.choose(rows, places.tolist(), number)
+        return rows, number
 
     # ------------------------------------------------------------------------------------------------ ledger and state
 
@@ -239,6 +265,7 @@ class Source:
         """
         state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
         state |= {} if self.background is None else self.background.position()
+        state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
         if self.rollout is not None and self.used < self._length:
             state |= {"rollout": self.rollout.state_dict(), "used": self.used}
         return state
@@ -249,6 +276,8 @@ class Source:
         if self._ledger is not None:
             self._ledger.resumed(step, self.args.max_staleness)
         self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load_state_dict(state["curriculum"])
         if "rollout" in state and state["dealt"] == dealt:
             self.rollout, self.used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:
@@ -259,6 +288,7 @@ class Source:
             )
 
 
-def _triples(samples: list[Sample], scores: Scores) -> list[Triple]:
+def _one_by_one(samples: list[Sample], scores: Scores) -> list[One]:
     samples = [replace(sample, environment=None) for sample in samples]  # its reward is known, and it stays here
-    return list(zip(samples, scores.rewards, scores.failed, strict=True))
+    turns = scores.turns or [{}] * len(samples)
+    return list(zip(samples, scores.rewards, scores.failed, turns, strict=True))

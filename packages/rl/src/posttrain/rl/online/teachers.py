@@ -12,6 +12,7 @@ from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.host_copies import host_copy, know, places_of, send
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_features import ImageCopies, features_once
 from posttrain.lm.images.vision import check_model, image_token_id
@@ -97,14 +98,23 @@ class TranslatedTeacher(LocalTeacher):
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates:
         """As `LocalTeacher.known`."""
-        ids, lengths, places = batch["teacher_rows"], batch["teacher_lengths"], batch["teacher_places"]
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        known = host_copy(places)
-        known = places.cpu() if known is None else known
-        labels = torch.full(ids.shape, IGNORE_INDEX)
-        row, column = (known >= 0).nonzero(as_tuple=True)
-        labels[row, known[row, column] - 1] = 0  # the position before a token predicts it
-        return self._states({"input_ids": ids, "attention_mask": mask.long()}, send(labels, ids.device))
+        read = rows_to_read(batch)
+        labels = read.pop("labels")
+        return self._states(read, labels)
+
+
+def rows_to_read(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The ``teacher_rows`` of a micro-batch as inputs of a model, with ``labels`` where tokens at ``teacher_places``
+    are predicted: (N, L) each.
+    """
+    ids, lengths, places = batch["teacher_rows"], batch["teacher_lengths"], batch["teacher_places"]
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    known = host_copy(places)
+    known = places.cpu() if known is None else known
+    labels = torch.full(ids.shape, IGNORE_INDEX)
+    row, column = (known >= 0).nonzero(as_tuple=True)
+    labels[row, known[row, column] - 1] = 0  # the position before a token predicts it
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": send(labels, ids.device)}
 
 
 def translate(
@@ -142,20 +152,22 @@ def _beginnings(ids: Sequence[int], tokenizer: Any, text: str) -> dict[int, int]
 
 
 class ServerTeacher:
-    """A model behind ``vllm serve``, which tells its most probable tokens.
+    """Models behind ``vllm serve``, which tell their most probable tokens.
 
     Args:
-        url: such as ``http://host:8000``. top_k: tokens that are asked for, besides the one that was written; the
-            server's ``--max-logprobs`` bounds them.
+        urls: ``{name: address}``, such as ``http://host:8000``; of several, the column ``teacher_id`` of a row names
+            one. top_k: tokens that are asked for, besides the one that was written; the server's ``--max-logprobs``
+            bounds them.
     """
 
-    def __init__(self, url: str, top_k: int) -> None:
-        self.server, self.top_k, self._model = Server(url), top_k, ""
+    def __init__(self, urls: Mapping[str, str], top_k: int) -> None:
+        self.servers, self.top_k = {name: Server(url) for name, url in urls.items()}, top_k
+        self._models: dict[str, str] = {}
 
     def complete(self, rollout: Rollout, samples: Sequence[Sample]) -> Rollout:
         """Adds the teacher's most probable tokens, and in ``ref_logps`` what it finds of the written ones."""
-        if not self._model:
-            self._model = self.server.call("/v1/models", retries=RETRIES)["data"][0]["id"]
+        for name in {self._name(sample) for sample in samples} - {*self._models}:
+            self._models[name] = self.servers[name].call("/v1/models", retries=RETRIES)["data"][0]["id"]
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             answered = list(pool.map(self._ask, samples))
         ids = torch.zeros(*rollout.completion_ids.shape, self.top_k + 1, dtype=torch.long)
@@ -180,12 +192,14 @@ class ServerTeacher:
     def _ask(self, sample: Sample) -> list[dict[int, float]]:
         """``{token: log-probability}`` at each token of a completion."""
         ids = [*sample.prompt_ids, *sample.ids]
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.top_k}
-        answer = self.server.call("/v1/completions", body, retries=RETRIES)
+        name = self._name(sample)
+        server = self.servers[name]
+        body = {"model": self._models[name], "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.top_k}
+        answer = server.call("/v1/completions", body, retries=RETRIES)
         known = answer["choices"][0].get("prompt_logprobs") or []
         if len(known) != len(ids):
             raise ConnectionError(
-                f"The teacher's server at {self.server.url} returned log-probabilities of {len(known)} of "
+                f"The teacher's server at {server.url} returned log-probabilities of {len(known)} of "
                 f"{len(ids)} tokens. It must be vLLM's own (`vllm serve`), whose --max-logprobs is at "
                 f"least loss_top_k={self.top_k}."
             )
@@ -193,6 +207,23 @@ class ServerTeacher:
             {int(token): float(found["logprob"]) for token, found in position.items()}
             for position in known[len(sample.prompt_ids) :]
         ]
+
+    def _name(self, sample: Sample) -> str:
+        """Of the teacher of a row.
+
+        Raises:
+            DataError: the row names none of several.
+        """
+        if len(self.servers) == 1:
+            return next(iter(self.servers))
+        name = sample.row.get("teacher_id")
+        if name not in self.servers:
+            raise DataError(
+                f"A row has teacher_id={name!r}, which is not among the teachers ({', '.join(self.servers)})"
+                f"{did_you_mean(str(name), self.servers) or '.'} With several teacher_server_urls, each row names its "
+                "teacher in the column teacher_id."
+            )
+        return str(name)
 
 
 def image_problem(student: nn.Module, teacher: nn.Module) -> str | None:

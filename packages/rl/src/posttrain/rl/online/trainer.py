@@ -39,10 +39,11 @@ from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
 from posttrain.rl.generation.transformers import generation_config
-from posttrain.rl.losses import policy_losses
+from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import asynchronous, reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import PerThread, Turns
+from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.old_logps import Needs, OldLogps
 from posttrain.rl.online.reporting import Reporter, Summary
 from posttrain.rl.online.sampler import Policy, Sampler
@@ -57,6 +58,7 @@ from posttrain.rl.policy.reference import (
     make_reference,
     sync_problem,
 )
+from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scoring import (
     RewardModel,
     Rewards,
@@ -151,7 +153,7 @@ class RolloutTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         reward_funcs: Any = None,
         args: RolloutConfig | None = None,
         train_dataset: Any = None,
@@ -167,6 +169,7 @@ class RolloutTrainer(Trainer):
         environment_factory: Any = None,
         generator: Generator | None = None,
         agent: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
@@ -178,6 +181,7 @@ class RolloutTrainer(Trainer):
         parts = Parts.of(
             others,
             model=model,
+            model_init=model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -197,17 +201,23 @@ class RolloutTrainer(Trainer):
         makes_prompts = environment_factory is not None or agent is not None
         if train_dataset is None and makes_prompts and args.max_steps > 0:
             train_dataset = setup.rows_without_prompts(args)
-        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations)
+        process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
+        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations, process)
         self.rollout_func = rollout_func
         functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
+        if process is not None:
+            functions = [one if isinstance(one, RewardModel) else process.reward(one) for one in functions]
         own = self.environments.reward_functions + ([] if agent is None else [agent.reward_function()])
         functions += own
         if not functions and self.learns_from_rewards:
             raise ValueError(
                 "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
             )
+        if args.curriculum and not functions:
+            raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
         self.rewards = Rewards(functions, args, len(own))
         pipeline.set_seed(args.seed)  # adapters begin with random numbers
+        model = model if model_init is None else loading.model_of(model_init)
         model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
         super().__init__(
             model=model,
@@ -237,18 +247,9 @@ class RolloutTrainer(Trainer):
         self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args), args) if sees else None
         self._make_sampler(generator, agent)
         self.old_logps = OldLogps(args, self.dist)
-        self.reference = self._make_reference(peft_config is not None and not loading.is_adapter(parts.model))
-        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
-        if self.reference is not None and args.sync_ref_model:
-            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
-        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
-        self.aux_loss_enabled = self.router_aux_loss_coef != 0
-        models = [model for model in (self.model, self.ref_model) if model is not None]
-        example = None if self.image_prompts is None else self.image_prompts.example
-        coefficient = self.router_aux_loss_coef
-        self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
-        if args.router_replay:
-            setup.enable_router_replay(self.model, sees)
+        self._peft_config = peft_config
+        self._look_at_model(fresh_adapter=peft_config is not None and not loading.is_adapter(parts.model))
+        self.model_init = model_init
         me = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         hooks = Hooks(
             new_samples=lambda rows: me.new_samples(rows),
@@ -261,6 +262,34 @@ class RolloutTrainer(Trainer):
         )
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
+
+    def _look_at_model(self, fresh_adapter: bool) -> None:
+        """Set up what hangs on the model as it is on its device: the reference, and how it reads micro-batches."""
+        args = self.args
+        self.reference = self._make_reference(fresh_adapter)
+        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
+        if self.reference is not None and args.sync_ref_model:
+            self.remove_callback(SyncReference)  # of the model before
+            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        example = None if self.image_prompts is None else self.image_prompts.example
+        coefficient = self.router_aux_loss_coef
+        self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
+        if args.router_replay:
+            setup.enable_router_replay(self.model, self.image_prompts is not None)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the core's; the model gets the adapter, and what the constructor changes in a model."""
+        made, sees = super().call_model_init(trial), self.image_prompts is not None
+        return load_policy(made, self.processing_class, self.args, None, self._peft_config, sees)[0]
+
+    def set_model(self, model: nn.Module) -> None:
+        """As the core's; a model of `model_init` gets a reference of its own."""
+        super().set_model(model)
+        if self.model_init is not None:
+            self._look_at_model(fresh_adapter=self._peft_config is not None)
 
     def _make_sampler(self, generator: Generator | None, agent: Agent | None) -> None:
         """Make what completes prompts, once the prompts and the tools are checked."""
@@ -350,6 +379,17 @@ class RolloutTrainer(Trainer):
         """
         raise TypeError(f"{type(self).__name__} must override compute_advantages.")
 
+    def compute_turn_advantages(self, advantages: torch.Tensor, turns: credit.Turns, group_size: int) -> torch.Tensor:
+        """What each turn of each completion has earned; asked where `credits_turns` is True.
+
+        Args:
+            advantages: (N,) of `compute_advantages`. turns: of all processes, see `posttrain.rl.losses.credit.Turns`.
+
+        Returns:
+            (N, T).
+        """
+        raise TypeError(f"{type(self).__name__} must override compute_turn_advantages.")
+
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of each token (N, C) or completion (N, 1) of a micro-batch; see `Rollout.micro_batches`."""
         raise TypeError(f"{type(self).__name__} must override policy_loss.")
@@ -358,6 +398,11 @@ class RolloutTrainer(Trainer):
     def needs_old_logps(self) -> bool:
         """Whether the policy may have moved since it sampled, when its completions are learned from."""
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+
+    @property
+    def credits_turns(self) -> bool:
+        """Whether `compute_turn_advantages` says what each turn has earned."""
+        return False
 
     @property
     def uses_reference(self) -> bool:
@@ -432,6 +477,10 @@ class RolloutTrainer(Trainer):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
             dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
+        elif self.args.curriculum:
+            if self.source.curriculum is None or self.source.curriculum.dataset is not dataset:
+                self.source.curriculum = Curriculum(dataset, self.args, self.data_seed)
+            dataset = Numbered(dataset)
         size = self.train_batch_size * self.args.steps_per_generation
         return self.make_dataloader(dataset, "Training", size, is_training=True)
 
@@ -612,12 +661,24 @@ class RolloutTrainer(Trainer):
         advantages = self.compute_advantages(everyone.rewards, self.num_generations, kl)
         if self.dist.rank == 0:  # the same on every process
             reporting.log_rollout(metrics, everyone, self.reward_func_names, self.rewards.weights, self.num_generations)
-        advantages = advantages[layout.numbers(self.dist.rank)]
+        own = layout.numbers(self.dist.rank)
+        at_tokens = rollout.of_completions(advantages[own])
+        if self.credits_turns:
+            parts = self.dist.gather_object(
+                credit.weighted(samples, scores.rewards, scores.turns, self.rewards.weights)
+            )
+            turns = credit.Turns.of([one for part in parts for one in part]).ordered(layout.dealt().argsort())
+            by_turn = self.compute_turn_advantages(advantages, turns, self.num_generations)
+            advantages = by_turn.sum(1) / turns.lengths.clamp(min=1)
+            at_tokens = credit.of_tokens(by_turn[own], samples)
+        advantages = advantages[own]
         if source.background is not None:
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
-        return replace(rollout, advantages=rollout.of_completions(advantages))
+        weights, tokenizer = self.rewards.weights, self.codec.tokenizer
+        self.reporter.store(samples, scores, weights, advantages, step + 1, tokenizer)
+        return replace(rollout, advantages=at_tokens)
 
     def _sync_weights(self) -> None:
         """Send the weights to the engine, if they have changed."""

@@ -14,10 +14,6 @@ from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
-
-from posttrain.core.data import accelerator
-
 logger = logging.getLogger(__name__)
 
 #: Seconds after which a call of the user's code is named in the log: all of the run waits for it.
@@ -26,6 +22,11 @@ SLOW = 60.0
 
 def keep_device() -> Callable[[], None]:
     """What a new thread must call to compute on the device of this one: by itself it begins on the first."""
+    torch = sys.modules.get("torch")  # a process of rewards has none, and begins faster
+    if torch is None:
+        return lambda: None
+    from posttrain.core.data import accelerator
+
     if (kind := accelerator.gpu()) is None or not accelerator.module(kind).is_initialized():
         return lambda: None
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
@@ -83,7 +84,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
     def stop(*_: Any) -> None:
         if is_running:
-            raise TimeoutError(_too_long(seconds))
+            raise TimeoutError(too_long(seconds))
 
     before = signal.signal(signal.SIGURG, stop)  # which nothing else uses, and which is ignored where none is set
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGURG))
@@ -97,7 +98,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
 
-def _too_long(seconds: float) -> str:
+def too_long(seconds: float) -> str:
     return f"no answer after {seconds:g} seconds"
 
 
@@ -126,7 +127,7 @@ def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     try:
         result, error = results.get(timeout=timeout)
     except Empty:
-        raise TimeoutError(_too_long(timeout)) from None
+        raise TimeoutError(too_long(timeout)) from None
     if error is not None:
         raise error
     return result

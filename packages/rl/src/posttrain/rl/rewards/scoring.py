@@ -22,6 +22,7 @@ from posttrain.core.config import opt
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.training.preflight import caught
 from posttrain.lm.loading.loading import missing_folder
+from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.functions import (
     accuracy_reward,
@@ -32,6 +33,7 @@ from posttrain.rl.rewards.functions import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
+from posttrain.rl.rewards.process import RemoteFunction
 from posttrain.rl.rewards.scorers import RewardModel, load_scorer, scorer
 from posttrain.rl.samples.samples import Sample
 
@@ -114,6 +116,7 @@ class Scores:
         seconds: of each function.
         metrics: ``{name: values}`` that functions gave to ``log_metric``.
         columns: ``{name: N values}`` that functions gave to ``log_extra``, for the table of completions.
+        turns: of each completion, what functions gave its turns, by the place of the function.
     """
 
     rewards: torch.Tensor
@@ -121,15 +124,17 @@ class Scores:
     seconds: list[float]
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
+    turns: list[dict[int, TurnRewards]] = field(default_factory=list)
 
 
 class Rewards:
     """Several reward functions as one.
 
     Args:
-        functions: ``function(...) -> one number a completion``; None for those that it does not apply to. It is called
-            with those of these that its signature names: ``prompts``, ``completions``, ``completion_ids``, every column
-            of the dataset as a list, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``.
+        functions: ``function(...) -> one number a completion``, or a list of one number a turn, or `TurnRewards`; None
+            for completions and turns that it does not apply to. It is called with those of these that its
+            signature names: ``prompts``, ``completions``, ``completion_ids``, every column of the dataset as a list,
+            ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``.
         options: the policy on errors and the limits.
         from_environments: how many functions at the end are environments' own. Weights may leave them out: they count
             1.
@@ -161,12 +166,14 @@ class Rewards:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        num_turns: Sequence[int] | None = None,
     ) -> Scores:
         """Score N completions.
 
         Args:
             prompts, completions: as the dataset has them: texts, or lists of messages.
             columns: of the dataset, N values each. extra: further arguments for reward functions.
+            num_turns: of the policy in each completion; None: they are not counted.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
@@ -183,13 +190,15 @@ class Rewards:
             **(extra or {}),
         }
         calls: list[Callable[[], Any]] = [
-            partial(self._score, number, given, shared) for number in range(len(self.functions))
+            partial(self._score, number, given, shared, num_turns) for number in range(len(self.functions))
         ]
         found = self._run(calls)
-        rewards = torch.tensor([values for values, _, _ in found], dtype=torch.float32).view(len(calls), -1).t()
-        failed = torch.tensor([marks for _, marks, _ in found], dtype=torch.bool).view(len(calls), -1).t()
+        rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(len(calls), -1).t()
+        failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(len(calls), -1).t()
         self._check_for_nothing(rewards.contiguous(), prompts, completions)
-        return Scores(rewards.contiguous(), failed.contiguous(), [seconds for *_, seconds in found], metrics, table)
+        seconds, turns = [seconds for _, _, seconds, _ in found], [turns for *_, turns in found]
+        of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(completions))]
+        return Scores(rewards.contiguous(), failed.contiguous(), seconds, metrics, table, of_each)
 
     def of(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
         """Score completed samples; columns are those of their rows, and what a ``rollout_func`` returned."""
@@ -201,6 +210,7 @@ class Rewards:
             [sample.ids for sample in samples],
             columns,
             {"trainer_state": trainer_state, "environments": [sample.environment for sample in samples]},
+            [sample.num_turns for sample in samples],
         )
 
     def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -215,18 +225,23 @@ class Rewards:
             return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
 
     def _score(
-        self, number: int, given: Mapping[str, list[Any]], shared: Mapping[str, Any]
-    ) -> tuple[list[float], list[bool], float]:
-        """(rewards, which failed, seconds) of one function."""
+        self,
+        number: int,
+        given: Mapping[str, list[Any]],
+        shared: Mapping[str, Any],
+        num_turns: Sequence[int] | None,
+    ) -> tuple[list[float], list[bool], float, dict[int, TurnRewards]]:
+        """(rewards, which failed, seconds, rewards of turns by completions) of one function."""
         function, name, started = self.functions[number], self.names[number], time.perf_counter()
         arguments = asked_for(function, name, {**shared, **given})
         size = len(given["completions"])
+        turns: dict[int, TurnRewards] = {}
         try:
-            values = self._call(function, name, arguments, size)
+            values, turns = with_totals(self._call(function, name, arguments, size), num_turns)
             failed = [value is not None and not math.isfinite(value) for value in values]
             problem = f"returned {_told_values(values, failed)} for {sum(failed)} of {size} completions"
         except Exception as error:
-            values, failed = [None] * size, [True] * size
+            values, failed, turns = [None] * size, [True] * size, {}
             problem = f"failed on {size} completions: {type(error).__name__}: {error}"
             if isinstance(error, TimeoutError):
                 problem += ". Mend it, or set reward_timeout to more seconds, or to None for no limit"
@@ -238,26 +253,24 @@ class Rewards:
         rewards = [
             instead if bad else math.nan if value is None else value for value, bad in zip(values, failed, strict=True)
         ]
-        return rewards, failed, time.perf_counter() - started
+        turns = {place: given for place, given in turns.items() if not failed[place]}
+        return rewards, failed, time.perf_counter() - started, turns
 
     def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
-        """What `function` returned, as `size` floats or Nones."""
+        """What `function` returned, `size` numbers, Nones or rewards of turns."""
         limit = f"reward_timeout={self.options.reward_timeout} bounds it."
         with background.naming_slow(f"The reward function {name!r}", limit):
             # Lists of their own, so that a function that changes them changes nothing here.
             own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            returned = background.call(partial(function, **own), self.options.reward_timeout)
+            bounds_itself = isinstance(function, RemoteFunction)
+            returned = background.call(partial(function, **own), None if bounds_itself else self.options.reward_timeout)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
             raise TypeError(f"it returned {_short(returned)}, not a list of {size} numbers")
         if len(returned) != size:
             raise ValueError(f"it returned {len(returned)} rewards for {size} completions; one for each is needed")
-        values = [value.item() if hasattr(value, "item") else value for value in returned]
-        for value in values:
-            if value is not None and not isinstance(value, (int, float)):
-                raise TypeError(f"it returned {_short(value)} among its rewards, which is no number")
-        return [None if value is None else float(value) for value in values]
+        return list(returned)
 
     def _report_problem(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> None:
         message = self._message(name, problem, given, failed)
@@ -296,6 +309,39 @@ class Rewards:
                 int(unknown.sum()),
                 len(unknown),
             )
+
+
+def with_totals(
+    returned: Sequence[Any], num_turns: Sequence[int] | None
+) -> tuple[list[float | None], dict[int, TurnRewards]]:
+    """(the reward of each completion, the rewards of turns of those that have any) of what a function `returned`.
+
+    Raises:
+        TypeError: a reward is no number. ValueError: there are more or fewer than one for each turn.
+    """
+    values: list[float | None] = []
+    turns: dict[int, TurnRewards] = {}
+    for place, value in enumerate(returned):
+        if isinstance(value, (list, tuple)):
+            value = None if all(reward is None for reward in value) else TurnRewards(value)
+        if not isinstance(value, TurnRewards):
+            values.append(_number(value))
+            continue
+        if num_turns is not None and len(value.turns) != num_turns[place]:
+            raise ValueError(
+                f"it returned {len(value.turns)} rewards of turns for a completion of {num_turns[place]} turns of the "
+                "policy; give one for each, and None for those without"
+            )
+        turns[place] = TurnRewards([_number(reward) for reward in value.turns], float(value.outcome))
+        values.append(turns[place].total)
+    return values, turns
+
+
+def _number(value: Any) -> float | None:
+    value = value.item() if hasattr(value, "item") else value
+    if value is not None and not isinstance(value, (int, float)):
+        raise TypeError(f"it returned {_short(value)} among its rewards, which is no number")
+    return None if value is None else float(value)
 
 
 def name_of(function: Any) -> str:

@@ -222,6 +222,10 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     columns = () if environments else ("prompt",)
     if parts.train_dataset is not None:
         at_least = args.generation_batch_size // args.num_generations
+        if args.curriculum and is_stream(parts.train_dataset):
+            yield DataError(
+                "curriculum=True chooses prompts by their number, and train_dataset is a stream. Pass rows by index."
+            )
         yield from caught(check_prompts, parts.train_dataset, "train_dataset", at_least, columns)
     elif not environments and parts.eval_dataset is None:
         yield ValueError(

@@ -29,12 +29,14 @@ class Sample:
         learn: for each of `ids`, whether the policy chose it; None: all.
         versions: for each of `ids`, the optimizer step of the weights that wrote it; None in synchronous training.
         routes: the experts with which prompt and completion were read, as in `Completions`; None if unknown.
-        finished: whether the completion ended by itself.
+        finished: whether the completion ended by itself. ending: what else has ended an episode; "": not known.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
+        row_number: of its row in the dataset, where a curriculum counts them.
         is_evaluated: whether it is of an evaluation, and not learned from.
         shown: the images of the prompt; None for a model of text alone.
         others: the further sequences of its trajectory, where an agent had several conversations.
+        turns: of each of its turns, the number in its trajectory; None: 0, 1, ...
         extra: further columns for reward functions. environment: the object with its tools.
     """
 
@@ -48,15 +50,31 @@ class Sample:
     versions: list[int] | None = None
     routes: torch.Tensor | None = None
     finished: bool = False
+    ending: str = ""
     completion: Any = ""
     extra: dict[str, Any] = field(default_factory=dict)
     environment: Any = None
     seed: int = 0
     rollout: int = 0
     place: int = 0
+    row_number: int | None = None
     is_evaluated: bool = False
     shown: Shown | None = None
     others: tuple[Sample, ...] = ()
+    turns: tuple[int, ...] | None = None
+
+    @property
+    def turn_spans(self) -> list[tuple[int, tuple[int, int]]]:
+        """Of each of its turns of the policy, the number in its trajectory, and where it begins and ends in `ids`."""
+        learn = self.learn or [True] * len(self.ids)
+        edges = [place for place, (one, next_) in enumerate(pairwise([False, *learn, False])) if one != next_]
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        return list(zip(range(len(spans)) if self.turns is None else self.turns, spans, strict=True))
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy in its trajectory."""
+        return sum(len(one.turn_spans) for one in self.sequences)
 
     @property
     def sequences(self) -> list[Sample]:

@@ -80,15 +80,19 @@ class Distributed(Collectives):
 
     # ---- model ----
 
+    def moves(self, model: nn.Module) -> bool:
+        """Whether `model` is moved to this process's device; by default not one that was placed or quantized."""
+        args: Any = self.args
+        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+        return not placed if args.place_model_on_device is None else args.place_model_on_device
+
     def place(self, model: nn.Module, trained: bool = False) -> None:
         """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it.
 
         Args:
             trained: the model is trained; if it will be sharded, it is moved layer by layer.
         """
-        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-        asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
-        if not (trained and self.shards) and (asked or (asked is None and not placed)):
+        if not (trained and self.shards) and self.moves(model):
             model.to(self.device)
         if self.device.type != "cpu":
             pkgutil.resolve_name(ANNOUNCE_MASKS)(model)
@@ -145,7 +149,7 @@ class Distributed(Collectives):
         """(what runs forward and backward, what steps) in place of the prepared `model` and of `optimizer`."""
         return model, optimizer
 
-    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Where weights may be loaded into `model`, by every process."""
         return NOTHING
 
@@ -162,7 +166,7 @@ class Distributed(Collectives):
                     stack.callback(self._gathered.discard, id(model))
             yield
 
-    def _whole(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def _whole(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Within this context the weights of `model` are whole."""
         return NOTHING
 
@@ -188,17 +192,17 @@ class Distributed(Collectives):
 
     # ---- one step ----
 
-    def autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast context of the forward pass and the loss."""
         return torch.autocast(self.device.type, dtype=LOW[self.precision]) if self.precision in LOW else NOTHING
 
-    def in_step(self) -> contextlib.AbstractContextManager:
+    def in_step(self) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch, in which processes may wait for each other, for sharded weights
         and DDP's buffers.
         """
         return self._waiting("the forward pass")
 
-    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
+    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
         """Average gradients over the processes in this backward pass only if `when`."""
         return NOTHING
 

@@ -67,7 +67,7 @@ class DeepSpeed(Distributed):
         self._norm = torch.zeros((), device=self.engine.device)
         return self.engine, stepping
 
-    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def writable(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Within this context every process holds the weights whole; what rank 0 writes into them stays."""
         if self.stage < 3 or self.engine is None:
             return NOTHING
@@ -113,7 +113,7 @@ class DeepSpeed(Distributed):
 
     # ---- one step ----
 
-    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
+    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
         self.engine.set_gradient_accumulation_boundary(when)
         return NOTHING
 

@@ -81,7 +81,7 @@ class FSDP(Distributed):
     def _is_divided(self, model: nn.Module) -> bool:
         return sharding.is_sharded(model)
 
-    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager:
+    def sync_gradients(self, model: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
         if self.sharding is not None:
             sharded: Any = model
             sharded.set_requires_gradient_sync(when)

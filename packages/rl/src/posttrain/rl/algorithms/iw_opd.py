@@ -1,0 +1,80 @@
+r"""Importance-weighted on-policy distillation, https://arxiv.org/abs/2606.22600.
+
+The policy gradient of KL(student || teacher) on the student's own completions, where tokens behind a beginning that the
+two disagree on count less:
+
+.. math::
+    A_t = \log p_T(y_t) - \log p_S(y_t), \quad w_t = 1 + \gamma \Big(1 - \frac{\sum_{k<t} |A_k|}{\sum_k |A_k|}\Big),
+    \quad L = -\frac{1}{T} \sum_t w_t A_t \log p_S(y_t)
+
+with a gradient of the last factor alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.config import opt
+from posttrain.core.fields.old_names import Removed
+from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
+from posttrain.rl.policy.logprobs import CompletionLogps
+
+
+@dataclass
+class IWOPDConfig(DistillationConfig):
+    """Arguments of `IWOPDTrainer`."""
+
+    loss_type: str = opt(
+        "policy_gradient", "The policy gradient of the reverse divergence.", choices=("policy_gradient",)
+    )
+    top_p: float = opt(
+        0.95, "Sample among the most probable tokens that together reach this probability.", above=0, max=1
+    )
+    disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
+    iw_opd_gamma: float = opt(0.5, "How much more than the last token the first one counts; 0: all alike.", min=0)
+    iw_opd_epsilon: float = opt(1e-8, "Lower bound of the sum that the weights divide by.", above=0)
+
+    OLD_NAMES = {
+        "distillation_objective": Removed("for the divergence, use DistillationConfig.", harmless=("iw_opd",)),
+        "use_teacher_server": Removed("teacher_model_server_url alone says so.", harmless=None),
+        "max_length": Removed(
+            "completions are cut at max_completion_length, and prompts never.", harmless=(1024, None)
+        ),
+        "vllm_sync_frequency": Removed("weights are sent after each optimizer step.", harmless=(1,)),
+        "log_completions_steps": Removed("set logging_steps.", harmless=None),
+    }
+
+    def _problems(self) -> Iterator[str]:
+        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations):
+            yield (
+                f"steps_per_generation={self.steps_per_generation} and num_iterations={self.num_iterations} learn in "
+                "several optimizer steps from what one policy sampled, and the loss has no ratio to it; leave both out"
+            )
+
+
+class IWOPDTrainer(DistillationTrainer):
+    """Trains a student on its own completions, tokens after a disagreement with its teacher less. Arguments: see
+    `DistillationTrainer`.
+    """
+
+    config_class: type[IWOPDConfig] = IWOPDConfig
+    args: IWOPDConfig
+    tag_names = ("posttrain", "iw-opd")
+
+    def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
+        """-w A log p of each token, (N, C)."""
+        args, logps, mask = self.args, policy.logps, inputs["loss_mask"]
+        advantages = (inputs["ref_logps"] - inputs.get("old_logps", logps.detach())) * mask
+        sizes = advantages.abs()
+        before = sizes.cumsum(1) - sizes
+        weights = 1 + args.iw_opd_gamma * (1 - before / sizes.sum(1, keepdim=True).clamp(min=args.iw_opd_epsilon))
+        self.metrics.add_sum("divergence", -advantages.sum(), mask.sum())
+        self.metrics.add_sum("iw_opd/mean_abs_advantage", sizes.sum(), mask.sum())
+        self.metrics.add_sum("iw_opd/mean_advantage", (weights * advantages).sum(), mask.sum())
+        self.metrics.add_sum("iw_opd/mean_weight", (weights * mask).sum(), mask.sum())
+        loss: torch.Tensor = -logps * weights * advantages
+        return loss

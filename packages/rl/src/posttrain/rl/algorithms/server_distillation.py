@@ -1,0 +1,144 @@
+"""Distillation from teachers behind ``vllm serve``, under trl's names: `posttrain.rl.algorithms.distillation` with the
+defaults of trl's `ServerDistillationTrainer`, and those of its `AsyncDistillationTrainer`, which samples on vLLM
+servers meanwhile.
+
+The divergence is that of the `loss_top_k` tokens that a server tells, of the one that was written and, as one token, of
+the rest. With several teachers, each row names its own in the column `teacher_id`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from posttrain.core.config import JSONObject, opt
+from posttrain.core.fields.old_names import Removed
+from posttrain.rl.algorithms.async_grpo import AsyncArguments, refuse_loop_of_trl
+from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
+from posttrain.rl.generation.protocol import Generator
+from posttrain.rl.online.arguments import SERVER
+
+TOP_K = "Most probable tokens that a teacher's server is asked for."
+
+
+@dataclass
+class ServerDistillationConfig(DistillationConfig):
+    """Arguments of `ServerDistillationTrainer`."""
+
+    vllm_server_port: int = opt(8001, "Port of the student's server.", min=1, max=65535, needs=SERVER)
+    loss_top_k: int = opt(1, TOP_K, min=1)
+
+    OLD_NAMES = {
+        "reverse_kl_top_1_mode": Removed(
+            "the token that was written is always among those compared.", harmless=("sampled",)
+        ),
+    }
+
+
+class ServerDistillationTrainer(DistillationTrainer):
+    """Trains a student to predict what a teacher behind a server predicts. Arguments: see `DistillationTrainer`."""
+
+    config_class: type[ServerDistillationConfig] = ServerDistillationConfig
+    args: ServerDistillationConfig
+    tag_names = ("posttrain", "server-distillation")
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        args: ServerDistillationConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            None,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            **others,
+        )
+
+
+@dataclass
+class AsyncDistillationConfig(AsyncArguments, DistillationConfig):
+    """Arguments of `AsyncDistillationTrainer`."""
+
+    beta: float = opt(
+        0.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
+    )
+    teacher_server_urls: JSONObject = opt(
+        None, "{name: address} of the teachers; of several, the column teacher_id of a row names its own."
+    )
+    loss_temperature: float | None = opt(
+        1.0,
+        "Both models' logits are divided by it in the divergence; None: temperature.",
+        above=0,
+        aliases=("teacher_temperature",),
+    )
+    loss_top_k: int = opt(8, TOP_K, min=1, aliases=("teacher_top_k",))
+    loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token.", aliases=("add_tail_bucket",))
+
+    OLD_NAMES = {"log_completions_steps": Removed("set logging_steps.", harmless=None)}
+
+    def _normalize(self) -> None:
+        if not self.teacher_urls and self.teacher_model_name_or_path is None:
+            self.teacher_server_urls = {"default": "http://localhost:8001"}
+
+
+class AsyncDistillationTrainer(DistillationTrainer):
+    """Trains a student on completions that it samples meanwhile, to predict what its teachers predict.
+
+    Args:
+        rollout_worker, weight_transfer: of trl; refused: an engine of your own is passed as `generator`.
+
+    The other arguments are those of `DistillationTrainer`.
+
+    Raises:
+        ValueError: `rollout_worker` or `weight_transfer` is given.
+    """
+
+    config_class: type[AsyncDistillationConfig] = AsyncDistillationConfig
+    args: AsyncDistillationConfig
+    tag_names = ("posttrain", "async-distillation")
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        args: AsyncDistillationConfig | None = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
+        quantization_config: Any = None,
+        generator: Generator | None = None,
+        **others: Any,
+    ) -> None:
+        refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
+        super().__init__(
+            model,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            generator=generator,
+            **others,
+        )

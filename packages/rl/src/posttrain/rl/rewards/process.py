@@ -1,0 +1,391 @@
+"""Runs the user's code of a rollout in a process of its own: reward functions, tools and environments.
+
+Their Python then holds up neither training nor sampling, and code that needs a main thread works: alarms, and objects
+that only the thread which made them may use. In that process, plain functions run in the main thread, one at a time,
+and async ones side by side on one event loop. Functions and classes are sent with dill, also those of a script or a
+notebook; state that modules have here is not sent. The process sees no GPU, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import io
+import itertools
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from posttrain.rl.rewards import background
+
+#: Seconds beyond its time limit that a call may take to be interrupted before its process is ended.
+GRACE = 5.0
+#: Arguments of reward functions that are functions of the trainer: calls of them are sent back with the result.
+RECORDERS = ("log_metric", "log_extra")
+
+
+class RemoteError(Exception):
+    """The traceback of an error in the rollout process, as the cause of that error here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RolloutProcess:
+    """The process, begun at its first call, and again after it ended.
+
+    Args:
+        seed: of the random numbers of Python and NumPy in it.
+        timeout: seconds for a call of a reward function; after that it is interrupted, or its process is ended.
+    """
+
+    def __init__(self, seed: int, timeout: float | None) -> None:
+        self.seed, self.timeout = seed, timeout
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._kept: dict[int, bytes] = {}
+        self._kinds: dict[tuple[str, str], type] = {}
+        self._worker: _Worker | None = None
+
+    def reward(self, function: Callable[..., Any]) -> RemoteFunction:
+        """`function`, which runs in the process within `timeout` seconds."""
+        return self._remote(function, self.timeout)
+
+    def tool(self, function: Callable[..., Any]) -> RemoteFunction:
+        """`function`, which runs in the process."""
+        return function if isinstance(function, RemoteFunction) else self._remote(function, None)
+
+    def factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
+        """A factory of stand-ins for environments that `make` makes in the process.
+
+        A stand-in has the methods of the environment's class; other attributes are read from the environment.
+        """
+        key = self._keep(make, f"The environment factory {_name_of(make)!r}")
+
+        def make_remote() -> Any:
+            worker = self._current()
+            number = next(self._numbers)
+            sent = worker.ask("make", key, number, not isinstance(make, type)).result()
+            return self._kind(make if isinstance(make, type) else sent)(worker, number)
+
+        return make_remote
+
+    def close(self) -> None:
+        """End the process; a later call begins another."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.end("the trainer has closed it")
+
+    def _remote(self, function: Callable[..., Any], timeout: float | None) -> RemoteFunction:
+        key = self._keep(function, f"The function {_name_of(function)!r}")
+        is_async = background.is_async(function)
+        kind = AsyncRemoteFunction if is_async else RemoteFunction
+        return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async))
+
+    def _keep(self, value: Any, what: str) -> int:
+        key = next(self._numbers)
+        self._kept[key] = _dumps(value, what)
+        with self._lock:
+            if self._worker is not None and not self._worker.ended:
+                self._worker.ask("keep", key, self._kept[key]).result()
+        return key
+
+    def _current(self) -> _Worker:
+        with self._lock:
+            if self._worker is None or self._worker.ended:
+                self._worker = worker = _Worker()
+                weakref.finalize(self, worker.end, "the trainer is gone")
+                worker.ask("begin", sys.path, self.seed)
+                for key, value in self._kept.items():
+                    worker.ask("keep", key, value).result()
+            return self._worker
+
+    def _kind(self, of: type) -> type:
+        """The class of stand-ins for environments of one class: one, however often that class was sent."""
+        name = (of.__module__, of.__qualname__)
+        if name not in self._kinds:
+            methods = {
+                method: _remote_method(function)
+                for method, function in inspect.getmembers(of, inspect.isfunction)
+                if not method.startswith("_")
+            }
+            self._kinds[name] = type(of.__name__, (RemoteEnvironment,), methods)
+        return self._kinds[name]
+
+
+class RemoteFunction:
+    """A function of the user with its name, signature and docstring, which runs in the rollout process."""
+
+    __name__: str
+
+    def __init__(self, function: Callable[..., Any], call: Callable[[Any], Future[Any]]) -> None:
+        functools.update_wrapper(self, function)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call((args, kwargs)).result()
+
+
+class AsyncRemoteFunction(RemoteFunction):
+    """A coroutine function of the user, which runs in the rollout process."""
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(self._call((args, kwargs)))
+
+
+class RemoteEnvironment:
+    """Stands for an environment in the rollout process; where it is sent there, it is that environment."""
+
+    def __init__(self, worker: _Worker, number: int) -> None:
+        self._worker, self._number = worker, number
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} in the rollout process: {name!r} is private")
+        return self._worker.ask("read", self._number, name).result()
+
+    def __reduce__(self) -> Any:
+        return _kept, (self._number,)
+
+
+def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = function.__name__
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
+            return await asyncio.wrap_future(self._worker.call(self._number, name, (args, kwargs), is_async=True))
+
+        return awaited
+
+    @functools.wraps(function)
+    def forward(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
+        return self._worker.call(self._number, name, (args, kwargs)).result()
+
+    return forward
+
+
+class _Worker:
+    """One process, from this side: requests go out with a number, and a thread reads the answers."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        program = f"from posttrain.rl.rewards.process import serve; serve({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._waiting: dict[int, tuple[Future[Any], Mapping[str, Any]]] = {}
+        self.ended: str | None = None
+        threading.Thread(target=self._read, name="posttrain-rollout-process", daemon=True).start()
+
+    def ask(
+        self, operation: str, *given: Any, is_async: bool = False, recorders: Mapping[str, Any] | None = None
+    ) -> Future[Any]:
+        """The answer to a request: 8 bytes of a number, a byte that is 1 for an async call, and the pickled rest."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self.ended:
+                raise ChildProcessError(self._gone())
+            number = next(self._numbers)
+            body = _dumps((operation, given), "What the rollout process is asked")
+            answer.set_running_or_notify_cancel()
+            self._waiting[number] = answer, recorders or {}
+            with contextlib.suppress(OSError):  # the thread that reads says why
+                self._connection.send_bytes(number.to_bytes(8) + bytes([is_async]) + body)
+        return answer
+
+    def call(
+        self, key: int, method: str | None, given: Any, timeout: float | None = None, is_async: bool = False
+    ) -> Future[Any]:
+        """What the kept object, or its `method`, returns; after `timeout` and `GRACE`, the process is ended."""
+        args, kwargs = given
+        recorders = {name: kwargs[name] for name in RECORDERS if name in kwargs}
+        sent = {name: value for name, value in kwargs.items() if name not in recorders}
+        request = (key, method, args, sent, list(recorders), timeout)
+        answer = self.ask("call", *request, is_async=is_async, recorders=recorders)
+        if timeout is not None:
+            late = TimeoutError(background.too_long(timeout))
+            timer = threading.Timer(timeout + GRACE, lambda: self.end("a call in it could not be interrupted", late))
+            timer.daemon = True
+            timer.start()
+            answer.add_done_callback(lambda _: timer.cancel())
+        return answer
+
+    def end(self, why: str, error: Exception | None = None) -> None:
+        with self._lock:
+            self.ended = self.ended or why
+            waiting, self._waiting = self._waiting, {}
+        self._process.kill()
+        self._process.wait()
+        for answer, _ in waiting.values():
+            answer.set_exception(error or ChildProcessError(self._gone()))
+
+    def _gone(self) -> str:
+        return (
+            f"The process of reward functions, tools and environments is gone: {self.ended}. Environments that were in "
+            "it are lost."
+        )
+
+    def _read(self) -> None:
+        try:
+            while True:
+                reply = self._connection.recv_bytes()
+                with self._lock:
+                    answer, recorders = self._waiting.pop(int.from_bytes(reply[:8]), (Future(), {}))
+                try:
+                    succeeded, value, recorded = pickle.loads(reply[8:])
+                    for name, args, kwargs in recorded:
+                        recorders[name](*args, **kwargs)
+                except Exception as error:
+                    answer.set_exception(error)
+                    continue
+                if succeeded:
+                    answer.set_result(value)
+                else:
+                    value[0].__cause__ = RemoteError(value[1])
+                    answer.set_exception(value[0])
+        except (EOFError, OSError):
+            code = self._process.wait()
+            self.end(f"it ended with exit code {code}{' (killed by a signal)' if code < 0 else ''}")
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+class _Pickler(pickle.Pickler):
+    """Sends functions and classes that no import finds there, those of a script among them, as their code."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, (types.FunctionType, type)):
+            return NotImplemented
+        if value.__module__ not in ("__main__", "__mp_main__") and "<" not in value.__qualname__:
+            return NotImplemented
+        import dill
+
+        return dill.loads, (dill.dumps(value, recurse=True),)
+
+
+def _dumps(value: Any, what: str) -> bytes:
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(value)
+    except Exception as error:
+        raise TypeError(
+            f"{what} cannot be sent to the rollout process: {type(error).__name__}: {error}. Make what it holds "
+            "(connections, locks, models) inside of it at the first call, or set rollout_process=False."
+        ) from error
+    return file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------- in the process
+
+_objects: dict[int, Any] = {}
+
+
+def _kept(key: int) -> Any:
+    return _objects[key]
+
+
+def serve(file: int) -> None:
+    """Answer the requests of the trainer that began this process, until it closes the connection."""
+    connection, one_at_a_time = Connection(file), threading.Lock()
+    waiting: SimpleQueue[bytes] = SimpleQueue()
+
+    def answer(message: bytes) -> None:
+        recorded: list[Any] = []
+        try:
+            operation, given = pickle.loads(message[9:])
+            if operation == "call":
+                reply = _dumps((True, _call(recorded, *given), recorded), "A result")
+            else:
+                reply = _dumps((True, _OPERATIONS[operation](*given), []), "A result")
+        except BaseException as error:
+            reply = _dumps((False, _sendable(error), []), "An error")
+        with one_at_a_time:
+            connection.send_bytes(message[:8] + reply)
+
+    def read() -> None:
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)  # the trainer has ended, however busy this process is
+            if message[8]:
+                threading.Thread(target=answer, args=(message,), daemon=True).start()
+            else:
+                waiting.put(message)
+
+    threading.Thread(target=read, name="posttrain-requests", daemon=True).start()
+    while True:
+        answer(waiting.get())
+
+
+def _call(
+    recorded: list[Any], key: int, method: str | None, args: Any, kwargs: Any, recorders: list[str], timeout: Any
+) -> Any:
+    function = _objects[key] if method is None else getattr(_objects[key], method)
+    for name in recorders:
+        kwargs[name] = lambda *args, _name=name, **kwargs: recorded.append((_name, args, kwargs))
+    return background.call(functools.partial(function, *args, **kwargs), timeout)
+
+
+def _sendable(error: BaseException) -> tuple[BaseException, str]:
+    """An error with its traceback as text; as a RuntimeError where it cannot be sent."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        pickle.loads(_dumps(error, "An error"))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, Exception):  # SystemExit and the like would end the trainer
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return error.with_traceback(None), text
+
+
+def _begin(path: list[str], seed: int) -> None:
+    sys.path[:] = path
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _keep(key: int, value: bytes) -> None:
+    _objects[key] = pickle.loads(value)
+
+
+def _make(factory: int, key: int, wants_class: bool) -> type | None:
+    _objects[key] = _objects[factory]()
+    return type(_objects[key]) if wants_class else None
+
+
+def _read_attribute(key: int, name: str) -> Any:
+    return getattr(_objects[key], name)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "begin": _begin,
+    "keep": _keep,
+    "make": _make,
+    "read": _read_attribute,
+}
