@@ -15,6 +15,7 @@ from torch import nn
 
 from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import TrainingArguments
+from posttrain.core.data import accelerator
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields.old_names import moved_arguments
@@ -299,7 +300,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
             self.data_collator = dataclasses.replace(self.data_collator, **layout)
-        if self.dist.device.type not in ("cpu", "cuda", "xpu", "mps") or self.args.torch_compile:
+        if self.dist.device.type not in ("cpu", *accelerator.KINDS) or self.args.torch_compile:
             return False
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
@@ -429,7 +430,7 @@ def _collator(
 ) -> SFTCollator | VisionCollator:
     multiple = args.pad_to_multiple_of
     if multiple == "auto":
-        multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
+        multiple = 8 if accelerator.gpu() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
         return vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
     pad = tokenizer_of(tokenizer).pad_token_id
