@@ -33,21 +33,17 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
     if free is not None and free < 2 * size:
         logger.info(
-            "The model in %s was not read back: a copy takes %.1f GiB of host memory, and %.1f GiB are free.",
-            final_path(folder),
-            size / 2**30,
-            free / 2**30,
+            f"The model in {final_path(folder)} was not read back: a copy takes {size / 2**30:.1f} GiB of host memory, "
+            f"and {free / 2**30:.1f} GiB are free."
         )
         return
     try:
         check(model, folder, logits=logits)
     except Exception as error:  # of any kind: the code of the model reads it
         logger.warning(
-            "The model saved in %s could not be read back as the one that is trained: %s: %s Its files are kept. "
-            "check_saved_model=True makes this an error of save_model, False leaves the comparison out.",
-            folder,
-            type(error).__name__,
-            error,
+            f"The model saved in {folder} could not be read back as the one that is trained: {type(error).__name__}: "
+            f"{error} Its files are kept. check_saved_model=True makes this an error of save_model, False leaves the "
+            "comparison out."
         )
 
 

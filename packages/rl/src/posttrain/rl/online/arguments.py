@@ -337,6 +337,12 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
         None, "How many are printed; None: all of a rollout.", min=0, needs="log_completions"
     )
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.", needs="log_completions")
+    log_trajectories: int = opt(
+        0,
+        "Completions of each rollout, on each process, that are written token for token into trajectories-<rank>.jsonl "
+        "in the output folder, for posttrain trajectories and the report.",
+        min=0,
+    )
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
     rollout_process: bool = opt(
         False,

@@ -18,9 +18,11 @@ from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.logging.trackers import show_table
+from posttrain.lm.generate import trajectories
 from posttrain.rl.losses import policy_losses
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.trajectories import stored
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts
 from posttrain.rl.samples.samples import Rollout, Sample
@@ -259,6 +261,20 @@ class Reporter:
         """Show the samples of a rollout."""
         if self.args.log_completions:
             self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
+
+    def store(
+        self,
+        samples: list[Sample],
+        scores: Scores,
+        weights: torch.Tensor,
+        advantages: torch.Tensor,
+        step: int,
+        tok: Any,
+    ) -> None:
+        """Write the first ``log_trajectories`` samples of a rollout."""
+        if (most := self.args.log_trajectories) and not self.dist.peer_rank:
+            made = stored(samples[:most], self.names, scores, weights, advantages, step, tok)
+            trajectories.append(made, trajectories.path_of(self.args.output_dir, self.dist.rank))
 
     def begin_evaluation(self) -> None:
         """Drop what was collected by `collect`."""

@@ -676,6 +676,8 @@ class RolloutTrainer(Trainer):
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
+        weights, tokenizer = self.rewards.weights, self.codec.tokenizer
+        self.reporter.store(samples, scores, weights, advantages, step + 1, tokenizer)
         return replace(rollout, advantages=at_tokens)
 
     def _sync_weights(self) -> None:
