@@ -42,7 +42,7 @@ VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
 .PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-agents \
-        test-browser kernels signatures gpu figures lint types house check docs dist-check clean
+        test-browser kernels signatures gpu figures lint types house lock check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -108,6 +108,9 @@ types: $(STAMP) ## Compare the type errors with those on record; they may only b
 
 house: $(STAMP) ## Compare the size of the source and of a step with those on record; they may only fall.
 	$(PY) .ci/house.py
+
+lock: $(STAMP) ## Write requirements.lock: the packages that users need, in the versions that are installed here.
+	@$(PY) .ci/lock.py
 
 check: lint types house ## Check style, types and size: two minutes.
 
