@@ -22,7 +22,7 @@ from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
-from posttrain.core.models import regularization, wrapping
+from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
@@ -47,7 +47,7 @@ from posttrain.rl.online.reporting import Reporter
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Policy, Sampler
 from posttrain.rl.online.source import Source
-from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_coefficient
+from posttrain.rl.policy.loading import prepare_policy, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy.reference import (
@@ -278,10 +278,7 @@ class RolloutTrainer(LanguageModelTrainer):
         if self.sees:
             check_processor(tokenizer)
             check_model(wrapping.base_model(model))
-        if args.disable_dropout:
-            regularization.disable_dropout(model)
-        if args.cast_lm_head_to_fp32:
-            cast_head(model)
+        prepare_policy(model, args)
         return as_they_are
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
