@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, check_field, opt
+from posttrain.core.data import accelerator
 from posttrain.core.distributed import deepspeed, shard_settings
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.fields.old_names import Removed, Renamed
@@ -356,10 +357,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
         return self.per_device_train_batch_size
 
     def _normalize(self) -> None:
-        import torch
 
         if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         rows = self.micro_batch_completions * self.data_parallel_size
         if self.steps_per_generation is None:
             whole = self.generation_batch_size is None or self.generation_batch_size % rows
