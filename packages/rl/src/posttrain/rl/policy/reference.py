@@ -206,10 +206,10 @@ class AdapterReference:
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
-        """Copy the active adapter to the reference's; only for `alpha` = 1, see `sync_problem`."""
+        """As `FrozenReference.sync`, of factors, whose mean is not the adapter of the mean; see `sync_problem`."""
         [active], own = self.policy.active_adapters, dict(self.policy.named_parameters())
         for name, parameter in self.weights().items():
-            parameter.copy_(own[name.replace(f".{self.adapter}", f".{active}")])
+            parameter.lerp_(own[name.replace(f".{self.adapter}", f".{active}")], alpha)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What makes the reference: the frozen adapter, or all that belongs to no adapter."""
