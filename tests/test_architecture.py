@@ -456,3 +456,15 @@ def test_one_module_names_kinds_of_accelerators():
             elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
                 found.append(f"{where}:{node.lineno} torch.cuda")
     assert not found
+
+
+def test_the_repository_holds_sources_alone():
+    """No package, archive or model that a tool downloaded is committed: a history never gets rid of it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    large = {str(path.relative_to(ROOT)) for path in files if path.exists() and path.stat().st_size > 300_000}
+    assert large <= {"examples/data/gsm8k/train.jsonl", "examples/data/gsm8k_preferences/train.jsonl"}
+    endings = (".whl", ".gz", ".zip", ".safetensors", ".bin", ".pt", ".so")
+    assert [str(path) for path in files if path.name.endswith(endings)] == []

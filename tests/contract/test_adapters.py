@@ -46,6 +46,9 @@ def make(trainer_class, model, folder, peft_config, **changes):
     if issubclass(trainer_class, SAMPLING):
         rows, kwargs["reward_funcs"] = [{"prompt": row["prompt"]} for row in rows], trainers.digit_sum
         usual["num_generations"] = 2
+    elif issubclass(trainer_class, rl.SDFTTrainer):
+        rows = [{"prompt": row["prompt"], "privileged_context": "the"} for row in rows]
+        usual |= {"max_completion_length": 4, "num_generations": 2}
     elif issubclass(trainer_class, SERVED):
         rows, usual["teacher_server_urls"] = trainers.text_rows(16), {"": teacher_address()}
     elif issubclass(trainer_class, TAUGHT):

@@ -47,7 +47,7 @@ _FIRST = ["loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy",
 _FIRST += ["learning_rate", "grad_norm"]
 # Of the last record, about the whole run: no curves.
 _TOTALS = re.compile(
-    r"train_|(.*_)?(runtime|samples_per_second|steps_per_second)$|total_flos$|epoch$|step$|perf/.*_seconds$"
+    r"train_|(.*_)?(runtime|samples_per_second|steps_per_second|stderr)$|total_flos$|epoch$|step$|perf/.*_seconds$"
 )
 
 

@@ -60,9 +60,6 @@ class RowReport:
     dropped: Faults = field(default_factory=dict)
     _logged: int = field(default=0, repr=False, compare=False)
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
     @staticmethod
     def count(faults: Faults, reason: str, rows: Iterable[int]) -> None:
         """Add `rows` to those of `reason`."""
@@ -96,6 +93,9 @@ class RowReport:
     def clear(self) -> None:
         """Forget all rows."""
         vars(self).update(vars(type(self)(self.name)))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """The report as sentences for the log."""

@@ -46,7 +46,7 @@ class ServerDistillationTrainer(DistillationTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: ServerDistillationConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -116,7 +116,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: AsyncDistillationConfig | None = None,
         train_dataset: Any = None,
         processing_class: Any = None,
