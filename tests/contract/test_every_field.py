@@ -38,6 +38,8 @@ from posttrain.rl import (
     ReinforcePlusPlusConfig,
     RewardConfig,
     RLOOConfig,
+    SDFTConfig,
+    SDPOConfig,
     ServerDistillationConfig,
     TPOConfig,
 )
@@ -52,6 +54,8 @@ CONFIGS = [
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
     AsyncGRPOConfig, AsyncDistillationConfig, ServerDistillationConfig,
     IWOPDConfig,
+    SDPOConfig,
+    SDFTConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
@@ -150,7 +154,7 @@ OTHER = {
     "vllm_importance_sampling_clip_min": 0.5, "ema_use": "eval", "packing_strategy": "wrapped",
     "transformers_continuous_batching_config": {"block_size": 16}, "eval_steps": 7, "log_multimodal": False,
     "use_bias_correction_kl": False, "vllm_gpu_memory_utilization": 0.4,
-    "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5,
+    "teacher_update_rate": 0.5, "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5,
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
     from posttrain.rl.algorithms.sdft import SDFTConfig, SDFTTrainer
+    from posttrain.rl.algorithms.sdpo import SDPOConfig, SDPOTrainer
     from posttrain.rl.algorithms.server_distillation import (
         AsyncDistillationConfig,
         AsyncDistillationTrainer,
@@ -75,6 +76,7 @@ _HOMES = {
     ),
     "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
     "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "algorithms.sdpo": ("SDPOConfig", "SDPOTrainer"),
     "algorithms.server_distillation": (
         "AsyncDistillationConfig",
         "AsyncDistillationTrainer",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,9 +43,10 @@ class SelfDistillationConfig(RolloutConfig):
     num_generations: int = opt(8, "Completions of each prompt.", min=1)
     max_completion_length: int = opt(256, "Tokens of a completion at most; longer ones are cut there.", min=1)
     disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
-    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = opt(
+    distillation_mode: str = opt(
         "topk_logits",
         "Compare whole distributions, those over the student's distillation_topk tokens, or the written token.",
+        choices=("sampled_token", "full_logits", "topk_logits"),
     )
     distillation_alpha: float = opt(
         0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
@@ -57,8 +58,10 @@ class SelfDistillationConfig(RolloutConfig):
     distillation_is_clip: float | None = opt(
         2.0, "Bound of the ratio to the policy that sampled; None: no ratio.", above=0
     )
-    teacher_model_kind: Literal["base", "live", "ema"] = opt(
-        "base", "The teacher: the weights that the policy begins with, those it has, or their moving average."
+    teacher_model_kind: str = opt(
+        "base",
+        "The teacher: the weights that the policy begins with, those it has, or their moving average.",
+        choices=("base", "live", "ema"),
     )
     teacher_update_rate: float = opt(
         0.05,

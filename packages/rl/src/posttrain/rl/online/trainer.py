@@ -398,6 +398,12 @@ class RolloutTrainer(Trainer):
         with self.reference.use() as policy:  # which chooses its own experts
             return replace(rollout, ref_logps=self._logps_of(policy, replace(rollout, routes=None))[0])
 
+    def complete_scored(self, rollout: Rollout, samples: list[Sample], scores: Scores) -> Rollout:
+        """`rollout` with whatever the loss needs that depends on the `scores` of its completions. Every process
+        calls it for each rollout that is learned from.
+        """
+        return rollout
+
     @property
     def average(self) -> str:
         """What the summed loss is divided by, a name in `posttrain.rl.losses.policy_losses.AVERAGES`."""
@@ -654,7 +660,7 @@ class RolloutTrainer(Trainer):
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
-        return replace(rollout, advantages=at_tokens)
+        return self.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def _sync_weights(self) -> None:
         """Send the weights to the engine, if they have changed."""
@@ -767,6 +773,7 @@ class RolloutTrainer(Trainer):
         rollout = self._rollout_of(samples)
         rollout = replace(rollout, advantages=rollout.of_completions(advantages))
         rollout = self.complete_rollout(rollout, [one for sample in samples for one in sample.sequences])
+        rollout = self.complete_scored(rollout, samples, scores)
         for part in self._parts_of(rollout):
             part = self.prepare_inputs(part)
             items = self.count_items(part)
