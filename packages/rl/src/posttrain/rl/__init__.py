@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ServerDistillationTrainer,
     )
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
+    from posttrain.rl.policy.bema_reference import BEMACallback
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.row_formats import (
         extract_prompt,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         reasoning_accuracy_reward,
         think_format_reward,
     )
+    from posttrain.rl.rewards.rubrics import RubricReward
     from posttrain.rl.tools.protocol import parse_response
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
@@ -63,6 +65,7 @@ _HOMES = {
     "algorithms.kto": ("KTOConfig", "KTOTrainer"),
     "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "algorithms.orpo": ("ORPOConfig", "ORPOTrainer"),
+    "policy.bema_reference": ("BEMACallback",),
     "policy.reference": ("SyncRefModelCallback", "create_reference_model"),
     "algorithms.reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
     "tools.response_templates": ("add_response_schema", "supports_tool_calling"),
@@ -74,6 +77,7 @@ _HOMES = {
         "reasoning_accuracy_reward",
         "think_format_reward",
     ),
+    "rewards.rubrics": ("RubricReward",),
     "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
     "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
     "algorithms.sdpo": ("SDPOConfig", "SDPOTrainer"),

@@ -43,6 +43,9 @@ class SelfDistillationConfig(RolloutConfig):
     num_generations: int = opt(8, "Completions of each prompt.", min=1)
     max_completion_length: int = opt(256, "Tokens of a completion at most; longer ones are cut there.", min=1)
     disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
+    router_aux_loss_coef: float | None = opt(
+        0.0, "Weight of the load-balancing loss of a mixture of experts: none here.", min=0
+    )
     distillation_mode: str = opt(
         "topk_logits",
         "Compare whole distributions, those over the student's distillation_topk tokens, or the written token.",
@@ -90,6 +93,8 @@ class SelfDistillationConfig(RolloutConfig):
             yield f"beta={self.beta} needs a reference besides the teacher, which is not held; set beta=0"
         if self.sync_ref_model:
             yield "sync_ref_model=True moves a reference, and here is a teacher; set teacher_model_kind='ema'"
+        if self.router_aux_loss_coef != 0:
+            yield f"router_aux_loss_coef={self.router_aux_loss_coef} is not added to the distillation; set it to 0"
         if self.router_replay:
             yield "router_replay=True replays what a policy chose in sampling, and distillation does not; leave it out"
 

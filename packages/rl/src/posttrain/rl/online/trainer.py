@@ -48,6 +48,7 @@ from posttrain.rl.online.old_logps import Needs, OldLogps
 from posttrain.rl.online.reporting import Reporter, Summary
 from posttrain.rl.online.sampler import Policy, Sampler
 from posttrain.rl.online.source import Hooks, Source
+from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import load_policy, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
@@ -791,7 +792,10 @@ class RolloutTrainer(Trainer):
         alpha = self.args.ref_model_mixup_alpha
         if self.args.sync_ref_model and (problem := sync_problem(self.model, given, alpha)):
             raise ValueError(problem)
-        reference = make_reference(self.model, given, fresh_adapter, moves=self.args.sync_ref_model)
+        movers = bema_reference.movers(self.callback_handler.callbacks, self.model)
+        reference = make_reference(self.model, given, fresh_adapter, self.args.sync_ref_model or bool(movers))
+        for mover in movers:
+            mover.reference = reference
         self.old_logps.starts_at_reference = given is None
         if isinstance(reference, FrozenReference):
             reference.place(self.dist)

@@ -33,6 +33,7 @@ from posttrain.lm.images.vision import VisionProcessor
 from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
 from posttrain.lm.trainer import LanguageModelTrainer
+from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
@@ -318,13 +319,16 @@ class PreferenceTrainer(LanguageModelTrainer):
         alpha, moves = args.ref_model_mixup_alpha, args.sync_ref_model
         if moves and (problem := references.sync_problem(self.model, ref_model, alpha)):
             raise ValueError(problem)
+        movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = ref_model is None and plain
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
-        reference = references.make_reference(self.model, ref_model, fresh_adapter, moves)
+        reference = references.make_reference(self.model, ref_model, fresh_adapter, moves or bool(movers))
         self.reference = reference
+        for mover in movers:
+            mover.reference = reference
         if isinstance(reference, references.FrozenReference):
             reference.place(self.dist)
         self.ref_model = reference.model
