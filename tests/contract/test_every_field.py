@@ -22,6 +22,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.lm.loading.adapters import add_adapter
 from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.rl import (
+    A2POConfig,
     AsyncDistillationConfig,
     AsyncGRPOConfig,
     CPOConfig,
@@ -54,6 +55,7 @@ CONFIGS = [
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
     AsyncGRPOConfig, AsyncDistillationConfig, ServerDistillationConfig,
     IWOPDConfig,
+    A2POConfig,
     SDPOConfig,
     SDFTConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from posttrain.rl.agents.agent import Agent
     from posttrain.rl.agents.command import AgentCommand
+    from posttrain.rl.algorithms.a2po import A2POConfig, A2POTrainer
     from posttrain.rl.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from posttrain.rl.algorithms.cpo import CPOConfig, CPOTrainer
     from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "agents.agent": ("Agent",),
     "agents.command": ("AgentCommand",),
+    "algorithms.a2po": ("A2POConfig", "A2POTrainer"),
     "algorithms.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
     "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
     "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
