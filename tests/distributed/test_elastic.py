@@ -9,7 +9,7 @@ import torch
 from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import Store
 from posttrain.core.checkpoint.elastic import starting_point
-from posttrain.core.distributed import attempts, global_batch
+from posttrain.core.distributed import arguments, attempts
 from posttrain.core.errors import CheckpointError, ConfigError
 from tests.distributed import elastic
 
@@ -54,12 +54,12 @@ def test_a_job_that_may_be_restarted_does_not_begin_beside_checkpoints_of_anothe
      (16, 3, 2, (1, 5)), (2, 4, 8, (1, 1))],
 )  # fmt: skip
 def test_a_step_is_dealt_to_any_number_of_processes(rows, processes, most, expected):
-    assert global_batch.dealt(rows, processes, most) == expected
+    assert arguments.dealt(rows, processes, most) == expected
     size, steps = expected
     if rows % processes == 0:
-        assert size * steps * processes == rows and global_batch.note(rows, processes) is None
+        assert size * steps * processes == rows and arguments.note(rows, processes) is None
     else:
-        assert f"holds {size * steps * processes} rows" in global_batch.note(rows, processes)
+        assert f"holds {size * steps * processes} rows" in arguments.note(rows, processes)
 
 
 def test_global_batch_size_sets_the_accumulation(tmp_path, monkeypatch):

@@ -54,6 +54,12 @@ def test_values_are_estimated_once_and_kept_in_a_file(tmp_path):
     assert other.reference_rewards[json.dumps(lines[-1]["prompt"])] != [9.0]
 
 
+def test_an_evaluation_before_training_estimates_too(tmp_path):
+    made = trainer(tmp_path)
+    made.eval_dataset = [{"prompt": "another prompt"}]
+    assert made.evaluate()["eval_loss"] > 0 and json.dumps("another prompt") in made.reference_rewards
+
+
 def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     whole = trainer(tmp_path / "whole", max_steps=4)
     whole.train()

@@ -698,7 +698,10 @@ def test_evaluation_gives_pass_at_k_on_held_out_prompts(tmp_path):
     run = trainer(tmp_path, reward=judge, eval_rows=rows, options={"generator": engine}, num_generations_eval=4)
     metrics = run.evaluate()
     assert metrics["eval_pass@1"] == pytest.approx(2 / 3 / 4) and metrics["eval_pass@4"] == pytest.approx(2 / 3)
-    assert metrics["eval_reward"] == pytest.approx(1 / 6)
+    assert metrics["eval_reward"] == pytest.approx(1 / 6) == metrics["eval_avg@4"]
+    # of three prompts two have 1 of 4 right: pass@1 is 1/4, 0, 1/4, and pass@4 1, 0, 1
+    assert metrics["eval_pass@4_stderr"] == pytest.approx((1 / 3) ** 0.5 / 3**0.5)
+    assert metrics["eval_pass@1_stderr"] == metrics["eval_avg@4_stderr"] == pytest.approx(1 / 4 / 3)
     greedy = trainer(tmp_path, reward=judge, eval_rows=rows, num_generations_eval=1, eval_temperature=0.0)
     assert "eval_pass@1" in greedy.evaluate()
 

@@ -66,8 +66,10 @@ def test_a_recipe_trains(name, model, tmp_path, monkeypatch):
     words = f"run.yaml --model_name_or_path {model(name)} --max_steps 2 --logging_steps 1 --eval_steps 2 --save_steps 2"
     words += " --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --use_cpu --bf16 false --dtype float32"
     words += " --report_to none"
-    if name.startswith("grpo"):
-        words += " --num_generations 2 --max_completion_length 8"
+    if name == "agent":
+        pytest.importorskip("uvicorn")
+    if name.startswith("grpo") or name == "agent":
+        words += f" --num_generations 2 --max_completion_length {1024 if name == 'agent' else 8}"
     settings, _ = parse.read_words(["run.yaml"])
     if "max_length" in settings:
         words += " --max_length 256"

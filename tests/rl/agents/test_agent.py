@@ -374,14 +374,14 @@ def test_a_turn_that_nobody_waits_for_is_not_written_to_its_end(tmp_path):
 
         def step(self):
             Steps.number += 1
-            time.sleep(0.01)
+            time.sleep(0.1)
             return super().step()
 
-    run = trainer(tmp_path, agent=Agent(asks([], {0: [900]}), seconds=0.3), args=dict(max_completion_length=900))
+    run = trainer(tmp_path, agent=Agent(asks([], {0: [900]}), seconds=1), args=dict(max_completion_length=900))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.rl.generation.local.LocalSteps", Steps)
         (one,) = run._sample(run.new_samples(ROWS[:1]))
-    assert not any(one.learn) and 3 < Steps.number < 200
+    assert not any(one.learn) and 0 < Steps.number < 30
 
 
 PROGRAM = """

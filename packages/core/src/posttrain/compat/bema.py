@@ -85,9 +85,8 @@ class BEMACallback(TrainerCallback):
                 own.update({key: value.to(self.device) for key, value in tree[name].items()})
         elif state.global_step > self.update_after:
             logger.warning(
-                "BEMACallback: there are no averages of step %d in %s, so they restart from the weights of that step.",
-                state.global_step,
-                kept.parent,
+                f"BEMACallback: there are no averages of step {state.global_step} in {kept.parent}, so they restart "
+                "from the weights of that step."
             )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

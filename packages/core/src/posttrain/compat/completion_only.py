@@ -53,10 +53,10 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
             trained = self._trained(ids)
             if not trained:
                 logger.warning(
-                    "The response template %r is not in a row, which is not trained on: %r. The template must be "
-                    "written, and split into tokens, as in the rows; pass its tokens.", self.response_template,
-                    self.tokenizer.decode(ids)[:200],
-                )  # fmt: skip
+                    f"The response template {self.response_template!r} is not in a row, which is not trained on: "
+                    f"{self.tokenizer.decode(ids)[:200]!r}. The template must be written, and split into tokens, as in "
+                    "the rows; pass its tokens."
+                )
             labels[[place for place in range(len(ids)) if not any(place in part for part in trained)]] = IGNORE_INDEX
         if self.ignore_index != IGNORE_INDEX:
             batch["labels"] = batch["labels"].masked_fill(batch["labels"] == IGNORE_INDEX, self.ignore_index)

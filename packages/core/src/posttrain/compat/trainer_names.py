@@ -89,9 +89,7 @@ class TrainerNames:
     @property
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to its device; by default not one that was placed or quantized."""
-        asked = self.args.place_model_on_device
-        placed = getattr(self.model, "hf_device_map", None) or getattr(self.model, "is_quantized", False)
-        return not placed if asked is None else asked
+        return self.dist.moves(self.model)
 
     @property
     def neftune_noise_alpha(self) -> float | None:

@@ -147,6 +147,7 @@ _HOME_OF = {name: f"posttrain.{home}" for home, names in _HOMES.items() for name
 _HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
 
 registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"
+registry.ARGUMENT_SETTERS = "posttrain.compat.argument_setters:ArgumentSetters"
 registry.CALLBACKS += [
     "posttrain.cli.report.run_record:RunRecordCallback",
     "posttrain.cli.report.report:RunReportCallback",

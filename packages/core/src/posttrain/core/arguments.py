@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -34,11 +34,15 @@ from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training.allocator import AllocatorArguments
-from posttrain.core.training.argument_setters import ArgumentSetters
 from posttrain.core.training.ema import EMAArguments
 from posttrain.core.training.loss_spikes import SpikeArguments
 from posttrain.core.training.nonfinite import HealthArguments
 from posttrain.core.training.preemption import InterruptArguments
+
+if TYPE_CHECKING:
+    from posttrain.compat.argument_setters import ArgumentSetters
+else:  # of what stands on the core, which therefore does not import it
+    ArgumentSetters = registry.load(registry.ARGUMENT_SETTERS)
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -93,9 +97,7 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
     "tpu_metrics_debug": Removed("TPUs are not supported; run on GPUs or the CPU", (None, False)),
     # `on_nonfinite` handles a non-finite loss; the log shows its value.
     "logging_nan_inf_filter": Removed(
-        "a non-finite loss is logged unchanged; on_nonfinite sets how it is handled",
-        None,
-        says_nothing=(False,),
+        "a non-finite loss is logged unchanged; on_nonfinite sets how it is handled", None, says_nothing=(False,)
     ),
 }
 

@@ -99,10 +99,14 @@ class ClosingCallback(TrainerCallback):
         """Called once training is over, perhaps a second time."""
 
 
+def as_list(callbacks: Any) -> list[Any]:
+    """A trainer's `callbacks`, of which one may be given alone."""
+    return [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+
+
 def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
     """Problems with a trainer's `callbacks`; a callback may define ``preflight(args)`` for its own checks."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    for callback in given:
+    for callback in as_list(callbacks):
         kind = callback if isinstance(callback, type) else type(callback)
         if not any(hasattr(kind, event) or hasattr(callback, event) for event in EVENTS):
             yield TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")

@@ -25,6 +25,8 @@ GROUP = "posttrain.methods"
 CALLBACKS: list[str] = []
 #: The base class of `Trainer`, ``"module:Class"``, with names that scripts of others read; added by the face too.
 TRAINER_NAMES = ""
+#: A base class of `TrainingArguments`, likewise.
+ARGUMENT_SETTERS = ""
 
 logger = logging.getLogger(__name__)
 

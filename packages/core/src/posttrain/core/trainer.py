@@ -22,7 +22,7 @@ from torch import nn
 
 from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback, as_list
 from posttrain.core.checkpoint import Store, codec, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
 from posttrain.core.data import pipeline
@@ -126,10 +126,17 @@ class Trainer(TrainerNames):
         self.args = args
         trackers.set_verbosity(args.get_process_log_level())
         parts = Parts(
-            model=model, train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=data_collator,
-            model_init=model_init, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
-            callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )  # fmt: skip
+            model=model,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
         self.run_preflight(args, parts)
         pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
         self.dist = make_strategy(args, model)
@@ -167,7 +174,7 @@ class Trainer(TrainerNames):
             *map(registry.load, registry.CALLBACKS),
             *trackers.tracker_callbacks(args.report_to),
         ]
-        self.callback_handler = CallbackHandler([*builtin, *_as_list(callbacks)], self.model, processing_class)
+        self.callback_handler = CallbackHandler([*builtin, *as_list(callbacks)], self.model, processing_class)
         self.callback_handler.log_metric = lambda *args, **kwargs: owner.log_metric(*args, **kwargs)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.state = lifetime.new_state(owner)
@@ -445,10 +452,14 @@ class Trainer(TrainerNames):
                 (). Return ``sum / num_items_in_batch``; or leave it alone and return a mean, which is then weighted.
         """
         loss, outputs = normalization.model_loss(
-            model, inputs, num_items_in_batch, pass_count=self.model_accepts_loss_kwargs,
-            loss_func=self.compute_loss_func, shifted=self.loss_shifts_labels,
+            model,
+            inputs,
+            num_items_in_batch,
+            pass_count=self.model_accepts_loss_kwargs,
+            loss_func=self.compute_loss_func,
+            shifted=self.loss_shifts_labels,
             label_smoothing=0.0 if self.label_smoother is None else self.label_smoother.epsilon,
-        )  # fmt: skip
+        )
         return (loss, outputs) if return_outputs else loss
 
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor | int:
@@ -460,9 +471,13 @@ class Trainer(TrainerNames):
         return self.dist.autocast()
 
     def log_metric(
-        self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1, reduce: str = "mean",
+        self,
+        name: str,
+        value: float | torch.Tensor,
+        weight: float | torch.Tensor = 1,
+        reduce: str = "mean",
         per_epoch: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Log `value` from anywhere: its "mean" (weighted), "sum", "min" or "max" over micro-batches and processes,
         once per log record, or, `per_epoch`, over all of an epoch in a record at its end."""
         self.metrics.log(name, value, weight, reduce, per_epoch)
@@ -532,10 +547,12 @@ class Trainer(TrainerNames):
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """The order of the training rows; None: that of the dataset."""
         return pipeline.make_train_sampler(
-            dataset, strategy=self.args.train_sampling_strategy, seed=self.data_seed,
+            dataset,
+            strategy=self.args.train_sampling_strategy,
+            seed=self.data_seed,
             batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
             lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else (),
-        )  # fmt: skip
+        )
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """Tokens that the model reads of each row; batches are made of rows of similar length. Override it where the
@@ -680,12 +697,12 @@ class Trainer(TrainerNames):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
-        inputs = self.prepare_inputs(inputs)
+        inputs, options = self.prepare_inputs(inputs), dict[str, Any](loss_only=prediction_loss_only)
+        options |= {"label_names": self.label_names, "can_return_loss": self.can_return_loss}
         with self.compute_loss_context_manager():
             return eval_loop.predict_batch(
-                model, inputs, self.evaluation_loss(inputs), loss_only=prediction_loss_only,
-                label_names=self.label_names, can_return_loss=self.can_return_loss, ignore_keys=ignore_keys,
-            )  # fmt: skip
+                model, inputs, self.evaluation_loss(inputs), loss_only=prediction_loss_only, **options
+            )
 
     def evaluation_loss(self, inputs: Any) -> Callable[..., Any]:
         """`compute_loss` for an evaluation batch, which returns a mean, for a `prediction_step` of your own: terms of
@@ -827,7 +844,3 @@ class Trainer(TrainerNames):
             return items
         # A process without labels has no mean, and no part in the mean of the others.
         return self.dist.sum(items) if self.args.average_tokens_across_devices else items.clamp(min=1)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

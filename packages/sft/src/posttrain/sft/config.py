@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.data import accelerator
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import GenerationArguments
@@ -142,7 +143,6 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
         return kwargs | ({"packing_strategy": "bfd_split"} if kwargs.get("packing_strategy") == "bfd-requeue" else {})
 
     def _normalize(self) -> None:
-        import torch
 
         for name in self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else ():
             if name in NO_EFFECT:
@@ -151,7 +151,7 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
                 )
 
         if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         if isinstance(self.train_on, list) and len(self.train_on) == 1:
             self.train_on = self.train_on[0]
         if self.eval_packing is None:

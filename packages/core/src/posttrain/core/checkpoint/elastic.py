@@ -104,9 +104,7 @@ def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[in
     if rank == 0:
         logger.warning(
             "The checkpoint has another number of processes: the remaining rows stay the same, and random numbers "
-            "(dropout) are reseeded from seed %d and step %d.",
-            seed,
-            step,
+            f"(dropout) are reseeded from seed {seed} and step {step}."
         )
     before = rng_state()
     set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))

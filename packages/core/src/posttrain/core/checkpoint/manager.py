@@ -79,6 +79,7 @@ class CheckpointManager:
 
     Attributes:
         run: the id of the run, in the manifest of each of its checkpoints.
+        should_save: whether this process writes checkpoints.
         saved_step: optimizer steps of the newest checkpoint that this run wrote or started from.
         boundary: what this process must remember of the last whole optimizer step, where an error is to save it.
         state_at_save: the `TrainerState` that the last save wrote.
@@ -88,6 +89,7 @@ class CheckpointManager:
         self.args, self.dist, self.store = args, dist, store
         place = {"rank": dist.process_index, "world_size": dist.num_processes, "gather": dist.gather_patiently}
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
+        self.should_save = args.should_save
         self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
         self.saved_step: int | None = None
         self.run = ""
@@ -164,10 +166,9 @@ class CheckpointManager:
         state.collect(callbacks)
         for where, value in lossy(state.stateful_callbacks):
             logger.warning(
-                "The state of the callback %s is of type %s, which JSON cannot hold: a checkpoint holds it as text, "
-                "and a resumed run gets the text. Return plain numbers, strings, lists and dicts from state().",
-                where,
-                type(value).__name__,
+                f"The state of the callback {where} is of type {type(value).__name__}, which JSON cannot hold: a "
+                "checkpoint holds it as text, and a resumed run gets the text. Return plain numbers, strings, lists "
+                "and dicts from state()."
             )
 
     def check_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -220,8 +221,7 @@ class CheckpointManager:
         Raises:
             RuntimeError: no checkpoint is being saved.
         """
-        should_save, contents = self.args.should_save, self._saved
-        if contents is None:
+        if (contents := self._saved) is None:
             raise RuntimeError(
                 "write_checkpoint was called outside of a save. Set control.should_save in a callback to save a "
                 "checkpoint."
@@ -230,8 +230,8 @@ class CheckpointManager:
         if not self.args.save_only_model:
             for rank, position in self._positions.items():
                 codec.save_tree(position, directory / f"rank-{rank}")
-            self._write_optimizer(directory, contents.optimizer, should_save)
-        if should_save:
+            self._write_optimizer(directory, contents.optimizer)
+        if self.should_save:
             if not self.args.save_only_model:
                 codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
             if contents.ema is not None:
@@ -296,8 +296,8 @@ class CheckpointManager:
             return
         save_model(str(directory))
         if is_peft and weights.has_encoder(model):
-            whole = self.dist.whole_state_dict(model, weights.is_saved(model), lambda name: self.args.should_save)
-            if self.args.should_save:
+            whole = self.dist.whole_state_dict(model, weights.is_saved(model), lambda name: self.should_save)
+            if self.should_save:
                 weights.save_encoder(model, directory, whole)
         if is_peft and not self._adapters_checked:
             self._check_adapters(model, directory)
@@ -309,14 +309,14 @@ class CheckpointManager:
             weights.check_adapters(model, directory, state)
         self._adapters_checked = True
 
-    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer, should_save: bool) -> None:
+    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
         rank, world_size = self.dist.process_index, self.dist.num_processes
         if (state := self.dist.engine_state()) is not None:
             codec.save_tree(state, directory / sharded.stem("engine", rank, world_size))
         elif self.dist.shards:
             stem = sharded.stem("optimizer", rank, world_size)
             codec.save_tree(sharded.part(optimizer.state_dict()), directory / stem)
-        elif should_save:
+        elif self.should_save:
             codec.save_tree(optimizer.state_dict(), directory / "optimizer")
 
     def _read_optimizer(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -335,13 +335,13 @@ class CheckpointManager:
         if not self.args.save_on_each_node:
             return {} if self.dist.peer_rank else {self.dist.rank: mine}
         positions = dict(enumerate(self.dist.gather_object(mine)))
-        return positions if self.args.should_save else {}
+        return positions if self.should_save else {}
 
     def _on_savers(self, work: Callable[[], Any]) -> None:
         """Run `work` on the process that writes checkpoints: the main one, or the main one of each machine."""
         if not self.args.save_on_each_node:
             return self.dist.on_main(lambda: work() and None)
-        if self.args.should_save:
+        if self.should_save:
             work()
         self.dist.meet("the process of each machine that writes")
 

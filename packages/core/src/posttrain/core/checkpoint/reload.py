@@ -12,6 +12,7 @@ from torch import nn
 from posttrain.core.checkpoint import weights
 from posttrain.core.checkpoint.store import final_path
 from posttrain.core.data import rng
+from posttrain.core.data.accelerator import for_float64
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging import memory
@@ -33,21 +34,17 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
     if free is not None and free < 2 * size:
         logger.info(
-            "The model in %s was not read back: a copy takes %.1f GiB of host memory, and %.1f GiB are free.",
-            final_path(folder),
-            size / 2**30,
-            free / 2**30,
+            f"The model in {final_path(folder)} was not read back: a copy takes {size / 2**30:.1f} GiB of host memory, "
+            f"and {free / 2**30:.1f} GiB are free."
         )
         return
     try:
         check(model, folder, logits=logits)
     except Exception as error:  # of any kind: the code of the model reads it
         logger.warning(
-            "The model saved in %s could not be read back as the one that is trained: %s: %s Its files are kept. "
-            "check_saved_model=True makes this an error of save_model, False leaves the comparison out.",
-            folder,
-            type(error).__name__,
-            error,
+            f"The model saved in {folder} could not be read back as the one that is trained: {type(error).__name__}: "
+            f"{error} Its files are kept. check_saved_model=True makes this an error of save_model, False leaves the "
+            "comparison out."
         )
 
 
@@ -135,8 +132,8 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     weights_of_model = model.state_dict(keep_vars=True)
     tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | weights_of_model
     try:
-        trained = model.eval()(**inputs).logits.double()
-        read = torch.func.functional_call(twin, tensors, kwargs=inputs).logits.double()
+        trained = for_float64(model.eval()(**inputs).logits).double()
+        read = for_float64(torch.func.functional_call(twin, tensors, kwargs=inputs).logits).double()
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -220,12 +220,8 @@ class Store:
                     self.remote.push(path)
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
-                    "%s was not copied to %s (%s: %s). Training continues, the local checkpoint is complete, and the "
-                    "next save retries the copy.",
-                    path,
-                    self.remote,
-                    type(error).__name__,
-                    redact(str(error)),
+                    f"{path} was not copied to {self.remote} ({type(error).__name__}: {redact(str(error))}). Training "
+                    "continues, the local checkpoint is complete, and the next save retries the copy."
                 )
 
     def push_files(self) -> None:
@@ -235,11 +231,8 @@ class Store:
                 self.remote.push_files(self.output_dir)
             except Exception as error:
                 logger.warning(
-                    "The files in %s were not all copied to %s (%s: %s); they are on this machine.",
-                    self.output_dir,
-                    self.remote,
-                    type(error).__name__,
-                    redact(str(error)),
+                    f"The files in {self.output_dir} were not all copied to {self.remote} ({type(error).__name__}: "
+                    f"{redact(str(error))}); they are on this machine."
                 )
 
     def _fetch(self, remote: Remote, name: str) -> list[str]:
@@ -361,10 +354,8 @@ class Store:
         latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
         if number_of(latest) < number_of(newest):
             logger.warning(
-                "%s is the checkpoint of the highest step, but %s was written after it, perhaps by a new run in the "
-                "same directory. To resume from that one, pass its path.",
-                newest,
-                latest,
+                f"{newest} is the checkpoint of the highest step, but {latest} was written after it, perhaps by a new "
+                "run in the same directory. To resume from that one, pass its path."
             )
 
     # ---- removing ----
@@ -395,7 +386,7 @@ class Store:
                 self.remote.rotate(limit, [path.name for path in protected])
             except Exception as error:
                 logger.warning(
-                    "Old checkpoints in %s could not be deleted (%s); they stay.", self.remote, redact(str(error))
+                    f"Old checkpoints in {self.remote} could not be deleted ({redact(str(error))}); they stay."
                 )
         removable = [path for path in checkpoints if path.resolve() not in protected]
         removed = []

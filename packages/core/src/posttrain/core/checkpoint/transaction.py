@@ -125,10 +125,8 @@ class Saver:
             raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
         if failures:
             logger.warning(
-                "checkpoint-%d was not saved: %s. Training continues, and the next save tries again; earlier "
-                "checkpoints are untouched.",
-                step,
-                "; ".join(failures).rstrip("."),
+                f"checkpoint-{step} was not saved: {'; '.join(failures).rstrip('.')}. Training continues, and the next "
+                "save tries again; earlier checkpoints are untouched."
             )
         return Outcome(step, self._gather(path)[self._leader])
 

@@ -347,10 +347,7 @@ class DataCollatorForLanguageModeling:
         return batch
 
     def torch_mask_tokens(
-        self,
-        inputs: torch.Tensor,
-        special_tokens_mask: torch.Tensor | None = None,
-        words: torch.Tensor | None = None,
+        self, inputs: torch.Tensor, special_tokens_mask: torch.Tensor | None = None, words: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the tokens to predict. Override it to choose them differently.
 

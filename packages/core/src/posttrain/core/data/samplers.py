@@ -186,12 +186,7 @@ def _cut(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
 
 
 def make_train_sampler(
-    dataset: Any,
-    *,
-    strategy: str = "random",
-    seed: int,
-    batch_size: int = 1,
-    lengths: Sequence[int] = (),
+    dataset: Any, *, strategy: str = "random", seed: int, batch_size: int = 1, lengths: Sequence[int] = ()
 ) -> Sampler[int] | None:
     """The sampler for `dataset`; None for a stream, which has its own order.
 

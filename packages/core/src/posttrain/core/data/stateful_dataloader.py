@@ -255,10 +255,8 @@ class Loader(DataLoader[Any]):
         else:
             self.skip(sum(given) // self._unit)
             logger.warning(
-                "The stream was read by %s workers and is now read by %s: resumed rows come in another order. Set "
-                "dataloader_num_workers as it was to resume exactly.",
-                len(given),
-                len(start.given),
+                f"The stream was read by {len(given)} workers and is now read by {len(start.given)}: resumed rows come "
+                "in another order. Set dataloader_num_workers as it was to resume exactly."
             )
         if self._stream is not None and any(given) and start.dataset is None:
             self._warn_about_replay(self._stream.dataset, sum(given))

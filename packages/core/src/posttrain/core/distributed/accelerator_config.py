@@ -43,8 +43,7 @@ class AcceleratorArguments:
     """How batches are divided between processes and moved to the device, in accelerate's terms."""
 
     accelerator_config: Resolved[dict | str | None, AcceleratorConfig] = opt(
-        None,
-        "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md.",
+        None, "Options of accelerate's loaders, as a dict, a JSON object or a JSON file; see docs/failures.md."
     )
 
     def _normalize(self) -> None:
@@ -60,8 +59,9 @@ class AcceleratorArguments:
         if given is None or isinstance(given, dict):
             self.accelerator_config = AcceleratorConfig(DEFAULTS | (given or {}))
             num_steps = self.accelerator_config.accumulation.get("num_steps")
-            if isinstance(num_steps, int) and getattr(self, "gradient_accumulation_steps", None) == 1:
-                vars(self).update(gradient_accumulation_steps=num_steps)
+            own: Any = self  # a part of `TrainingArguments`
+            if isinstance(num_steps, int) and own.gradient_accumulation_steps == 1:
+                own.gradient_accumulation_steps = num_steps
 
     def _problems(self) -> Iterator[str]:
         config = self.accelerator_config
@@ -86,11 +86,12 @@ class AcceleratorArguments:
                 "accelerator_config: use_configured_state=True has no effect: processes, devices and precision follow "
                 "from the arguments; leave it False"
             )
-        yield from _accumulation_problems(config.accumulation, getattr(self, "gradient_accumulation_steps", 1))
-        processes = getattr(self, "world_size", 1)
+        own: Any = self
+        yield from _accumulation_problems(config.accumulation, own.gradient_accumulation_steps)
+        processes = own.world_size
         if config["split_batches"] and processes > 1:
             for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-                if (size := getattr(self, name)) % processes:
+                if (size := vars(self)[name]) % processes:
                     yield (
                         f"accelerator_config: split_batches=True divides {name}={size} between {processes} "
                         f"processes, and it does not come out even; set {name} to a multiple of {processes}"

@@ -9,10 +9,34 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed, expert_parallel, global_batch, shard_settings, tensor_parallel
+from posttrain.core.distributed import deepspeed, expert_parallel, shard_settings, tensor_parallel
 from posttrain.core.distributed.environment import accelerator_present, world_size
 from posttrain.core.errors import missing
 from posttrain.core.models import float8
+
+
+def dealt(rows: int, processes: int, most: int) -> tuple[int, int]:
+    """(rows of a micro-batch, micro-batches) of each process in an optimizer step of `rows` rows over all processes.
+
+    Where `rows` cannot be dealt equally, the step holds the nearest number that can be.
+
+    Args:
+        processes: that read rows of their own. most: rows that a micro-batch may have.
+    """
+    each = max((2 * rows + processes) // (2 * processes), 1)
+    size = max(size for size in range(1, min(most, each) + 1) if each % size == 0)
+    return size, each // size
+
+
+def note(rows: int, processes: int) -> str | None:
+    """A warning where `rows` cannot be dealt equally to `processes`."""
+    if rows % processes == 0:
+        return None
+    size, steps = dealt(rows, processes, rows)
+    return (
+        f"global_batch_size={rows} cannot be dealt equally to {processes} processes, so an optimizer step holds "
+        f"{size * steps * processes} rows. A multiple of each number of processes that the job may have stays the same."
+    )
 
 
 @dataclass
@@ -98,7 +122,7 @@ class DistributedArguments:
         if self.global_batch_size is not None and self.global_batch_size > 0:
             own: Any = self
             rows = own.per_device_train_batch_size
-            size, steps = global_batch.dealt(self.global_batch_size, self.data_parallel_size, rows)
+            size, steps = dealt(self.global_batch_size, self.data_parallel_size, rows)
             vars(self).update(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
 
     def _problems(self) -> Iterator[str]:
@@ -112,7 +136,8 @@ class DistributedArguments:
             yield "bf16_full_eval=True and fp16_full_eval=True cannot both hold; keep one"
         if self.fp16 and (self.use_cpu or not accelerator_present()):
             yield "fp16=True needs an accelerator and this run is on the CPU; set bf16=True instead"
-        if self.global_batch_size is not None and getattr(self, "max_batch_tokens", None) is not None:
+        own: Any = self  # a part of `TrainingArguments`
+        if self.global_batch_size is not None and own.max_batch_tokens is not None:
             yield "global_batch_size counts rows, and max_batch_tokens takes as many as fit; set one of them to None"
         if self.tf32 and not torch.cuda.is_available():
             yield "tf32=True needs a CUDA GPU (Ampere or newer) and none is visible; leave it None"
@@ -134,7 +159,7 @@ class DistributedArguments:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):
                     yield f"{name}=True casts whole weights, and fsdp shards them; set bf16=True instead"
-            yield from shard_settings.optimizer_problems(getattr(self, "optim", ""))
+            yield from shard_settings.optimizer_problems(own.optim)
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"
         yield from deepspeed.problems(self.deepspeed)

@@ -164,7 +164,7 @@ def of_run(args: Any) -> Sharding | None:
     if settings is None and not problems:
         settings, problems = from_environment()
         if settings is not None:
-            problems += optimizer_problems(getattr(args, "optim", ""))
+            problems += optimizer_problems(args.optim)
     if problems:
         raise ConfigError("TrainingArguments", problems)
     for note in settings.notes if settings is not None else ():
@@ -308,11 +308,11 @@ def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
     """Why `args` cannot train with `size` processes to a row."""
     if tp_size > 1:
         yield f"cp_size={size} and tp_size={tp_size} do not work together; set one of them to 1"
-    if getattr(args, "deepspeed", None) is not None:
+    if args.deepspeed is not None:
         yield f"cp_size={size} does not work with deepspeed; set deepspeed=None, and shard the model by fsdp"
-    if getattr(args, "torch_compile", False):
+    if args.torch_compile:
         yield f"torch_compile=True does not work on rows that are cut; set it to False, or cp_size=1 in place of {size}"
-    if getattr(args, "neftune_noise_alpha", None):
+    if args.neftune_noise_alpha:
         yield (
             f"neftune_noise_alpha depends on the length of a row, and with cp_size={size} each process has a slice; "
             "set it to None, or cp_size=1"
@@ -325,17 +325,17 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
     Args:
         verb: what it does to the model. parts: what each process then has.
     """
-    if getattr(args, "deepspeed", None) is not None:
+    if args.deepspeed is not None:
         yield f"{name}={size} and deepspeed cannot both {verb} the model; set one of them to None"
     for other in ("fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"):
-        if getattr(args, other, False):
+        if vars(args)[other]:
             yield f"{other}=True does not work on {parts}; set it to False, or {name}=1"
-    yield from optimizer_problems(getattr(args, "optim", ""), f"{name}={size}")
+    yield from optimizer_problems(args.optim, f"{name}={size}")
 
 
 def optimizer_problems(name: Any, setting: str = "fsdp") -> Iterator[str]:
     """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`."""
-    name = str(getattr(name, "value", name))
+    name = str(name)
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway
     whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")

@@ -79,13 +79,8 @@ class Pace:
         if name not in self._named:
             self._named.add(name)
             logger.warning(
-                "The other processes wait for %s: it spends %.3g s of a step (%.3g s) on its own, and the median is "
-                "%.3g s. %s",
-                name,
-                slowest,
-                step_seconds,
-                median,
-                self._why(phases, slowest - median),
+                f"The other processes wait for {name}: it spends {slowest:.3g} s of a step ({step_seconds:.3g} s) on "
+                f"its own, and the median is {median:.3g} s. {self._why(phases, slowest - median)}"
             )
         return {"perf/straggler": slowest / max(median, 1e-9)}
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.core.distributed import attempts, global_batch
-from posttrain.core.distributed.arguments import DistributedArguments
+from posttrain.core.distributed import attempts
+from posttrain.core.distributed.arguments import DistributedArguments, note
 from posttrain.core.distributed.environment import (
     accelerator_present,
     device,
@@ -127,8 +127,8 @@ class World:
         self.peers = self.tp_size * self.cp_size
         self.rank, self.peer_rank = divmod(self.process_index, self.peers)
         self.world_size = self.num_processes // self.peers
-        if args.global_batch_size and (note := global_batch.note(args.global_batch_size, self.world_size)):
-            logger.warning(note)
+        if args.global_batch_size and (text := note(args.global_batch_size, self.world_size)):
+            logger.warning(text)
         self._waiting: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._waits: Waits | None = None
         if self.num_processes > 1:

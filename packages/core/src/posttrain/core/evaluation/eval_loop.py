@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -143,12 +144,9 @@ def labels_are_there(model: nn.Module, inputs: Mapping[str, Any], label_names: l
 @functools.cache
 def _warn_of_strange_labels(names: tuple[str, ...], columns: tuple[str, ...]) -> None:
     logger.warning(
-        "label_names holds %s, which is neither in the batches of the evaluation nor an argument of the model: no "
-        "loss is computed, and compute_metrics gets no labels. The batches have %s; name one of these, or leave "
-        "label_names out%s",
-        ", ".join(map(repr, names)),
-        ", ".join(columns),
-        did_you_mean(names[0], columns) or ".",
+        f"label_names holds {', '.join(map(repr, names))}, which is neither in the batches of the evaluation nor an "
+        "argument of the model: no loss is computed, and compute_metrics gets no labels. The batches have "
+        f"{', '.join(columns)}; name one of these, or leave label_names out{did_you_mean(names[0], columns) or '.'}"
     )
 
 
@@ -390,6 +388,26 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
             f"{did_you_mean(key, metrics, '.')} Return it from compute_metrics, or name one of these."
         )
     return metrics[key]
+
+
+def is_better(value: float, best: float | None, greater_is_better: bool) -> bool:
+    """Whether `value` is better than `best`; NaN never is, and of None everything but NaN is."""
+    if best is None:
+        best = -math.inf if greater_is_better else math.inf
+    return value > best if greater_is_better else value < best
+
+
+def best_steps(log_history: list[dict[str, Any]], metric: str, greater_is_better: bool) -> list[int]:
+    """The optimizer steps that were evaluated, the best first; of two alike, the later.
+
+    Args:
+        metric: with or without ``eval_``.
+    """
+    name, sign = metric_key(metric), 1 if greater_is_better else -1
+    scores = {record["step"]: record[name] for record in log_history if name in record}
+    # NaN is no score; in a log that was read from a checkpoint it is None.
+    scored = [(sign * score, step) for step, score in scores.items() if score is not None and score == score]
+    return [step for _, step in sorted(scored, reverse=True)]
 
 
 def as_metrics(returned: Any) -> Mapping[str, Any]:

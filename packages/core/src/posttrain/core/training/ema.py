@@ -48,7 +48,8 @@ class EMAArguments:
     )
 
     def _problems(self) -> Iterator[str]:
-        optimizer = str(getattr(self, "optim", ""))
+        own: Any = self  # a part of `TrainingArguments`
+        optimizer = str(own.optim)
         if self.ema_decay is not None and optimizer.startswith("schedule_free"):
             yield (
                 f"ema_decay={self.ema_decay} with optim={optimizer!r} would average twice, because that optimizer "

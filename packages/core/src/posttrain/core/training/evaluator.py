@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
-from posttrain.core.evaluation import best_model, eval_loop
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging.metrics import speed_metrics
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training.owner import Owner
@@ -146,7 +146,7 @@ class Evaluator:
         if args.metric_for_best_model is None:
             return False
         value = eval_loop.named_metric(metrics, args.metric_for_best_model)
-        if not best_model.is_better(value, state.best_metric, bool(args.greater_is_better)):
+        if not eval_loop.is_better(value, state.best_metric, bool(args.greater_is_better)):
             return False
         state.best_metric, state.best_global_step = value, state.global_step
         # Saved before it is evaluated, where steps are saved and epochs evaluated.

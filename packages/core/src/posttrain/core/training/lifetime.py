@@ -66,9 +66,8 @@ def set_up(
     announce(run)
     if not owner.scaling.objective.takes_count:
         logger.info(
-            "%s.compute_loss takes no num_items_in_batch: its loss is treated as a mean over the micro-batch, and "
-            "weighted by the items of each in the step.",
-            owner.__class__.__name__,
+            f"{owner.__class__.__name__}.compute_loss takes no num_items_in_batch: its loss is treated as a mean over "
+            "the micro-batch, and weighted by the items of each in the step."
         )
     eval_loop.train_mode(owner.model_wrapped, owner.optimizer)
     if owner.dist.num_processes > 1:

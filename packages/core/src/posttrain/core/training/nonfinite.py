@@ -316,11 +316,9 @@ def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
             "float16 model is fine, if it is in float32 itself."
         )
     logger.warning(
-        "%s, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses "
+        f"{what}, which holds no number above 65,504 and rounds small ones to 0, AdamW's epsilon among them: losses "
         "overflow, and Adam divides by 0. Non-finite steps are skipped, as a loss scaler would; after "
-        "max_nonfinite_steps in a row the run stops. %s",
-        what,
-        remedy,
+        f"max_nonfinite_steps in a row the run stops. {remedy}"
     )
 
 

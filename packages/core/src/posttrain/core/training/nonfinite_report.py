@@ -113,10 +113,7 @@ class Reporter:
 
 
 def find_fault(
-    update: Update,
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    run: Callable[[Any], Any],
+    update: Update, model: nn.Module, parameters: list[nn.Parameter], run: Callable[[Any], Any]
 ) -> str | None:
     """Run the faulty micro-batches of `update` again, with hooks, and say where the numbers go bad; keep nothing of it.
 

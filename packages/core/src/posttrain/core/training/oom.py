@@ -70,16 +70,10 @@ class BatchSplitter:
             window = self._halved(window, step, failure)
             self.cuts += 1
             logger.warning(
-                "auto_find_batch_size: step %d did not fit into memory (%s). From here on each micro-batch is split "
-                "into %d: at most %d rows, and %d micro-batches in this optimizer step, whose result stays the same. "
-                "Set per_device_train_batch_size=%d and gradient_accumulation_steps=%d to start like this.",
-                step,
-                failure,
-                2**self.cuts,
-                self.rows,
-                len(window),
-                self.rows,
-                self.accumulation * 2**self.cuts,
+                f"auto_find_batch_size: step {step} did not fit into memory ({failure}). From here on each micro-batch "
+                f"is split into {2**self.cuts}: at most {self.rows} rows, and {len(window)} micro-batches in this "
+                f"optimizer step, whose result stays the same. Set per_device_train_batch_size={self.rows} and "
+                f"gradient_accumulation_steps={self.accumulation * 2**self.cuts} to start like this."
             )
 
     def _halved(self, window: list[Any], step: int, failure: str | None) -> list[Any]:

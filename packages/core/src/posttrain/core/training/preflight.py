@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.callbacks import problems_of_callbacks
+from posttrain.core.callbacks import as_list, problems_of_callbacks
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, wrong_args
@@ -190,7 +190,7 @@ def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
 
 def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with dividing the model over processes; reads the config alone of a named model."""
-    sizes = shard_settings.sizes_of(getattr(args, "parallelism_config", None))
+    sizes = shard_settings.sizes_of(args.parallelism_config)
     if max(sizes.get("tp_size", 1), sizes.get("ep_size", 1)) == 1:
         return
     if isinstance(parts.model, nn.Module):
@@ -310,8 +310,7 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 def _others_callbacks(callbacks: Any) -> Iterator[Any]:
     """The callbacks that classes other than ours define."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    for callback in given:
+    for callback in as_list(callbacks):
         kind = callback if isinstance(callback, type) else type(callback)
         owner = next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), None)
         if owner is not None and not owner.__module__.startswith(("posttrain.", "transformers.")):

@@ -64,15 +64,10 @@ def resume_plan(
     if as_before:
         return changed
     logger.warning(
-        "A step holds %d rows (batch x accumulation x processes) and held %d in %s: the data continues with the row "
-        "at which the checkpoint stands, %d steps are left, and the schedule ends at step %d. global_batch_size=%d "
-        "would keep the step, with any number of processes.",
-        rows_per_step,
-        saved["rows_per_update"],
-        checkpoint,
-        changed.max_steps - step,
-        changed.max_steps,
-        saved["rows_per_update"],
+        f"A step holds {rows_per_step} rows (batch x accumulation x processes) and held {saved['rows_per_update']} in "
+        f"{checkpoint}: the data continues with the row at which the checkpoint stands, {changed.max_steps - step} "
+        f"steps are left, and the schedule ends at step {changed.max_steps}. "
+        f"global_batch_size={saved['rows_per_update']} would keep the step, with any number of processes."
     )
     return changed
 
@@ -88,13 +83,9 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     left = loader.batches_left({"epoch": epoch, "given": [rows], "to_drop": 0})
     changed = resumed(plan, state.global_step, epoch, left, by_steps)
     logger.warning(
-        "%s stands at epoch %.4g after %d steps, so its steps held another number of rows: the data continues there, "
-        "%d steps are left, and the schedule ends at step %d.",
-        checkpoint,
-        state.epoch,
-        state.global_step,
-        changed.max_steps - state.global_step,
-        changed.max_steps,
+        f"{checkpoint} stands at epoch {state.epoch:.4g} after {state.global_step} steps, so its steps held another "
+        f"number of rows: the data continues there, {changed.max_steps - state.global_step} steps are left, and the "
+        f"schedule ends at step {changed.max_steps}."
     )
     return changed
 
@@ -168,11 +159,8 @@ def drop_missing_best(state: TrainerState, metric: str | None, is_there: bool) -
     if state.best_model_checkpoint is None or is_there:
         return
     logger.warning(
-        "The best checkpoint so far, %s (%s=%s), is no longer there. The best of those that follow is kept if it is "
-        "better than that.",
-        state.best_model_checkpoint,
-        metric,
-        state.best_metric,
+        f"The best checkpoint so far, {state.best_model_checkpoint} ({metric}={state.best_metric}), is no longer "
+        "there. The best of those that follow is kept if it is better than that."
     )
     state.best_model_checkpoint = None
 

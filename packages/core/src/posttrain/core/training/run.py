@@ -19,13 +19,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import TrainOutput
-from posttrain.core.training import (
-    ema,
-    guards,
-    nonfinite,
-    override_checks,
-    preemption,
-)
+from posttrain.core.training import ema, guards, nonfinite, override_checks, preemption
 from posttrain.core.training.ema import EMA
 from posttrain.core.training.guards import Guard
 from posttrain.core.training.loss_spikes import SpikeWatch
@@ -222,9 +216,7 @@ class Run:
         control, state, max_steps = self.owner.control, self.owner.state, self.plan.max_steps
         step, epochs = state.global_step, range(self.progress.epoch, self.plan.num_epochs)
         if control.should_training_stop:
-            logger.warning(
-                "A callback asked to stop in on_train_begin: training ends at step %d, where it began.", step
-            )
+            logger.warning(f"A callback asked to stop in on_train_begin: training ends at step {step}, where it began.")
             return range(0)
         if not self.is_over:
             return epochs
@@ -232,17 +224,14 @@ class Run:
             logger.info("num_train_epochs=0: nothing is trained.")
         elif step >= max_steps:
             logger.warning(
-                "The checkpoint is of step %d and the run has %d: nothing is left to train. To train on, set a "
-                "larger max_steps or num_train_epochs.",
-                step,
-                max_steps,
+                f"The checkpoint is of step {step} and the run has {max_steps}: nothing is left to train. To train on, "
+                "set a larger max_steps or num_train_epochs."
             )
         else:
             logger.warning(
-                "The checkpoint has read %d tokens and the run ends with max_duration=%r: nothing is left to train. To "
-                "train on, set a larger max_duration.",
-                state.num_input_tokens_seen,
-                self.owner.args.max_duration,
+                f"The checkpoint has read {state.num_input_tokens_seen} tokens and the run ends with "
+                f"max_duration={self.owner.args.max_duration!r}: nothing is left to train. To train on, set a larger "
+                "max_duration."
             )
         control.should_training_stop = True
         # Saved with the last step, the checkpoint stands before what callbacks ask for at the end of the epoch.
@@ -453,9 +442,8 @@ class Run:
             owner.saving.now()
         if (step := owner.checkpoints.saved_step) is not None:  # an earlier one, if this save has failed
             logger.warning(
-                "The run stops after optimizer step %d. To go on from %s, set resume_from_checkpoint=True.",
-                owner.state.global_step,
-                owner.store.path(step),
+                f"The run stops after optimizer step {owner.state.global_step}. To go on from "
+                f"{owner.store.path(step)}, set resume_from_checkpoint=True."
             )
         raise preemption.Left(reason)
 

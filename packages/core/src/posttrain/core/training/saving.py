@@ -14,7 +14,7 @@ from torch import nn
 from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
 from posttrain.core.checkpoint.manager import Contents
-from posttrain.core.evaluation import best_model, eval_loop
+from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
 from posttrain.core.training.owner import Owner
@@ -96,7 +96,7 @@ class Saving:
         """Remove the oldest checkpoints over the limit, but for the best ones and those that are being uploaded."""
         args, store, keep = self.owner.args, self.owner.store, [*([Path(best)] if best else [])]
         if args.save_top_k is not None and (metric := args.metric_for_best_model) is not None:
-            steps = best_model.best_steps(log_history, metric, bool(args.greater_is_better))
+            steps = eval_loop.best_steps(log_history, metric, bool(args.greater_is_better))
             keep += [path for step in steps if (path := store.path(step)).is_dir()][: args.save_top_k]
         self.owner.checkpoints.rotate([*keep, *(self.owner.uploader.in_use if args.push_to_hub else [])])
 

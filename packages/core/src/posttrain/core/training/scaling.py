@@ -41,13 +41,10 @@ class Scaling:
         if self.objective.settle(scale_check.kind_of(ratios, own), for_good=own):
             owner.run.progress.own_count = True
             logger.warning(
-                "From step %d on, %s.compute_loss divides only a part of its loss by num_items_in_batch. It is given "
-                "the items of each micro-batch, and weighted by their share of the step, so every part is a mean over "
-                "the step's items. To say so from the beginning, set %s.loss_is_scaled_for_ga = 'mixed'; to sum the "
-                "losses of micro-batches instead, set it to True.",
-                owner.state.global_step + 1,
-                name,
-                name,
+                f"From step {owner.state.global_step + 1} on, {name}.compute_loss divides only a part of its loss by "
+                "num_items_in_batch. It is given the items of each micro-batch, and weighted by their share of the "
+                "step, so every part is a mean over the step's items. To say so from the beginning, set "
+                f"{name}.loss_is_scaled_for_ga = 'mixed'; to sum the losses of micro-batches instead, set it to True."
             )
 
     def may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:

@@ -25,7 +25,7 @@ from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
 from posttrain.core.data.samplers import is_stream, mix
 from posttrain.core.errors import DataError
-from posttrain.core.state import TrainOutput
+from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.policy_losses import of_trajectory
@@ -93,6 +93,19 @@ class A2POTrainer(RolloutTrainer):
         """As the base's, once the values of all prompts are known."""
         self.estimate_values()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As the base's, once the values of all prompts are known."""
+        if not self.state.global_step:
+            self.estimate_values()
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def estimate_values(self) -> None:
         """Let the policy, which is the reference as yet, complete the prompts whose value is not known, and leave out

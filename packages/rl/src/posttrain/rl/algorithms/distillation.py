@@ -159,7 +159,7 @@ class DistillationTrainer(RolloutTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         teacher_model: nn.Module | str | None = None,
         args: DistillationConfig | None = None,
         train_dataset: Any = None,

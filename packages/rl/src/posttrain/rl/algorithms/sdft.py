@@ -67,13 +67,14 @@ class SDFTTrainer(SelfDistillationTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: SDFTConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
         reward_funcs: Any = None,
         **others: Any,
@@ -87,6 +88,7 @@ class SDFTTrainer(SelfDistillationTrainer):
             processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
             peft_config=peft_config,
             **others,
         )

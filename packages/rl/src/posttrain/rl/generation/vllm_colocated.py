@@ -168,8 +168,8 @@ class VLLMColocatedGenerator:
     def _load(self) -> None:
         """Load the policy's weights into vLLM and clear its cache."""
         if self.sleeps:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # memory freed by training is for vLLM
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()  # memory freed by training is for vLLM
             self._llm.wake_up(tags=["weights"])
         _reload(self._llm, Weights(self._model))
         if self.sleeps:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, check_field, opt
+from posttrain.core.data import accelerator
 from posttrain.core.distributed import deepspeed, shard_settings
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.fields.old_names import Removed, Renamed
@@ -337,6 +338,12 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
         None, "How many are printed; None: all of a rollout.", min=0, needs="log_completions"
     )
     log_unique_prompts: bool = opt(False, "Print one completion of each prompt.", needs="log_completions")
+    log_trajectories: int = opt(
+        0,
+        "Completions of each rollout, on each process, that are written token for token into trajectories-<rank>.jsonl "
+        "in the output folder, for posttrain trajectories and the report.",
+        min=0,
+    )
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
     rollout_process: bool = opt(
         False,
@@ -350,10 +357,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
         return self.per_device_train_batch_size
 
     def _normalize(self) -> None:
-        import torch
 
         if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         rows = self.micro_batch_completions * self.data_parallel_size
         if self.steps_per_generation is None:
             whole = self.generation_batch_size is None or self.generation_batch_size % rows

@@ -154,7 +154,7 @@ class RolloutTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         reward_funcs: Any = None,
         args: RolloutConfig | None = None,
         train_dataset: Any = None,
@@ -170,6 +170,7 @@ class RolloutTrainer(Trainer):
         environment_factory: Any = None,
         generator: Generator | None = None,
         agent: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
@@ -181,6 +182,7 @@ class RolloutTrainer(Trainer):
         parts = Parts.of(
             others,
             model=model,
+            model_init=model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -216,6 +218,7 @@ class RolloutTrainer(Trainer):
             raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
         self.rewards = Rewards(functions, args, len(own))
         pipeline.set_seed(args.seed)  # adapters begin with random numbers
+        model = model if model_init is None else loading.model_of(model_init)
         model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
         super().__init__(
             model=model,
@@ -245,18 +248,9 @@ class RolloutTrainer(Trainer):
         self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args), args) if sees else None
         self._make_sampler(generator, agent)
         self.old_logps = OldLogps(args, self.dist)
-        self.reference = self._make_reference(peft_config is not None and not loading.is_adapter(parts.model))
-        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
-        if self.reference is not None and args.sync_ref_model:
-            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
-        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
-        self.aux_loss_enabled = self.router_aux_loss_coef != 0
-        models = [model for model in (self.model, self.ref_model) if model is not None]
-        example = None if self.image_prompts is None else self.image_prompts.example
-        coefficient = self.router_aux_loss_coef
-        self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
-        if args.router_replay:
-            setup.enable_router_replay(self.model, sees)
+        self._peft_config = peft_config
+        self._look_at_model(fresh_adapter=peft_config is not None and not loading.is_adapter(parts.model))
+        self.model_init = model_init
         me = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         hooks = Hooks(
             new_samples=lambda rows: me.new_samples(rows),
@@ -269,6 +263,34 @@ class RolloutTrainer(Trainer):
         )
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
+
+    def _look_at_model(self, fresh_adapter: bool) -> None:
+        """Set up what hangs on the model as it is on its device: the reference, and how it reads micro-batches."""
+        args = self.args
+        self.reference = self._make_reference(fresh_adapter)
+        self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
+        if self.reference is not None and args.sync_ref_model:
+            self.remove_callback(SyncReference)  # of the model before
+            self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.aux_loss_enabled = self.router_aux_loss_coef != 0
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        example = None if self.image_prompts is None else self.image_prompts.example
+        coefficient = self.router_aux_loss_coef
+        self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
+        if args.router_replay:
+            setup.enable_router_replay(self.model, self.image_prompts is not None)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the core's; the model gets the adapter, and what the constructor changes in a model."""
+        made, sees = super().call_model_init(trial), self.image_prompts is not None
+        return load_policy(made, self.processing_class, self.args, None, self._peft_config, sees)[0]
+
+    def set_model(self, model: nn.Module) -> None:
+        """As the core's; a model of `model_init` gets a reference of its own."""
+        super().set_model(model)
+        if self.model_init is not None:
+            self._look_at_model(fresh_adapter=self._peft_config is not None)
 
     def _make_sampler(self, generator: Generator | None, agent: Agent | None) -> None:
         """Make what completes prompts, once the prompts and the tools are checked."""
@@ -577,7 +599,7 @@ class RolloutTrainer(Trainer):
             self.sampler.synced_at = None  # the weights may have changed
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         self.reporter.report_evaluation(description, metric_key_prefix, self.state.global_step)
-        return output
+        return output._replace(metrics=reporting.with_errors(output.metrics or {}, output.num_samples or 0))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -661,6 +683,8 @@ class RolloutTrainer(Trainer):
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
         self.reporter.report_rollout(samples, scores, advantages, step)
+        weights, tokenizer = self.rewards.weights, self.codec.tokenizer
+        self.reporter.store(samples, scores, weights, advantages, step + 1, tokenizer)
         return self.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def _sync_weights(self) -> None:

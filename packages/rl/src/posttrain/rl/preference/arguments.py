@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from posttrain.core import Trainer, TrainingArguments, opt
 from posttrain.core.config import JSONObject, Resolved
+from posttrain.core.data import accelerator
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
 from posttrain.lm.images.images import ImageArguments
@@ -93,7 +92,7 @@ class PreferenceConfig(ImageArguments, TrainingArguments):
 
     def _normalize(self) -> None:
         if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
 

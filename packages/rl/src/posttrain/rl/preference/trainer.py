@@ -82,7 +82,7 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         ref_model: nn.Module | str | None = None,
         args: PreferenceConfig | TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
@@ -94,11 +94,13 @@ class PreferenceTrainer(LanguageModelTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
         parts = checks.Parts(
             model=model,
+            model_init=model_init,
             ref_model=ref_model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -114,9 +116,7 @@ class PreferenceTrainer(LanguageModelTrainer):
         super().__init__(args, parts, **old_names)
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
-        if self.needs_reference:
-            is_fresh = peft_config is not None and not loading.is_adapter(model)
-            self._set_reference(parts.ref_model, fresh_adapter=is_fresh)
+        self.look_at_model(parts)
         self.prepare_datasets(train_dataset, eval_dataset)
 
     # ------------------------------------------------------------------------------------------------ for algorithms
@@ -143,6 +143,12 @@ class PreferenceTrainer(LanguageModelTrainer):
         """What makes a batch of prepared rows."""
         pad = tokenizer_of(tokenizer).pad_token_id
         return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
+
+    def look_at_model(self, parts: checks.Parts) -> None:
+        """Makes the reference."""
+        if self.needs_reference:
+            is_fresh = parts.peft_config is not None and not loading.is_adapter(parts.model)
+            self._set_reference(parts.ref_model, fresh_adapter=is_fresh)
 
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model without a head for tokens."""
@@ -322,6 +328,11 @@ class PreferenceTrainer(LanguageModelTrainer):
         movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = ref_model is None and plain
+        if args.precompute_ref_log_probs and ref_model is None and self.model_init is not None:
+            raise ValueError(
+                "precompute_ref_log_probs=True computes the reference once, and model_init makes another at each "
+                "train; set it to False, or pass ref_model."
+            )
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
@@ -333,6 +344,7 @@ class PreferenceTrainer(LanguageModelTrainer):
             reference.place(self.dist)
         self.ref_model = reference.model
         if moves:
+            self.remove_callback(references.SyncReference)  # of the model before
             self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
 
     def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:

@@ -29,7 +29,7 @@ class Sample:
         learn: for each of `ids`, whether the policy chose it; None: all.
         versions: for each of `ids`, the optimizer step of the weights that wrote it; None in synchronous training.
         routes: the experts with which prompt and completion were read, as in `Completions`; None if unknown.
-        finished: whether the completion ended by itself.
+        finished: whether the completion ended by itself. ending: what else has ended an episode; "": not known.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
         row_number: of its row in the dataset, where a curriculum counts them.
@@ -50,6 +50,7 @@ class Sample:
     versions: list[int] | None = None
     routes: torch.Tensor | None = None
     finished: bool = False
+    ending: str = ""
     completion: Any = ""
     extra: dict[str, Any] = field(default_factory=dict)
     environment: Any = None

@@ -80,15 +80,19 @@ class Distributed(Collectives):
 
     # ---- model ----
 
+    def moves(self, model: nn.Module) -> bool:
+        """Whether `model` is moved to this process's device; by default not one that was placed or quantized."""
+        args: Any = self.args
+        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
+        return not placed if args.place_model_on_device is None else args.place_model_on_device
+
     def place(self, model: nn.Module, trained: bool = False) -> None:
         """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it.
 
         Args:
             trained: the model is trained; if it will be sharded, it is moved layer by layer.
         """
-        placed = getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
-        asked = getattr(self.args, "place_model_on_device", None)  # a property that subclasses override
-        if not (trained and self.shards) and (asked or (asked is None and not placed)):
+        if not (trained and self.shards) and self.moves(model):
             model.to(self.device)
         if self.device.type != "cpu":
             pkgutil.resolve_name(ANNOUNCE_MASKS)(model)

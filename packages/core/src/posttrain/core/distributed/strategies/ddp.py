@@ -26,10 +26,10 @@ class DDP(Distributed):
         super().prepare_model(model)
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model
-        args = self.args
+        args: Any = self.args
         unused = args.ddp_find_unused_parameters
         # LLaVA takes the features from a layer before the last, whose weights are then in no loss.
-        reentrant = (getattr(args, "activation_checkpointing_kwargs", None) or {}).get("use_reentrant", False)
+        reentrant = (args.activation_checkpointing_kwargs or {}).get("use_reentrant", False)
         looks = not gradient_checkpointing or (sees(model) and not reentrant)
         options: dict[str, Any] = {
             "find_unused_parameters": looks if unused is None else unused,
