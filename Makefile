@@ -42,7 +42,7 @@ VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
 .PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-agents \
-        test-browser kernels signatures gpu figures lint types house check docs dist-check clean
+        test-browser kernels signatures gpu figures lint types house lock check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -77,7 +77,7 @@ test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine o
 	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
 
 test-agents: $(STAMP) $(AGENTS_STAMP) ## Train agents of others unchanged: SDKs of OpenAI and Anthropic, and what is built on them.
-	$(PYTEST) -n 0 tests/rl/agents
+	$(PYTEST) -n 0 tests/rl/agents tests/core/tools/test_own_rows.py
 
 test-browser: $(STAMP) ## Open the site and the reports of runs in Chromium, where it is installed.
 	$(PYTEST) -n 0 tests/browser
@@ -108,6 +108,9 @@ types: $(STAMP) ## Compare the type errors with those on record; they may only b
 
 house: $(STAMP) ## Compare the size of the source and of a step with those on record; they may only fall.
 	$(PY) .ci/house.py
+
+lock: $(STAMP) ## Write requirements.lock: the packages that users need, in the versions that are installed here.
+	@$(PY) .ci/lock.py
 
 check: lint types house ## Check style, types and size: two minutes.
 

@@ -64,7 +64,6 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
-    "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
     "rl/online/trainer.py": "the one base of online trainers, from their arguments to the methods to override",
     "core/trainer.py": "the loop, and every overridable method, in one class",
 }
@@ -441,3 +440,30 @@ def test_a_trainer_is_one_class_and_its_accessors():
     node = class_nodes()["posttrain.compat.trainer_names.TrainerNames"]
     sets = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     assert sets <= {"hp_name", "hp_search_backend"}
+
+
+def test_one_module_names_kinds_of_accelerators():
+    """Elsewhere torch.accelerator and `posttrain.core.data.accelerator` are asked, so that XPU trains as CUDA does."""
+    found = []
+    for where, path in sources().items():
+        if where.startswith("core/distributed/") or where == "core/data/accelerator.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if text == "cuda" or text.startswith("cuda:"):
+                found.append(f"{where}:{node.lineno} {text!r}")
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+                found.append(f"{where}:{node.lineno} torch.cuda")
+    assert not found
+
+
+def test_the_repository_holds_sources_alone():
+    """No package, archive or model that a tool downloaded is committed: a history never gets rid of it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
+    if listed.returncode:
+        pytest.skip("this is no clone")
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    large = {str(path.relative_to(ROOT)) for path in files if path.exists() and path.stat().st_size > 300_000}
+    assert large <= {"examples/data/gsm8k/train.jsonl", "examples/data/gsm8k_preferences/train.jsonl"}
+    endings = (".whl", ".gz", ".zip", ".safetensors", ".bin", ".pt", ".so")
+    assert [str(path) for path in files if path.name.endswith(endings)] == []

@@ -95,6 +95,20 @@ def test_every_extra_that_a_page_or_a_message_names_is_there():
     assert len(named) >= 10 and named <= there, named - there
 
 
+def test_the_lock_file_has_every_package_and_no_other_version_than_the_tests():
+    lock = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line)
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("#")[0].strip().split("==") for line in pins if "==" in line.split("#")[0])
+    assert {name: version for name, version in lock.items() if pinned.get(name) != version} == {}
+    extras = {"core": ["datasets", "peft", "plots", "quantization", "search"], "rl": ["agents"], "seq2seq": ["metrics"]}
+    for part in PARTS:
+        described = project(ROOT / "packages" / part)
+        needed = list(described["dependencies"])
+        needed += [one for extra in extras.get(part, ()) for one in described["optional-dependencies"][extra]]
+        names = {re.split(r"[>=\[]", one)[0].replace("_", "-").lower() for one in needed}
+        assert {name for name in names if not name.startswith("posttrain-")} <= lock.keys()
+
+
 def test_all_distributions_say_who_made_them_and_where_they_are():
     for path in [ROOT, *(ROOT / "packages" / part for part in PARTS)]:
         described = project(path)

@@ -2,6 +2,7 @@
 writes what peft reads back.
 """
 
+import functools
 import inspect
 
 import pytest
@@ -11,9 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weig
 from posttrain import rl
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import DPOTrainer, GRPOTrainer
+from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.local import LocalGenerator
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract import trainers
+from tests.rl.test_distillation import serving
 
 IDS = torch.arange(5, 25)[None]
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
@@ -21,6 +25,13 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "ta
 ADDING = [SFTTrainer, *(getattr(rl, name) for name in rl.__all__ if name.endswith("Trainer"))]
 SAMPLING = (rl.GRPOTrainer, rl.RLOOTrainer, rl.ReinforcePlusPlusTrainer, rl.OnlineDPOTrainer)
 TAUGHT = (rl.DistillationTrainer, rl.GKDTrainer)
+SERVED = (rl.ServerDistillationTrainer, rl.AsyncDistillationTrainer)
+
+
+@functools.cache
+def teacher_address():
+    """Of a server with a teacher, until the tests end."""
+    return serving(tiny.causal_lm(seed=3)).__enter__()[0]
 
 
 def make(trainer_class, model, folder, peft_config, **changes):
@@ -35,10 +46,17 @@ def make(trainer_class, model, folder, peft_config, **changes):
     if issubclass(trainer_class, SAMPLING):
         rows, kwargs["reward_funcs"] = [{"prompt": row["prompt"]} for row in rows], trainers.digit_sum
         usual["num_generations"] = 2
+    elif issubclass(trainer_class, rl.SDFTTrainer):
+        rows = [{"prompt": row["prompt"], "privileged_context": "the"} for row in rows]
+        usual |= {"max_completion_length": 4, "num_generations": 2}
+    elif issubclass(trainer_class, SERVED):
+        rows, usual["teacher_server_urls"] = trainers.text_rows(16), {"": teacher_address()}
     elif issubclass(trainer_class, TAUGHT):
         rows, kwargs["teacher_model"] = trainers.text_rows(16), tiny.causal_lm(seed=3)
     elif trainer_class is SFTTrainer:
         rows = trainers.text_rows(16)
+    if issubclass(trainer_class, (rl.AsyncGRPOTrainer, rl.AsyncDistillationTrainer)):
+        kwargs["generator"] = CopiedGenerator(LocalGenerator(tiny.tokenizer()))
     args = trainers.arguments(trainer_class.config_class, folder, **(usual | changes))
     return trainer_class(
         model,

@@ -62,6 +62,8 @@ def refused(error, *parts, run):
 
 def test_an_unknown_argument_is_answered_before_a_model_is_loaded(tmp_path):
     folder = tmp_path / "not there"  # would be refused with another error
+    wanted = "'dataset', did you mean 'train_dataset'"
+    refused(TypeError, "SFTTrainer", wanted, run=lambda: SFTTrainer(str(folder), dataset=[]))
     refused(TypeError, "SFTTrainer", "'train_dateset'", "did you mean 'train_dataset'",
             run=lambda: SFTTrainer(str(folder), train_dateset=[]))  # fmt: skip
     refused(TypeError, "'learning_rate'", "SFTConfig(learning_rate=...)",

@@ -150,7 +150,7 @@ OTHER = {
     "vllm_importance_sampling_clip_min": 0.5, "ema_use": "eval", "packing_strategy": "wrapped",
     "transformers_continuous_batching_config": {"block_size": 16}, "eval_steps": 7, "log_multimodal": False,
     "use_bias_correction_kl": False, "vllm_gpu_memory_utilization": 0.4,
-    "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5,
+    "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5, "curriculum_explore": 0.5, "curriculum_update": 0.25,
 }  # fmt: skip
 
 

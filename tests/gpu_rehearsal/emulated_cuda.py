@@ -8,7 +8,8 @@
 Tensors on it are `CudaTensor`: they say ``device="cuda:0"`` and keep their values in a CPU tensor. So a whole run,
 with what it does by values, can be compared with that of the CPU. An operation over tensors of both devices raises
 `PlacementError` where CUDA would raise. Each wait of the host for the device is recorded with its place, by the rules
-of ``torch.cuda.set_sync_debug_mode``. Kernels are those of the CPU: nothing here shows speed or rounding.
+of ``torch.cuda.set_sync_debug_mode``. Work that no stream, event or wait orders raises `order.OrderError`. Kernels are
+those of the CPU: nothing here shows speed or rounding.
 
 `torch._subclasses.FakeTensorMode` is no substitute: it has no values, and its backward pass needs a build with CUDA.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,9 +37,10 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.checkpoint import codec
 from posttrain.lm.attention import varlen_attention
+from tests.gpu_rehearsal.order import Order, OrderError
 
 aten = torch.ops.aten
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+DEVICES, CPU = {kind: torch.device(kind, 0) for kind in ("cuda", "xpu")}, torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -76,12 +79,16 @@ class CudaTensor(torch.Tensor):
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: CUDA)
-    is_cuda = property(lambda self: True)
+    device = property(lambda self: DEVICES[_active.kind] if _active else DEVICES["cuda"])
+    is_cuda = property(lambda self: self.device.type == "cuda")
+    is_xpu = property(lambda self: self.device.type == "xpu")
     is_cpu = property(lambda self: False)
 
     def get_device(self) -> int:
         return 0
+
+    def record_stream(self, stream: Any) -> None:
+        _active.order.keep(_key(self), stream)
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
@@ -144,6 +151,9 @@ def _is_bool_index(index: Any) -> bool:
 class EmulatedCuda(TorchDispatchMode):
     """Within it, ``device="cuda"`` is the emulated device, and torch says that one is there.
 
+    Args:
+        kind: "xpu": the device has this name, and there is no CUDA.
+
     Attributes:
         waits: each `Wait` so far.
         phase: what the host does now; anything. Copied into each wait.
@@ -153,16 +163,19 @@ class EmulatedCuda(TorchDispatchMode):
         largest, largest_on_host: bytes of the largest tensor that was made, there and on the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "cuda") -> None:
         super().__init__()
+        self.kind = kind
         self.waits: list[Wait] = []
         self.phase = ""
         self.operations: Counter[str] = Counter()
+        self.order = Order(self.wait)
+        self._pinned: set[int] = set()
         self.dispatched = self.live = self.peak = self.largest = self.largest_on_host = 0
         self.flops = 0
         self._known: set[int] = set()
         self._to_host = False
-        self._callers = _Callers()
+        self._local = threading.local()
         self._around = contextlib.ExitStack()
 
     def __enter__(self) -> EmulatedCuda:
@@ -174,11 +187,29 @@ class EmulatedCuda(TorchDispatchMode):
         self._around.enter_context(self._callers)
         return super().__enter__()
 
+    @property
+    def _callers(self) -> _Callers:
+        """Of this thread."""
+        if not hasattr(self._local, "callers"):
+            self._local.callers = _Callers()
+        return self._local.callers
+
+    def runs(self, thread: threading.Thread, _original: Any = threading.Thread.run) -> None:
+        """A thread, for which torch's modes are those that it enters itself."""
+        with self._callers:
+            TorchDispatchMode.__enter__(self)
+            try:
+                _original(thread)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
+
     def __exit__(self, *error: Any) -> None:
         global _active
         super().__exit__(*error)
         self._around.close()
         _active = None
+        if self.order.late and error[0] is None:
+            raise OrderError("\n".join(self.order.late))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.run(func, args, kwargs or {})
@@ -211,13 +242,14 @@ class EmulatedCuda(TorchDispatchMode):
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_device = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         asked = kwargs.get("device")
-        if kwargs.get("pin_memory"):
-            if asked is not None and torch.device(asked).type == "cuda":
+        pinned, waits = bool(kwargs.get("pin_memory")), len(self.waits)
+        if pinned:
+            if asked is not None and torch.device(asked).type == self.kind:
                 raise PlacementError(f"{name}: only tensors of the host can be pinned")
             kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if asked is None and not on_device:
-            return self._on_host(func(*args, **kwargs))
-        if asked is None or torch.device(asked).type == "cuda":
+            return self._computed_on_host(func, args, kwargs, func(*args, **kwargs), pinned)
+        if asked is None or torch.device(asked).type == self.kind:
             to_device = True
         elif torch.device(asked).type != "cpu":
             to_device = False
@@ -232,16 +264,19 @@ class EmulatedCuda(TorchDispatchMode):
         if asked is not None and to_device:
             kwargs = kwargs | {"device": CPU}
         if kwargs.get("generator") is not None and to_device and kwargs["generator"] is not self.generator:
-            raise PlacementError(f"{name}: expected a 'cuda' device type for generator but found 'cpu'")
+            raise PlacementError(f"{name}: expected a '{self.kind}' device type for generator but found 'cpu'")
         if name in _WAITS and on_device:
             self.wait(_WAITS[name])
         inner_args, inner_kwargs = tree_map(_host, args), tree_map(_host, kwargs)
         out = func(*inner_args, **inner_kwargs)
+        self._ordered(func, args, kwargs, tensors, out, to_device)
+        if len(self.waits) > waits:
+            self.order.host_waits()
         self.dispatched += bool(to_device or on_device)
         if name == "aten::copy_" and not isinstance(args[0], CudaTensor):
             return args[0]
         if not to_device or name == "aten::_local_scalar_dense":
-            return self._on_host(out)
+            return self._computed_on_host(func, (), {}, out, pinned)
         if not func.is_view and name not in _VIEWS:
             self.operations[name] += 1
         wrapped = {id(_host(tensor)): tensor for tensor in on_device}
@@ -267,12 +302,56 @@ class EmulatedCuda(TorchDispatchMode):
             weakref.finalize(storage, self._free, storage._cdata, size)
         return CudaTensor(value)
 
-    def _on_host(self, out: Any) -> Any:
+    def _computed_on_host(self, func: Any, args: Any, kwargs: Any, out: Any, pinned: bool) -> Any:
+        read = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if not func.is_view and func._schema.name not in _VIEWS:
+            self.order.on_host(func._schema.name, map(_key, read), map(_key, _written(func, args, kwargs)))
         if isinstance(out, torch.Tensor):
             self.largest_on_host = max(self.largest_on_host, out.untyped_storage().nbytes())
+            if pinned:
+                self.pin(out)
         return out
 
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Let the memory of a tensor of the host be pinned."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._pinned:
+            self._pinned.add(storage._cdata)
+            weakref.finalize(storage, self._pinned.discard, storage._cdata)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return _key(tensor) in self._pinned
+
+    def _ordered(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any, there: bool) -> None:
+        """Tell `order` what an operation of the device reads and writes."""
+        name = func._schema.name
+        if func.is_view or name in _VIEWS:
+            return
+        changed = {id(tensor) for tensor in _written(func, args, kwargs)}
+        ours = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
+        if not there and not ours:  # the host makes a tensor
+            return
+        hosts = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
+        later = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
+        made = [tensor for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor)]
+        given = {_key(tensor) for tensor in tensors}
+        fresh = [_key(tensor) for tensor in made if _key(tensor) not in given]
+        copied = [tensor for tensor in hosts if id(tensor) not in changed]
+        self.order.on_host(name, map(_key, copied), ())
+        landing = [tensor for tensor in hosts if id(tensor) in changed] + ([] if there else made)
+        for tensor in (*landing, *copied):
+            storage = tensor.untyped_storage()
+            weakref.finalize(storage, self.order.freed_on_host, storage._cdata)
+        self.order.work(
+            name,
+            [_key(tensor) for tensor in ours if name != "aten::copy_" or id(tensor) not in changed],
+            [*(_key(tensor) for tensor in ours if id(tensor) in changed), *(fresh if there else ())],
+            [_key(tensor) for tensor in copied if later and _key(tensor) in self._pinned],
+            map(_key, landing),
+        )
+
     def _free(self, key: int, size: int) -> None:
+        self.order.freed(key)
         self._known.discard(key)
         self.live -= size
 
@@ -327,6 +406,19 @@ def _host(value: Any) -> Any:
     return value.host if isinstance(value, CudaTensor) else value
 
 
+def _key(tensor: torch.Tensor) -> int:
+    """Of the memory of a tensor."""
+    return _host(tensor).untyped_storage()._cdata
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operation changes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
+
+
 def _short(path: str) -> str:
     for root, put in ((str(REPOSITORY) + "/", ""), (".../site-packages/", "")):
         if path.startswith(root) and "site-packages" not in path:
@@ -352,7 +444,7 @@ class _Callers(TorchFunctionMode):
                 return _ANSWERS[func](*args, **kwargs)
         asked = kwargs.get("device")
         if asked is not None:
-            device = torch.device(asked).type == "cuda" if not isinstance(asked, int) else True
+            device = torch.device(asked).type == _active.kind if not isinstance(asked, int) else True
         else:
             device = any(isinstance(leaf, CudaTensor) for leaf in tree_iter((args, kwargs)))
         self.stack.append(device)
@@ -396,20 +488,20 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if "other" in kwargs:
         device, dtype = kwargs["other"].device, kwargs["other"].dtype
     device = self.device if device is None else torch.device(device)
-    if device.type == "cuda":
-        device = CUDA
+    if device.type == _active.kind:
+        device = DEVICES[_active.kind]
     dtype = dtype or self.dtype
     if device == self.device and dtype == self.dtype and not kwargs.get("copy"):
         return self
     options = {"memory_format": kwargs["memory_format"]} if kwargs.get("memory_format") is not None else {}
-    if device.type == "cuda" or not isinstance(self, CudaTensor):
+    if device.type == _active.kind or not isinstance(self, CudaTensor):
         return aten._to_copy(self, dtype=dtype, device=device, non_blocking=bool(later), **options)
     with _active.to_host():
         return aten._to_copy(self, dtype=dtype, device=device, non_blocking=bool(later), **options)
 
 
 def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
-    return _to(self, CUDA, non_blocking=non_blocking)
+    return _to(self, DEVICES[_active.kind], non_blocking=non_blocking)
 
 
 def _cpu(self: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -419,6 +511,7 @@ def _cpu(self: torch.Tensor, **_: Any) -> torch.Tensor:
 def _numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if isinstance(self, CudaTensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+    _active.order.on_host("numpy", [_key(self)], ())
     with torch._C.DisableTorchFunction():
         return torch.Tensor.numpy(self, *args, **kwargs)
 
@@ -426,7 +519,10 @@ def _numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def _tolist(self: torch.Tensor) -> Any:
     if isinstance(self, CudaTensor):
         _active.wait("copy to the host")
+        _active.order.work("tolist", [_key(self)], ())
+        _active.order.host_waits()
         self = self.host
+    _active.order.on_host("tolist", [_key(self)], ())
     with torch._C.DisableTorchFunction():
         return torch.Tensor.tolist(self)
 
@@ -434,7 +530,7 @@ def _tolist(self: torch.Tensor) -> Any:
 def _tensor(data: Any, *, dtype=None, device=None, requires_grad=False, pin_memory=False) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
         made = torch.tensor(data, dtype=dtype, pin_memory=pin_memory)
-    device = CPU if device is None else torch.device(device) if not isinstance(device, int) else CUDA
+    device = CPU if device is None else torch.device(device) if not isinstance(device, int) else DEVICES[_active.kind]
     return _to(made, device).requires_grad_(requires_grad)
 
 
@@ -445,7 +541,12 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
 
 
 def _pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    _active.pin(self)
     return self
+
+
+def _is_pinned(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return _active.is_pinned(self)
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -457,6 +558,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.tensor: _tensor,
     torch.as_tensor: _as_tensor,
     torch.Tensor.pin_memory: _pinned,
+    torch.Tensor.is_pinned: _is_pinned,
 }
 
 
@@ -468,50 +570,23 @@ for _function, _answer in _ANSWERS.items():  # threads have no function mode
 # ------------------------------------------------------------------------------------------------ what torch says of it
 
 
-class _Stream:
-    """A stream, or an event; all that is asked of them here is whether the host waits."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, *args: Any) -> None: ...
-
-    wait = wait_event = wait_stream = record_event = record
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        _active.wait("synchronize")
-
-    def elapsed_time(self, other: Any) -> float:
-        return 1.0
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
 def _grouped(lists: list[list[Any]], *args: Any, _original=torch._C._group_tensors_by_device_and_dtype) -> Any:
     """By device and type, where C++ sees one device."""
     kinds = {isinstance(tensor, CudaTensor) for tensor in lists[0]}
     if len(kinds) > 1:
         raise PlacementError("Some tensors of a list are on the device, and some on the CPU")
     found = _original(lists, *args)
-    return {(CUDA, dtype): value for (_, dtype), value in found.items()} if kinds == {True} else found
+    return {(DEVICES[_active.kind], dtype): value for (_, dtype), value in found.items()} if kinds == {True} else found
 
 
 def _autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     """Of autocast for CUDA: C++ takes the tensors for those of the CPU, so autocast for these goes along."""
 
     def both(self: torch.autocast, *args: Any) -> Any:
-        if self.device == "cuda" and method.__name__ == "__enter__":
+        if self.device == _active.kind and method.__name__ == "__enter__":
             self.beside = torch.autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
             method(self.beside)
-        elif self.device == "cuda":
+        elif self.device == _active.kind:
             method(self.beside, *args)
         return method(self, *args)
 
@@ -527,6 +602,7 @@ class _OneKernel(torch.autograd.Function):
         with torch.enable_grad():
             ctx.out = function(*ctx.kept)
         _active.ran("attention", 2.0 * pairs)
+        _active.order.work("attention", map(_key, tensors), [])
         return _active._wrap(ctx.out.detach().contiguous(), {})
 
     @staticmethod
@@ -591,7 +667,9 @@ def _forget_device() -> None:
     """accelerate looks for a device once in a process."""
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, PartialState
+        from accelerate.utils import is_xpu_available
 
+        is_xpu_available.cache_clear()
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
@@ -608,26 +686,32 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         "get_device_properties": lambda *a: properties, "max_memory_allocated": lambda *a: gpu.peak,
         "memory_allocated": lambda *a: gpu.live, "reset_peak_memory_stats": lambda *a: None,
         "mem_get_info": lambda *a: (2**36, 2**36), "empty_cache": lambda: None, "memory_stats": lambda *a: {},
-        "synchronize": lambda *a: gpu.wait("synchronize"), "Event": _Stream, "Stream": _Stream,
-        "current_stream": lambda *a: _Stream(), "default_stream": lambda *a: _Stream(), "stream": lambda s: _Stream(),
+        "synchronize": lambda *a: gpu.order.synchronize(), "Event": gpu.order.Event, "Stream": gpu.order.Stream,
+        "current_stream": lambda *a: gpu.order.current, "default_stream": lambda *a: gpu.order.default,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
         "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state": lambda *a: None,
         "get_rng_state": lambda *a: torch.get_rng_state(), "manual_seed_all": lambda seed: None,
-        "manual_seed": lambda seed: None, "set_rng_state_all": lambda states: None, "device": lambda d: _Stream(),
+        "manual_seed": lambda seed: None, "set_rng_state_all": lambda states: None,
+        "device": lambda d: contextlib.nullcontext(),
     }  # fmt: skip
     accelerator = {
-        "is_available": lambda: True, "current_accelerator": lambda *a, **k: CUDA, "device_count": lambda: 1,
-        "synchronize": lambda *a: gpu.wait("synchronize"), "empty_cache": lambda: None,
+        "is_available": lambda: True, "device_count": lambda: 1,
+        "current_accelerator": lambda *a, **k: DEVICES[gpu.kind],
+        "reset_peak_memory_stats": lambda *a: None, "set_device_index": lambda device: None,
+        "synchronize": lambda *a: gpu.order.synchronize(), "empty_cache": lambda: None,
         "memory_allocated": lambda *a: gpu.live, "max_memory_allocated": lambda *a: gpu.peak,
-        "current_stream": lambda *a: _Stream(), "current_device_index": lambda: 0,
+        "current_stream": lambda *a: gpu.order.current, "current_device_index": lambda: 0,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
+        module = torch.get_device_module(gpu.kind)
         for name, value in cuda.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(mock.patch.object(module, name, value, create=gpu.kind != "cuda"))
         for name, value in accelerator.items():
             if hasattr(torch.accelerator, name):
                 stack.enter_context(mock.patch.object(torch.accelerator, name, value))
-        stack.enter_context(mock.patch.object(torch, "Event", _Stream))
-        stack.enter_context(mock.patch.object(torch, "Stream", _Stream))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", lambda thread: gpu.runs(thread)))
+        stack.enter_context(mock.patch.object(torch, "Event", gpu.order.Event))
+        stack.enter_context(mock.patch.object(torch, "Stream", gpu.order.Stream))
         stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped))
         for method in (torch.autocast.__enter__, torch.autocast.__exit__):
             stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))

@@ -121,3 +121,15 @@ def test_a_trainer_on_the_cpu_and_one_on_the_gpu_follow_each_other_in_a_process(
             trainer.train()
             kind = "cpu" if use_cpu else "cuda"
             assert trainer.dist.device.type == trainer.accelerator.device.type == trainer.model.device.type == kind
+
+
+@pytest.mark.rotated
+@pytest.mark.parametrize("name", ["causal-lm", "sft-packed", "sft-lora", "dpo", "grpo-sync", "seq2seq"])
+def test_a_run_on_a_device_that_is_no_cuda_is_that_of_the_cpu(name, tmp_path):
+    expected = figures(run(name, tmp_path / "cpu"))
+    with EmulatedCuda("xpu"):
+        assert not torch.cuda.is_available()
+        trainer = TRAINERS[name](tmp_path / "xpu", use_cpu=False, **SIZES)
+        trainer.train()
+        assert trainer.dist.device.type == "xpu" and trainer.model.device.type == "xpu"
+        assert figures(trainer) == pytest.approx(expected, rel=1e-4, abs=1e-5)

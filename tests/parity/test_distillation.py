@@ -10,6 +10,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
 
 from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import posttrain.rl  # noqa: E402
@@ -130,3 +131,51 @@ def test_importance_weighted_distillation_on_given_completions(changes, folder, 
     for key in ("loss", "grad_norm", "iw_opd/mean_advantage", "iw_opd/mean_abs_advantage", "iw_opd/mean_weight"):
         expected = [record[key] for record in records[iw_opd]]
         assert [record[key] for record in records[posttrain.rl]] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
+
+
+def self_distilled(package, folder, path, name, rewards=(), lora=False, **changes):
+    """The records of four steps on the completions of `rollout`."""
+    usual = dict(
+        output_dir=str(path / package.__name__), per_device_train_batch_size=8, num_generations=4, max_steps=4,
+        max_completion_length=8, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", logging_steps=1,
+        save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True, shuffle_dataset=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    args = getattr(package, f"{name}Config")(**(usual | changes))
+    contexts = [None if "include_environment_feedback" in changes and i % 3 else p for i, p in enumerate(PROMPTS)]
+    rows = [{"prompt": p, "privileged_context": c} for p, c in zip(PROMPTS, contexts[3:] + contexts[:3], strict=True)]
+    model = AutoModelForCausalLM.from_pretrained(folder / "student")
+    given = {"rollout_func": rollout} if package is posttrain.rl else {}
+    if lora:
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    trainer = getattr(package, f"{name}Trainer")(
+        model, *rewards, args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer(), **given
+    )
+    if package is not posttrain.rl:
+
+        def complete(prompt_ids):
+            asked = [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in prompt_ids]
+            return prompt_ids, rollout(asked, trainer)["completion_ids"]
+
+        trainer._generate_transformers = complete
+    trainer.train()
+    return [record for record in trainer.state.log_history if "loss" in record]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"teacher_model_kind": "live", "distillation_add_tail": True, "distillation_topk": 7},
+    {"teacher_model_kind": "ema", "teacher_update_rate": 0.3, "teacher_sync_steps": 2, "num_iterations": 2},
+    {"distillation_mode": "full_logits", "distillation_alpha": 0.0, "temperature": 0.7, "num_loss_tokens_to_skip": 2},
+    {"distillation_mode": "sampled_token", "distillation_alpha": 1.0, "num_iterations": 3,
+     "distillation_is_clip": 1.01},
+    {"generate_from_teacher": True, "steps_per_generation": 2, "gradient_accumulation_steps": 2,
+     "per_device_train_batch_size": 4}, {"lora": True},
+], ids=str)  # fmt: skip
+def test_sdft(changes, folder, tmp_path):
+    from trl.experimental import sdft
+
+    theirs, ours = (self_distilled(package, folder, tmp_path, "SDFT", **changes) for package in (sdft, posttrain.rl))
+    assert len(theirs) == len(ours) == 4 and max(abs(record["loss"]) for record in theirs) > 1e-3
+    for key in ("loss", "grad_norm", "completions/mean_length", "completions/clipped_ratio"):
+        expected = [record[key] for record in theirs if key in record]
+        assert [record[key] for record in ours if key in record] == pytest.approx(expected, rel=1e-4, abs=2e-6), key

@@ -24,7 +24,7 @@ FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
 TRAINERS = dict.fromkeys(("DPO", "KTO", "GRPO", "RLOO", "Reward", "SFT", "Distillation"), "trl")
 TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.online_dpo", "TPO": "trl.experimental.tpo",
              "CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo",
-             "IWOPD": "trl.experimental.iw_opd"}  # fmt: skip
+             "IWOPD": "trl.experimental.iw_opd", "SDFT": "trl.experimental.sdft"}  # fmt: skip
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {
@@ -34,6 +34,8 @@ ABSENT = {
 #: Methods that are missing on purpose.
 METHODS = {
     "create_accelerator_and_postprocess": "transformers calls it in its constructor; set accelerator_config",
+    "config_cls": "it is called config_class",
+    "sample_rollouts": "override generate",
     "get_gamma_weights": "a step inside trl's VESPO loss; override policy_loss",
     "process_vision_row": "images are not generated from in this version",
     "tokenize_row": "trl calls it on each row of the dataset; pass rows of tokens",

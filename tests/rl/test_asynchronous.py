@@ -779,9 +779,12 @@ def test_a_copy_generates_with_the_weights_of_its_last_sync():
 
 def test_every_background_thread_computes_on_the_device_of_the_thread_that_began_it(monkeypatch):
     set_in = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: set_in.update({threading.get_ident(): device}))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda device: set_in.update({threading.get_ident(): device})
+    )
 
     def device(*args, **columns):
         return [float(set_in.get(threading.get_ident(), 0))]

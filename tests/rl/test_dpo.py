@@ -435,6 +435,8 @@ def test_arguments_that_the_trainer_took_before_are_its_configs_now(tmp_path):
             tiny.causal_lm(), args=config(tmp_path), train_dataset=ROWS, tokenizer=tiny.tokenizer(), beta=0.4
         )
     assert trainer.beta == 0.4
+    with pytest.raises(TypeError, match="unknown argument 'dataset', did you mean 'train_dataset'"):
+        DPOTrainer(tiny.causal_lm(), args=None, dataset=[])
     with pytest.raises(TypeError, match="unknown argument 'traindataset'.*train_dataset"):
         DPOTrainer(tiny.causal_lm(), args=config(tmp_path), traindataset=ROWS, processing_class=tiny.tokenizer())
 

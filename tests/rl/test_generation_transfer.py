@@ -86,7 +86,7 @@ def test_weights_leave_over_nccl_after_the_optimizer_has_written_them(monkeypatc
     """vLLM's sender reads them in streams of its own, which wait for nothing that the trainer's stream has to do."""
     order, device = [], torch.device("cuda", 1)
     stream = SimpleNamespace(synchronize=lambda: order.append("written"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: stream if of == device else None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda of: stream if of == device else None)
     sender = transfer.Nccl(0)
     sender._engine = SimpleNamespace(send_weights=lambda: order.append("sent"))
     sender._client, sender._source = SimpleNamespace(), SimpleNamespace()

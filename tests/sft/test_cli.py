@@ -378,3 +378,20 @@ def test_in_a_file_each_log_record_is_a_line_and_there_are_no_bars(run_file, cap
     lines = [line for line in captured.out.splitlines() if line.startswith("step ")]
     records = [json.loads(line) for line in (run_file.parent / "out" / "log.jsonl").read_text().splitlines()]
     assert len(lines) == len(records) and lines[0].startswith("step 1/4  loss ")
+
+
+def test_evaluation_rows_are_not_prepared_where_nothing_is_evaluated(run_file, caplog):
+    caplog.set_level(logging.INFO)
+    assert main(["sft", "run.yaml"]) == 0
+    assert "eval: 4 rows read" in caplog.text
+    caplog.clear()
+    assert main(["sft", "run.yaml", "--eval_strategy", "no", "--overwrite_output_dir", "true"]) == 0
+    assert "train: 12 rows read" in caplog.text and "eval: 4 rows read" not in caplog.text
+
+
+def test_a_preview_says_once_how_rows_are_read(run_file, tmp_path, capsys, caplog):
+    tiny.tokenizer(chat_template=tiny.CHATML).save_pretrained("words")
+    tiny.causal_lm().save_pretrained("words")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1 + 1 =", "completion": " 2"}\n')
+    assert main(["preview", "run.yaml", "--model_name_or_path", "words", "--dataset_name", "pairs.jsonl"]) == 0
+    assert capsys.readouterr().out.count("the rows are plain texts") == 1 and "plain texts" not in caplog.text

@@ -104,6 +104,7 @@ def test_the_arguments_reach_the_data(tmp_path):
     tok = tokenizer(chat_template=template)
     made = trainer(tmp_path, rows, tok, **options)
     assert made.data_reports["train"].dropped == {"longer than max_length=64": (1, [1])}
+    assert str(made.data_reports["train"]).startswith("train: ")
     row = made.train_dataset[0]
     assert tok.decode(row["input_ids"]).startswith("glad: <|im_start|>system")
     assert tok.decode([label for label in row["labels"] if label != -100]) == "A two<|im_end|>\n"

@@ -627,3 +627,14 @@ def test_a_collator_of_ones_own_that_leaves_out_where_texts_begin_is_refused_for
 
     with pytest.raises(ValueError, match="packing=True puts several texts into a row, and Mine makes batches without"):
         SFTTrainer(tiny.causal_lm(), config(tmp_path, packing=True), Mine(tiny.tokenizer(), mlm=False), TEXTS)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_refused_before_training(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "words")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "words", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"loaded with dtype=torch.float32.*load it without dtype"):
+        make(tmp_path, TEXTS, tokenizer=words)
+
+
+def test_a_data_report_prints_its_sentences(tmp_path):
+    assert str(make(tmp_path, TEXTS).data_reports["train"]).startswith(f"train: {len(TEXTS)} rows read")

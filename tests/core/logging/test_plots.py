@@ -23,7 +23,9 @@ def lines(axes):
 
 
 def test_losses_and_the_learning_rate_are_drawn_over_the_same_steps():
-    losses, rate = loss_curve(HISTORY).axes
+    figure = loss_curve(HISTORY)
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+    losses, rate = figure.axes
     assert lines(losses) == {
         "training loss  4 → 2": [(10, 4.0), (20, 3.0), (30, 2.0)],
         "held-out loss  3.5 → 2.5": [(20, 3.5), (30, 2.5)],

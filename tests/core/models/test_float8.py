@@ -20,7 +20,7 @@ def gpu(monkeypatch):
     def there(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
 
     return there
 

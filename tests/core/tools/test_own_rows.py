@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from posttrain.cli.tools import chat, evaluate_rows, load, modelfile, serve
 from posttrain.core.errors import ConfigError, DataError
 from tests import tiny
 from tests.core.tools.test_after_training import TEMPLATE
+
+AGENTS = Path(__file__).parents[3] / ".venv-agents" / "bin" / "python"
 
 
 @pytest.fixture
@@ -105,13 +109,60 @@ def test_a_model_answers_as_the_api_of_openai_does_and_only_to_this_machine(base
         body = {"messages": messages, "temperature": 0, "max_tokens": 4}
         expected = chat.reply(model, tokenizer, messages, temperature=0, max_new_tokens=4)
         assert json.loads(ask("/v1/chat/completions", body))["choices"][0]["message"]["content"] == expected
-        first, done, _ = ask("/v1/chat/completions", body | {"stream": True}).split("\n\n")
-        assert json.loads(first[6:])["choices"][0]["delta"]["content"] == expected and done == "data: [DONE]"
+        counted = json.loads(ask("/v1/chat/completions", body))["usage"]
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+        *parts, usage, done = ask("/v1/chat/completions", streamed).removesuffix("\n\n").split("\n\n")
+        choices = [json.loads(part[6:])["choices"][0] for part in parts]
+        assert "".join(choice["delta"]["content"] for choice in choices) == expected and done == "data: [DONE]"
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+        assert json.loads(usage[6:])["usage"] == counted and counted["completion_tokens"] == 4
         assert "text" in json.loads(ask("/v1/completions", {"prompt": "a", "max_tokens": 1}))["choices"][0]
-        for body, headers, status in (({"prompt": 3}, {}, 400), ({"prompt": "a"}, {"Host": "evil.example:80"}, 404)):
+        refused = {"prompt": 3}, {"prompt": "a", "stop": ["x"]}, {"prompt": "a", "n": 2}, {"stream": True}
+        elsewhere = ({"prompt": "a"}, {"Host": "evil.example:80"}, 404)
+        for body, headers, status in (*((body, {}, 400) for body in refused), elsewhere):
             with pytest.raises(urllib.error.HTTPError) as raised:
                 ask("/v1/completions", body, **headers)
             assert raised.value.code == status
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_answer_is_sent_while_it_is_written_and_ends_when_its_reader_leaves(base, monkeypatch):
+    model, tokenizer = load.load(base)
+    sent, written = [], []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: f"{len(decode(ids, **options))} ")
+
+    def send(part, is_first):
+        sent.append(is_first)
+        if len(sent) == 3:
+            raise BrokenPipeError
+
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: written.append(1) or forward(*args, **kwargs))
+    with pytest.raises(BrokenPipeError):
+        serve.Answer({"prompt": "a", "max_tokens": 50, "stream": True}).write(model, tokenizer, "mine", False, send)
+    assert sent == [True, False, False] and len(written) < 50
+
+
+ASK = """
+import sys, openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none")
+asked = dict(model="mine", messages=[{"role": "user", "content": "Hi"}], temperature=0, max_tokens=8)
+whole = client.chat.completions.create(**asked)
+parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+assert "".join(part.delta.content for part in parts) == whole.choices[0].message.content
+assert parts[-1].finish_reason == whole.choices[0].finish_reason == "length" and whole.usage.completion_tokens == 8
+"""
+
+
+@pytest.mark.skipif(not AGENTS.exists(), reason="there is no .venv-agents: run make test-agents")
+def test_the_sdk_of_openai_reads_its_answers(base):
+    server = serve.make_server(*load.load(base), "mine")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        subprocess.run([AGENTS, "-c", ASK, f"http://127.0.0.1:{server.server_port}/v1"], check=True, timeout=120)
     finally:
         server.shutdown()
         server.server_close()

@@ -286,7 +286,8 @@ def test_an_argument_that_the_trainer_was_built_with_cannot_be_searched(name, tm
     ("change", "call", "message"),
     [
         ({"options": {"eval_dataset": None}, "eval_strategy": "no"}, {}, "eval_dataset"),
-        ({}, {"backend": "ray"}, "'ray' is not supported"),
+        ({}, {"backend": "sigopt"}, "'sigopt' is not supported; use one of optuna, ray"),
+        ({}, {"backend": "ray", "direction": ["minimize"]}, "Ray Tune compares trials by one objective"),
         ({}, {"direction": "minimise"}, "did you mean 'minimize'"),
         ({}, {"direction": ["minimize", "maximize"]}, "2 objectives"),
         ({}, {"n_jobs": 2}, "n_jobs=1"),

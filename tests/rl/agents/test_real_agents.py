@@ -9,6 +9,7 @@ import pytest
 
 from posttrain.rl import AgentCommand, GRPOConfig, GRPOTrainer
 from posttrain.rl.generation.local import LocalGenerator
+from posttrain.rl.generation.local_steps import LocalSteps
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
 
@@ -65,16 +66,16 @@ def test_it_is_trained_on_what_was_sampled(tmp_path, program):
     assert logged["agent/sequences"] == SEQUENCES.get(program.stem, 1)
 
 
-def test_so_it_is_with_the_trainers_own_engine(tmp_path):
+def test_so_it_is_with_the_trainers_own_engine(tmp_path, monkeypatch):
     written, engine = [], LocalGenerator(TOKENIZER)
-    generate = engine.generate
 
-    def recorded(*given, **more):
-        done = generate(*given, **more)
-        written.extend(done.ids)
-        return done
+    class Recorded(LocalSteps):
+        def step(self):
+            ended = super().step()
+            written.extend(call.completion(row).ids[0] for call, rows in ended for row in rows)
+            return ended
 
-    engine.generate = recorded
+    monkeypatch.setattr("posttrain.rl.generation.local.LocalSteps", Recorded)
     run, learned = trained_on(tmp_path, PROGRAMS[0].with_name("openai_turns.py"), engine)
     assert learned == sorted(written) and len(written) == 4 and not run.old_logps.recomputes
 

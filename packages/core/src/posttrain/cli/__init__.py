@@ -41,6 +41,7 @@ COMMANDS = {
     "verify-resume": "Kill and resume a run, and compare it with an uninterrupted one bit by bit.",
     "rerun": "Start a run again from its record, and compare.",
     "report": "Write a page about a run, or about several side by side.",
+    "trajectories": "Show what a run has sampled, token for token.",
     "schema": "Print the arguments of a method as a JSON schema.",
     "env": "Versions and hardware, for a bug report.",
 }

@@ -43,9 +43,9 @@ def get_quantization_config(model_args: ModelConfig) -> Any | None:
 
 def get_kbit_device_map() -> dict[str, int] | None:
     """The device map of a quantized model: this process's GPU; None without a GPU."""
-    import torch
+    from posttrain.core.data import accelerator
 
-    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.cuda.is_available() else None
+    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if accelerator.gpu() else None
 
 
 class ScriptParser:

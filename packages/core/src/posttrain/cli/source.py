@@ -242,6 +242,23 @@ class DataSource(metaclass=ConfigMeta):
         return rows.rename_columns(names) if names else rows
 
 
+def sets_for(run: Any) -> tuple[Any, Any | None]:
+    """The training rows of a `posttrain.core.registry.Run`, and those to evaluate on; None where it evaluates nothing.
+
+    Raises:
+        DataError: as for `DataSource.load`; or the run evaluates, and there is nothing to evaluate on.
+    """
+    train, held_out = run.data.load()
+    if run.config.eval_strategy == "no":
+        return train, None
+    if held_out is None:
+        raise DataError(
+            f"eval_strategy={str(run.config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no "
+            f"split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
+        )
+    return train, held_out
+
+
 def read(path: str | list[str], config: str | None, streaming: bool, part: str | None = None, **where: Any) -> Any:
     """The rows of files, a folder or a hub dataset, by split: a `Dataset`, an `IterableDataset`, or a dict of them.
 

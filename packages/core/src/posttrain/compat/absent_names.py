@@ -49,7 +49,7 @@ _OF_TRL = "it is a part of trl that no script needs here; import it from trl if 
 _INSTEAD: dict[str, str] = {
     "PPO PPOv2 Policy": _PPO,
     "XPO NashMD Judge": _ONLINE_PAIRS,
-    "GOLD SDFT SDPO SSD": _DISTIL,
+    "GOLD SDPO SSD": _DISTIL,
     "MiniLLM": _MINILLM,
     "DDPO AlignProp": _PIXELS,
     "PRM": "trl dropped it for want of users; posttrain.rl.RewardTrainer scores whole completions, see "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from posttrain.compat import ray_search
 from posttrain.core.callbacks import CallbackHandler, TrainerCallback
 from posttrain.core.checkpoint import Store
 from posttrain.core.data.pipeline import set_seed
@@ -24,12 +25,14 @@ from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
 from posttrain.core.state import TrainerControl, TrainerState, has_state
+from posttrain.lm.loading.loading import takes_trial
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+BACKENDS = ("optuna", "ray")
 DIRECTIONS = ("minimize", "maximize")
 # Arguments that a trainer uses when it is built: changing them between trials would silently have no effect.
 FIXED = {
@@ -46,6 +49,10 @@ _NOT_MADE: Any = None
 OPTIONS_OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")
 
 
+class Pruned(Exception):
+    """The backend has ended a trial early."""
+
+
 class BestRun(NamedTuple):
     """The best trial of a search.
 
@@ -54,7 +61,7 @@ class BestRun(NamedTuple):
             it.
         objective: its value; a list for several objectives.
         hyperparameters: the suggested values.
-        run_summary: the whole `optuna.Study`, on the main process.
+        run_summary: the whole `optuna.Study` or `ray.tune.ExperimentAnalysis`, on the main process.
     """
 
     run_id: str
@@ -90,7 +97,7 @@ def search(
     hp_name: Callable[[Any], str] | None = None,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """Train `trainer` repeatedly with arguments that optuna suggests.
+    """Train `trainer` repeatedly with arguments that Optuna or Ray Tune suggests.
 
     Each trial has a new model or the first weights, new callback states and its own folder. Every evaluation is
     reported; a trial that the study's pruner stops ends there, and its trackers are closed. A trial with a non-finite
@@ -106,10 +113,12 @@ def search(
             `default_compute_objective` where the trainer computes metrics.
         n_trials: number of runs; None: until ``timeout``.
         direction: "minimize" or "maximize"; a list for several objectives.
-        backend: "optuna", the only one.
+        backend: "optuna", the default, or "ray", whose `hp_space` returns a space of Ray Tune. Ray chooses and ends the
+            trials, and they are trained in this process, one after the other. Values that are no arguments of the
+            trainer are for ``model_init``, which gets all of them as a dict.
         hp_name: ``trial -> name`` of its folder and its run in the trackers; by default ``run-<number>``.
         **kwargs: for `optuna.create_study` (sampler, pruner, storage, ...) and `optuna.Study.optimize` (timeout, catch,
-            callbacks, gc_after_trial, show_progress_bar).
+            callbacks, gc_after_trial, show_progress_bar); or for `ray.tune.run`.
 
     Returns:
         The best run; of several objectives, the list of those that no other run beats in all of them.
@@ -118,14 +127,13 @@ def search(
         ConfigError: a suggested argument does not exist, or cannot have that value.
         RuntimeError: no trial was completed.
     """
+    backend = getattr(backend, "value", backend) or "optuna"
     _check(trainer, compute_objective, direction, backend, kwargs)
-    optuna = require("optuna", "optuna", why="a search for hyperparameters")
-    several = not isinstance(direction, str)
+    several, by_ray = not isinstance(direction, str), backend == "ray"
+    given_trial = ray_search.RayTrial if by_ray else _optuna().trial.FixedTrial
     objective = compute_objective or _default_objective(trainer)
-    hp_space, dist = hp_space or default_hp_space, trainer.dist
-    options = {name: kwargs.pop(name) for name in OPTIONS_OF_OPTIMIZE if name in kwargs}
+    hp_space, dist = hp_space or (ray_search.default_hp_space if by_ray else default_hp_space), trainer.dist
     caught = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
-    goal = {"directions": list(direction)} if several else {"direction": direction}
 
     start = _Start(trainer.model) if trainer.model_init is None else None
 
@@ -141,13 +149,10 @@ def search(
                 metrics = trainer.evaluate()
                 reporter.value = reporter.measure(metrics) if reporter.value is None else reporter.value
         if reporter.pruned:
-            raise optuna.TrialPruned
+            raise Pruned
         return reporter.value
 
-    def run_everywhere(trial: Any) -> Any:
-        values = hp_space(trial)
-        if not isinstance(values, dict):
-            raise TypeError(f"hp_space must return a dict of arguments, but returned {values!r}.")
+    def run_everywhere(trial: Any, values: dict[str, Any]) -> Any:
         name = f"run-{trial.number}" if hp_name is None else str(hp_name(trial))
         dist.broadcast_object(((trial.number, trial.params, name, values), None))
         return run(trial, name, values)
@@ -156,15 +161,14 @@ def search(
     if not dist.is_main:
         while (message := dist.broadcast_object(None))[0] is not None:
             number, params, name, values = message[0]
-            with contextlib.suppress(optuna.TrialPruned, *caught):
-                run(optuna.trial.FixedTrial(params, number), name, values)
+            with contextlib.suppress(Pruned, *caught):
+                run(given_trial(params, number), name, values)
         if message[1] is None:
             raise RuntimeError("The search failed on the main process; see its error.")
         return message[1]
     try:
-        study = optuna.create_study(**goal, **kwargs)
-        study.optimize(run_everywhere, n_trials=n_trials, catch=caught, **options)
-        best = _best(study, several)
+        searched = _with_ray if by_ray else _with_optuna
+        study, best = searched(trainer, run_everywhere, hp_space, n_trials, direction, caught, kwargs)
     finally:
         dist.broadcast_object((None, best))
         if start is not None:
@@ -174,10 +178,77 @@ def search(
     return best._replace(run_summary=study)
 
 
+def _optuna() -> Any:
+    return require("optuna", "optuna", why="a search for hyperparameters")
+
+
+def _with_optuna(
+    trainer: Trainer,
+    run: Callable[[Any, dict[str, Any]], Any],
+    hp_space: Callable[[Any], dict[str, Any]],
+    n_trials: int | None,
+    direction: str | list[str],
+    caught: tuple[type[Exception], ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, BestRun | list[BestRun]]:
+    optuna, several = _optuna(), not isinstance(direction, str)
+    options = {name: kwargs.pop(name) for name in OPTIONS_OF_OPTIMIZE if name in kwargs}
+    goal = {"directions": list(direction)} if several else {"direction": direction}
+
+    def objective(trial: Any) -> Any:
+        try:
+            return run(trial, _space(hp_space, trial))
+        except Pruned:
+            raise optuna.TrialPruned from None
+
+    study = optuna.create_study(**goal, **kwargs)
+    study.optimize(objective, n_trials=n_trials, catch=caught, **options)
+    return study, _best(study, several)
+
+
+def _with_ray(
+    trainer: Trainer,
+    run: Callable[[Any, dict[str, Any]], Any],
+    hp_space: Callable[[Any], dict[str, Any]],
+    n_trials: int | None,
+    direction: str | list[str],
+    caught: tuple[type[Exception], ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, BestRun]:
+    space = _space(hp_space, None)
+    fields = {field.name for field in dataclasses.fields(trainer.args)}
+    for_model = trainer.model_init is not None and takes_trial(trainer.model_init)
+    known = fields if for_model else space.keys()  # what is neither an argument nor for `model_init` is refused
+
+    def train(trial: ray_search.RayTrial) -> float | None:
+        try:
+            return run(trial, {name: value for name, value in trial.items() if name in known})
+        except Pruned:
+            return None
+        except caught as error:
+            logger.warning("Trial %s has failed: %s", trial.number, error)
+            return None
+
+    kwargs.setdefault("storage_path", os.path.abspath(trainer.args.output_dir))
+    analysis = ray_search.search(train, space, n_trials, str(direction), kwargs)
+    best = analysis.get_best_trial(metric="objective", mode=str(direction)[:3])
+    if best is None:
+        raise RuntimeError("search: no trial was completed, so none is the best.")
+    return analysis, BestRun(best.trial_id, best.last_result["objective"], best.config)
+
+
+def _space(hp_space: Callable[[Any], dict[str, Any]], trial: Any) -> dict[str, Any]:
+    values = hp_space(trial)
+    if not isinstance(values, dict):
+        raise TypeError(f"hp_space must return a dict of arguments, but returned {values!r}.")
+    return values
+
+
 def _check(trainer: Trainer, compute_objective: Any, direction: Any, backend: Any, kwargs: dict[str, Any]) -> None:
-    backend = getattr(backend, "value", backend)
-    if backend not in (None, "optuna"):
-        raise ValueError(f"search: backend={backend!r} is not supported; use 'optuna', or leave it out.")
+    if backend not in BACKENDS:
+        raise ValueError(f"search: backend={backend!r} is not supported; use one of {', '.join(BACKENDS)}.")
+    if backend == "ray" and not isinstance(direction, str):
+        raise ValueError("search: Ray Tune compares trials by one objective; give one direction, or use optuna.")
     if trainer.model_init is None and (trainer.dist.shards or trainer.dist.uses_deepspeed):
         raise ValueError(
             "search: each trial needs the first weights, and these are divided over the processes. Build the trainer "

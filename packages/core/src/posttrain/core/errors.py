@@ -54,7 +54,10 @@ class LossSpikeError(ArithmeticError):
 
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:
     """``", did you mean 'learning_rate'?"`` for a near miss, else `end`: the full stop, where a sentence ends here."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    known = list(known)
+    ending_so = [one for one in known if one.endswith(f"_{name}")]  # of dataset, train_dataset before eval_dataset
+    near = sorted(ending_so, key=lambda one: not one.startswith("train_"))
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f", did you mean {near[0]!r}?" if near else end
 
 

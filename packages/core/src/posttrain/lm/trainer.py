@@ -34,8 +34,8 @@ class LanguageModelTrainer(Trainer):
         preprocess_logits_for_metrics: as for `Trainer`.
         old_names: arguments under their earlier names, see `Trainer.OLD_ARGUMENTS`.
 
-    A subclass makes the config and `parts` of its own arguments, calls this constructor, looks at the model as it is
-    on its device, and calls `prepare_datasets`.
+    A subclass makes the config and `parts` of its own arguments, calls this constructor, `look_at_model` and
+    `prepare_datasets`.
 
     Attributes:
         sees: whether rows have images, which a processor reads.
@@ -59,15 +59,14 @@ class LanguageModelTrainer(Trainer):
         if old_names:
             given = self._renamed(old_names, parts.processing_class, parts.callbacks)
             parts.processing_class, parts.callbacks = given
-        datasets = (parts.train_dataset, parts.eval_dataset)
-        self.sees = self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
+        self.sees = self.shows_images(args, parts)
         self._auto_classes = loading.SEEING if self.sees else loading.READING
         parts.auto_class = self._auto_classes[1]
         self.run_preflight(args, parts)
+        self.before_loading(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
-        model, tokenizer = self.load(
-            parts.model, parts.processing_class, args, parts.quantization_config, parts.peft_config
-        )
+        model = parts.model if parts.model_init is None else loading.model_of(parts.model_init)
+        model, tokenizer = self.load(model, parts.processing_class, args, parts.quantization_config, parts.peft_config)
         self.data_reports: dict[str, Any] = {}
         self._prepared: list[Any] = []
         collator = self.set_up_batches(model, tokenizer, args, parts)
@@ -85,6 +84,7 @@ class LanguageModelTrainer(Trainer):
             optimizer_cls_and_kwargs=parts.optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        self.model_init, self._parts = parts.model_init, parts if parts.model_init is not None else None
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
 
     # ------------------------------------------------------------------------------------------------ for subclasses
@@ -94,8 +94,21 @@ class LanguageModelTrainer(Trainer):
         """Adds problems with the model, its adapter and its tokenizer."""
         yield from model_problems(args, parts, cls.takes)
         yield from super().preflight(args, parts)
-        yield from checks.no_dataset_problems(parts)
+        yield from cls.dataset_problems(args, parts)
         yield from tokenizer_problems(args, parts)
+
+    @classmethod
+    def dataset_problems(cls, args: Any, parts: checks.Parts) -> Iterator[checks.Problem]:
+        """Problems with the datasets, before anything is loaded."""
+        yield from checks.no_dataset_problems(parts)
+
+    def shows_images(self, args: Any, parts: checks.Parts) -> bool:
+        """Whether the model and the tokenizer are those of a model that sees: rows have images."""
+        datasets = (parts.train_dataset, parts.eval_dataset)
+        return self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
+
+    def before_loading(self, args: Any, parts: checks.Parts) -> None:
+        """What is made of `args` and `parts` once the checks have passed, before the model is loaded."""
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
@@ -117,6 +130,22 @@ class LanguageModelTrainer(Trainer):
         """`tokenizer` with the chat template and the special tokens that `args` names, and with one for padding."""
         chat_template.set_up_tokenizer(tokenizer, args)
         return tokenizer
+
+    def look_at_model(self, parts: checks.Parts) -> None:
+        """Set up what hangs on the model as it is on its device: that of the constructor, and each of `model_init`."""
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the core's; the model gets the adapter, and what the constructor changes in a model."""
+        made, parts = super().call_model_init(trial), self._parts
+        model, _ = self.load(made, self.processing_class, self.args, None, parts.peft_config)
+        self.data_collator = self.set_up_batches(model, self.processing_class, self.args, parts)
+        return model
+
+    def set_model(self, model: nn.Module) -> None:
+        """As the core's, and `look_at_model` for a model of `model_init`."""
+        super().set_model(model)
+        if self.model_init is not None:
+            self.look_at_model(self._parts)
 
     def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: checks.Parts) -> Any:
         """The collator: that of `parts`, or one for this model, which is loaded and not yet on its device."""
@@ -177,4 +206,8 @@ class LanguageModelTrainer(Trainer):
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Moves activations to host memory if ``activation_offloading`` is set."""
-        return with_offloading(super().compute_loss_context_manager(), self._offload)
+        context = super().compute_loss_context_manager()
+        # Nothing is saved where there are no gradients, as in sampling, which may run in other threads meanwhile.
+        if self._offload is None or not torch.is_grad_enabled():
+            return context
+        return with_offloading(context, self._offload)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.reinforce import ReinforcePlusPlusConfig, ReinforcePlusPlusTrainer
     from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
+    from posttrain.rl.algorithms.sdft import SDFTConfig, SDFTTrainer
     from posttrain.rl.algorithms.server_distillation import (
         AsyncDistillationConfig,
         AsyncDistillationTrainer,
@@ -87,6 +88,7 @@ _HOMES = {
         "unpair_preference_dataset",
     ),
     "tools.protocol": ("parse_response",),
+    "algorithms.sdft": ("SDFTConfig", "SDFTTrainer"),
     "algorithms.tpo": ("TPOConfig", "TPOTrainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

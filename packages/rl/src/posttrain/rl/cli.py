@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.core.errors import DataError
+from posttrain.cli.source import sets_for
 from posttrain.core.registry import Method, Run
 
 
@@ -22,12 +22,7 @@ def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], Non
     def run(run: Run) -> None:
         module, _, name = trainer.partition(":")
         config, model = run.config, run.model
-        train_rows, eval_rows = run.data.load()
-        if config.eval_strategy != "no" and eval_rows is None:
-            raise DataError(
-                f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no "
-                f"split {run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
-            )
+        train_rows, eval_rows = sets_for(run)
         if reads_prompts:
             train_rows, eval_rows = _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
         extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}

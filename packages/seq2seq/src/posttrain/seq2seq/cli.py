@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.core.errors import DataError
+from posttrain.cli.source import sets_for
 from posttrain.core.registry import Method, Run
 
 
@@ -22,12 +22,7 @@ def run(run: Run) -> None:
     from posttrain.seq2seq.trainer import Seq2SeqTrainer
 
     config, options = run.config, run.model
-    train_rows, eval_rows = run.data.load()
-    if config.eval_strategy != "no" and eval_rows is None:
-        raise DataError(
-            f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and there is none. Set "
-            "eval_dataset_name or eval_share, or eval_strategy=no."
-        )
+    train_rows, eval_rows = sets_for(run)
     model = load_model(options)
     tokenizer = loading.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
     special_tokens.ensure_pad_token(tokenizer)

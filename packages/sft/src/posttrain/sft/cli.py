@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.cli.source import sets_for
+from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
 
@@ -18,12 +19,7 @@ def run(run: Run) -> None:
     from posttrain.sft.trainer import SFTTrainer
 
     config, model = with_weights(run), run.model
-    train_rows, eval_rows = run.data.load()
-    if config.eval_strategy != "no" and eval_rows is None:
-        raise DataError(
-            f"eval_strategy={str(config.eval_strategy)!r} needs an evaluation dataset, and the dataset has no split "
-            f"{run.data.dataset_test_split!r}. Set eval_dataset_name or eval_share, or eval_strategy=no."
-        )
+    train_rows, eval_rows = sets_for(run)
     extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
     # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
     resume = {"true": True, "false": None}.get(

@@ -15,6 +15,7 @@ from torch import nn
 
 from posttrain.compat.argument_attributes import reads_from_arguments
 from posttrain.core import TrainingArguments
+from posttrain.core.data import accelerator
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields.old_names import moved_arguments
@@ -102,7 +103,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: SFTConfig | TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
@@ -117,6 +118,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[dict[str, Any]], str | list[str]] | None = None,
+        model_init: Callable[..., nn.Module] | None = None,
         **old_names: Any,
     ) -> None:
         moved_arguments("SFTTrainer", SFTConfig, {n: old_names.pop(n) for n in FORMERLY_OF_PACKING if n in old_names})
@@ -129,6 +131,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
         parts = Parts(
             model=model,
+            model_init=model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -144,13 +147,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             others={"formatting_func": formatting_func},
         )
         super().__init__(args, parts, preprocess_logits_for_metrics, **old_names)
-        if problem := flash_attention.precision_problem(self.model, self.dist.precision):
-            raise ValueError(problem)
-        self._packs = args.packing or args.eval_packing or args.padding_free
-        document_positions.check_packing(self.model, args.max_length if self._packs else 0)
-        self._reads_segments = self._enable_segments()
-        if self._packs and not self._reads_segments:
-            self._refuse_leaks()
+        self.look_at_model(parts)
         self.prepare_datasets(train_dataset, eval_dataset)
         self.check_generation()
 
@@ -254,6 +251,15 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     # ------------------------------------------------------------------------------------------------ internals
 
+    def look_at_model(self, parts: Parts) -> None:
+        if problem := flash_attention.precision_problem(self.model, self.dist.precision):
+            raise ValueError(problem)
+        self._packs = self.args.packing or self.args.eval_packing or self.args.padding_free
+        document_positions.check_packing(self.model, self.args.max_length if self._packs else 0)
+        self._reads_segments = self._enable_segments()
+        if self._packs and not self._reads_segments:
+            self._refuse_leaks()
+
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> tuple[nn.Module, Any]:
@@ -294,7 +300,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             # The noise of NEFTune is scaled by the length of a row, which must then stay.
             layout = {"flash_kwargs": True, "keep_rows": bool(self.args.neftune_noise_alpha)}
             self.data_collator = dataclasses.replace(self.data_collator, **layout)
-        if self.dist.device.type not in ("cpu", "cuda", "xpu", "mps") or self.args.torch_compile:
+        if self.dist.device.type not in ("cpu", *accelerator.KINDS) or self.args.torch_compile:
             return False
         if self._aux_loss_coef:
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
@@ -424,7 +430,7 @@ def _collator(
 ) -> SFTCollator | VisionCollator:
     multiple = args.pad_to_multiple_of
     if multiple == "auto":
-        multiple = 8 if torch.cuda.is_available() and not args.use_cpu and (args.bf16 or args.fp16) else None
+        multiple = 8 if accelerator.gpu() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
         return vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
     pad = tokenizer_of(tokenizer).pad_token_id

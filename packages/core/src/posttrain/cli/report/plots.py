@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -85,11 +87,18 @@ def _figure(title: str, heights: Sequence[int]) -> tuple[Figure, Sequence[Axes]]
     figures = require("matplotlib.figure", "posttrain-core[plots]", why="figures of a run")
     # Without pyplot, which would keep the figure in memory, and may open a window.
     figure = figures.Figure(figsize=(8, 5), layout="constrained")
+    figure._repr_png_ = functools.partial(_png, figure)  # by which a notebook shows it, also without pyplot
     rows = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     rows[0].set_title(title, parse_math=False)
     rows[-1].set_xlabel("optimizer step")
     rows[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure, rows
+
+
+def _png(figure: Figure) -> bytes:
+    written = io.BytesIO()
+    figure.savefig(written, format="png")
+    return written.getvalue()
 
 
 def _draw(axes: Axes, records: Sequence[dict[str, Any]], lines: dict[str, str], label: str) -> None:

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.report import run_record
+from posttrain.cli.report import run_record, trajectories
 from posttrain.core.callbacks import ClosingCallback
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
@@ -47,7 +47,7 @@ _FIRST = ["loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy",
 _FIRST += ["learning_rate", "grad_norm"]
 # Of the last record, about the whole run: no curves.
 _TOTALS = re.compile(
-    r"train_|(.*_)?(runtime|samples_per_second|steps_per_second)$|total_flos$|epoch$|step$|perf/.*_seconds$"
+    r"train_|(.*_)?(runtime|samples_per_second|steps_per_second|stderr)$|total_flos$|epoch$|step$|perf/.*_seconds$"
 )
 
 
@@ -99,7 +99,12 @@ class RunReportCallback(ClosingCallback):
         if (messages := self._take_messages()) is None:
             return
         try:
-            ended = {"at": _now(), "how": how, "messages": messages.texts, "left_out": messages.left_out}
+            ended = {
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "how": how,
+                "messages": messages.texts,
+                "left_out": messages.left_out,
+            }
             run_record.add_end(self._folder, ended)
             if (self._folder / LOG).is_file() and _is_ours(self._folder / REPORT):
                 write([self._folder], self._folder / REPORT)
@@ -153,6 +158,8 @@ def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> P
     for run, name in zip(runs, _names(folders), strict=True):
         run.name = name
     path.parent.mkdir(parents=True, exist_ok=True)
+    if len(runs) == 1:
+        first += trajectories.beside(path, folders[0], runs[0].name)
     path.write_text(page(runs, first), encoding="utf-8")
     return path
 
@@ -325,13 +332,7 @@ def _results(runs: Sequence[Run]) -> list[list[str]]:
 def _lasts(run: Run) -> dict[str, Any]:
     """The last value of each metric that tells how a run went."""
     wanted = (
-        "loss",
-        "reward",
-        "train_runtime",
-        "train_loss",
-        "perf/tokens_per_second",
-        "perf/peak_host_mib",
-        "perf/peak_device_mib",
+        "loss reward train_runtime train_loss perf/tokens_per_second perf/peak_host_mib perf/peak_device_mib".split()
     )
     found: dict[str, Any] = {}
     for record in run.log:
@@ -494,7 +495,3 @@ def _duration(seconds: float) -> str:
     return (
         f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min" if minutes else f"{seconds:.1f} s"
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -26,6 +26,7 @@ from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.blocks import cores
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
+from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
@@ -321,11 +322,12 @@ def hardware() -> dict[str, str]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
     facts["cuda of torch"] = str(torch.version.cuda)
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        facts[f"gpu {index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB"
-    if not torch.cuda.is_available():
+    if (kind := accelerator.gpu()) is None:
         facts["accelerator"] = "mps" if torch.backends.mps.is_available() else "none"
+        return facts
+    for index in range(torch.accelerator.device_count()):
+        gpu = accelerator.module(kind).get_device_properties(index)
+        facts[f"gpu {index}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB"
     return facts
 
 

@@ -52,7 +52,6 @@ def run(words: list[str]) -> None:
     converse(model, tokenizer, **given)
 
 
-@torch.no_grad()
 def reply(
     model: nn.Module,
     tokenizer: Any,
@@ -71,13 +70,28 @@ def reply(
     """
     from transformers import TextStreamer
 
-    ids = torch.tensor([load.encode(tokenizer, messages)], device=next(model.parameters()).device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-    options = load.sampling(temperature) | {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    ids = write(
+        model, tokenizer, load.encode(tokenizer, messages), max_new_tokens, load.sampling(temperature), streamer
+    )
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module, tokenizer: Any, prompt: list[int], max_new_tokens: int, sampling: dict[str, Any], streamer: Any
+) -> list[int]:
+    """The tokens that follow `prompt`, with what ended them.
+
+    Args:
+        sampling: arguments of ``generate``. streamer: one of transformers, or None.
+    """
+    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    options = sampling | {"max_new_tokens": max_new_tokens, "streamer": streamer}
     options |= {"pad_token_id": tokenizer.pad_token_id, "attention_mask": torch.ones_like(ids)}
     options["eos_token_id"] = load.ends(model, tokenizer)
     row = model.generate(input_ids=ids, **options)[0]  # type: ignore[operator]  # of transformers' models
-    return tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
+    return row[ids.shape[1] :].tolist()
 
 
 def converse(

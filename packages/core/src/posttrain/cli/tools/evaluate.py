@@ -1,4 +1,6 @@
-"""The command ``posttrain evaluate``: rows of the user's own, or benchmarks of EleutherAI's lm-evaluation-harness."""
+"""The command ``posttrain evaluate``: rows of the user's own, environments and agents, or benchmarks of EleutherAI's
+lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,22 @@ from posttrain.lm.text import layouts
 EXTRA = "posttrain-core[evaluate]"
 HELP = f"""posttrain evaluate MODEL --data ROWS [--judge MODULE:FUNCTION] [--limit N] [--output FILE.json] ...
 posttrain evaluate run.yaml
+posttrain evaluate MODEL --env MODULE:OBJECT [--data ROWS] [--k N] [--limit N] [--output FILE.json] ...
 posttrain evaluate MODEL --tasks TASK ... [--limit N] [--num_fewshot N] [--output FILE.json] ...
 
-Evaluate a model, or an adapter on its base: on rows of your own, on the evaluation rows of a run, or on tasks of
-lm-eval (pip install '{EXTRA}'), such as gsm8k, ifeval or hellaswag; `lm-eval ls tasks` lists them.
+Evaluate a model, or an adapter on its base: on rows of your own, on the evaluation rows of a run, in an environment or
+through an agent, or on tasks of lm-eval (pip install '{EXTRA}'), such as gsm8k, ifeval or hellaswag;
+`lm-eval ls tasks` lists them.
 
   --data ROWS            a file, a folder or a dataset of the Hub. A prompt and its completion (under any names that
                          training reads) are compared word by word, or by the number after ####; of a prompt with
                          choices and an answer, the likeliest choice counts
   --judge MODULE:FUNCTION  also scores the answers: (prompts, completions) -> numbers
+  --env MODULE:OBJECT    an agent (episode, row), or arguments of an online trainer: environment_factory, tools,
+                         reward_funcs, eval_dataset ...; or reasoning_gym:TASK, verifiers:TASKSET
+  --k N                  episodes of each row, for avg@k and pass@k [default 1]
+  --temperature T        of sampling in them [default 1]
+  --pass_threshold R     an episode passes from this reward on [default 1]
   --max_new_tokens N     length of an answer at most [default 256]
   --tasks TASK ...       names of tasks
   --include_path FOLDER  where the YAML files of your own tasks are
@@ -47,6 +56,10 @@ KINDS = load.KINDS | {
     "chat": bool,
     "data": str,
     "judge": str,
+    "env": str,
+    "k": int,
+    "temperature": float,
+    "pass_threshold": float,
     "max_new_tokens": int,
     "output": str,
 }
@@ -63,7 +76,12 @@ def run(words: list[str]) -> None:
         print(HELP)
         return
     what = "a model: its folder or its name"
-    names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST)
+    names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST | {"k": 1})
+    if "env" in given:
+        _evaluate_environment(names[0], given)
+        return
+    if only := [flag for flag in ("k", "temperature", "pass_threshold") if flag in given]:
+        raise ConfigError("evaluate", [f"--{only[0]} is for episodes; name an environment or an agent: --env"])
     if names[0].endswith(FILES) or "data" in given:
         _evaluate_rows(names[0], given)
         return
@@ -106,9 +124,7 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
     if name.endswith(FILES):
         name, rows = _of_run(name)
     if "data" in given:
-        found = read(given.pop("data"), None, streaming=False)
-        splits = found if isinstance(found, dict) else {"test": found}
-        rows = next(splits[split] for split in ("test", "validation", *splits) if split in splits)
+        rows = _split_of(given.pop("data"))
     try:
         function = None if judge is None else evaluate_rows.judge_of(judge)
     except ValueError as error:
@@ -119,10 +135,48 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
     metrics, results = evaluate_rows.evaluate(model, tokenizer, asked, function, **given)
     print("\n".join([f"{len(asked)} rows", *(f"  {metric:<14} {value:.4f}" for metric, value in metrics.items())]))
     if output is not None:
-        kept = {"model": name, "results": metrics, "rows": results}
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
-        print(f"The results with all answers are in {output}.")
+        _write(output, {"model": name, "results": metrics, "rows": results})
+
+
+def _evaluate_environment(name: str, given: dict[str, Any]) -> None:
+    """Evaluate in an environment, and print the metrics with intervals."""
+    evaluation: Any = require("posttrain.rl.evaluation", "posttrain-rl[agents]", "posttrain evaluate --env")
+    if others := [flag for flag in ("tasks", "judge", "include_path", "num_fewshot", "chat") if flag in given]:
+        raise ConfigError("evaluate", [f"--{others[0]} is not for environments; leave it out"])
+    spec, output, data = given.pop("env"), given.pop("output", None), given.pop("data", None)
+    try:
+        environment = evaluation.environment_of(spec)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError("evaluate", [f"--env: {error}"]) from error
+    if data is not None:
+        environment["eval_dataset"] = _split_of(data)
+    model, tokenizer = load.of_command("evaluate", name, given)
+    renamed = {"max_new_tokens": "max_completion_length", "batch_size": "per_device_eval_batch_size"}
+    options = {renamed.get(flag, flag): value for flag, value in given.items()}
+    metrics, episodes = evaluation.evaluate(model, tokenizer, environment, **options)
+    shown = {metric: value for metric, value in metrics.items() if metric.startswith(("avg@", "pass@", "rewards/"))}
+    for metric, value in shown.items():
+        if not metric.endswith("_stderr"):
+            error = metrics.get(f"{metric}_stderr")
+            interval = "" if error is None else f" ± {1.96 * error:.4f} (95%)"
+            print(f"  {metric:<24} {value:.4f}{interval}")
+    print(f"{len(episodes)} episodes, {metrics['completions/mean_length']:.0f} sampled tokens each.")
+    if output is not None:
+        kept = {"model": name, "environment": spec, "results": metrics, "episodes": episodes}
+        _write(output, kept)
+
+
+def _split_of(data: str) -> Any:
+    """The rows of a file, a folder or a dataset of the Hub: of its test split, or of the one that there is."""
+    found = read(data, None, streaming=False)
+    splits = found if isinstance(found, dict) else {"test": found}
+    return next(splits[split] for split in ("test", "validation", *splits) if split in splits)
+
+
+def _write(output: str, kept: dict[str, Any]) -> None:
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    Path(output).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
+    print(f"The results with all answers are in {output}.")
 
 
 def _of_run(file: str) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, ConfigError, require
 from posttrain.core.models import special_tokens
 from posttrain.core.models.wrapping import is_peft_model, unwrap
@@ -89,7 +90,7 @@ def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, An
 def _device(name: str | None) -> torch.device:
     """The device of that name; None: a GPU where there is one."""
     try:
-        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(name or accelerator.gpu() or "cpu")
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: a PyTorch without CUDA
         why = str(error).strip().splitlines()[0]

@@ -110,7 +110,7 @@ def run(words: list[str]) -> None:
 def table(found: list[Recipe]) -> str:
     """The recipes for people, a line each."""
     rows = [("recipe", "", "trains", "GiB, estimated")]
-    rows += [(r.name, r.title, r.model, "" if r.memory is None else f"{r.memory:.1f}") for r in found]
+    rows += [(r.name, r.title, r.model, "not estimated" if r.memory is None else f"{r.memory:.1f}") for r in found]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

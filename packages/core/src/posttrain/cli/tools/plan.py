@@ -255,10 +255,11 @@ def _free(device: str) -> int:
     """
     import torch
 
+    from posttrain.core.data import accelerator
     from posttrain.core.logging.memory import free_memory
 
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+    if accelerator.has_memory(torch.device(device)):
+        return int(accelerator.module(device).mem_get_info()[0])
     free = free_memory()
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 

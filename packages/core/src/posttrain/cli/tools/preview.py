@@ -6,12 +6,13 @@ It prints colours on a terminal, or brackets without colours, or writes a self-c
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import itertools
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -22,6 +23,7 @@ from posttrain.cli.method import of_words
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
+from posttrain.lm.text import layouts
 
 ROWS = 3
 USAGE = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]
@@ -47,7 +49,8 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         return
     words, options = _take_options(words)
     found, preview, words = _method(words)
-    rows, report = preview(read(found, words), options["rows"])
+    with _without_log():
+        rows, report = preview(read(found, words), options["rows"])
     if options["html"] is not None:
         path = Path(options["html"]).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +60,16 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         return
     color = wants_color(sys.stdout)
     print("\n".join([*report, "", legend(color), as_text(rows, color)]))
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Within, how rows are read is not logged: the report says it."""
+    layouts.logger.disabled = True
+    try:
+        yield
+    finally:
+        layouts.logger.disabled = False
 
 
 def wants_color(stream: TextIO) -> bool:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,18 @@ KINDS = load.KINDS | {"port": int, "local": bool}
 HOST = "127.0.0.1"
 #: The longest request that is read, in bytes.
 LONGEST = 2**24
+#: Parts of a request that change the answer and that are not done here, with the values that change nothing.
+NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([],),
+    "tools": ([],),
+    "logprobs": (False, 0),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "echo": (False,),
+}
 
 
 def run(words: list[str]) -> None:
@@ -99,51 +112,102 @@ def make_server(model: Any, tokenizer: Any, name: str, port: int = 0) -> Threadi
                 self._fail(404, f"{self.path} is not known; /v1/chat/completions and /v1/completions are")
                 return
             try:
-                asked = json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), LONGEST)))
+                answer = Answer(json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), LONGEST))))
                 with lock:
-                    text = _answer(model, tokenizer, asked, chats)
+                    body = answer.write(model, tokenizer, name, chats, self._stream if answer.streams else None)
             except (KeyError, TypeError, ValueError) as error:
                 self._fail(400, f"the request cannot be answered: {type(error).__name__}: {error}")
                 return
-            self._send_answer(text, chats, bool(asked.get("stream")))
+            except ConnectionError:  # the program has what it wanted, or has ended
+                self.close_connection = True
+                return
+            if not answer.streams:
+                self._send(200, body)
+                return
+            self.wfile.write(b"data: [DONE]\n\n")
 
         def _is_local(self) -> bool:
             """Whether a program on this machine asks, and not a page of another site in its browser."""
             return self.headers.get("Host", "").rpartition(":")[0] in (HOST, "localhost")
 
-        def _send_answer(self, text: str, chats: bool, stream: bool) -> None:
-            part = {"role": "assistant", "content": text}
-            said = {"delta" if stream else "message": part} if chats else {"text": text}
-            kind = ("chat.completion" if chats else "text_completion") + ".chunk" * (stream and chats)
-            body = {"id": "posttrain", "object": kind, "created": int(time.time()), "model": name}
-            body |= {"choices": [{"index": 0, "finish_reason": "stop", **said}]}
-            if not stream:
-                self._send(200, body)
-                return
-            self._write(200, f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n", "text/event-stream")
+        def _stream(self, part: dict[str, Any], is_first: bool) -> None:
+            """Send a part of an answer; the end of the connection is the end of the answer."""
+            if is_first:
+                self._begin(200, "text/event-stream")
+                self.end_headers()
+            self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+            self.wfile.flush()
+
+        def _begin(self, status: int, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
 
         def _send(self, status: int, body: dict[str, Any]) -> None:
-            self._write(status, json.dumps(body), "application/json")
+            text = json.dumps(body).encode()
+            self._begin(status, "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
 
         def _fail(self, status: int, why: str) -> None:
             self._send(status, {"error": {"message": why, "type": "invalid_request_error"}})
 
-        def _write(self, status: int, text: str, kind: str) -> None:
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
     return ThreadingHTTPServer((HOST, port), Handler)
 
 
-def _answer(model: Any, tokenizer: Any, asked: dict[str, Any], chats: bool) -> str:
-    prompt = asked["messages" if chats else "prompt"]
-    if asked.get("seed") is not None:
-        torch.manual_seed(int(asked["seed"]))
-    most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 256
-    return chat.reply(
-        model, tokenizer, prompt, max_new_tokens=int(most), temperature=float(asked.get("temperature", 1))
-    )
+class Answer:
+    """An answer to a request of OpenAI's API.
+
+    Args:
+        asked: the request.
+
+    Raises:
+        TypeError: it is no object. ValueError: it asks for what would not be done.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        if not isinstance(asked, dict):
+            raise TypeError("it must be an object")
+        if others := [key for key, neutral in NOT_DONE.items() if asked.get(key) not in (None, *neutral)]:
+            raise ValueError(f"{', '.join(others)} is not supported; leave it out, or serve the model through vLLM")
+        self.asked, self.streams = asked, bool(asked.get("stream"))
+
+    def write(
+        self, model: Any, tokenizer: Any, name: str, chats: bool, send: Callable[[dict[str, Any], bool], None] | None
+    ) -> dict[str, Any]:
+        """The whole answer; `send` gets its parts while it is written, and whether each is the first."""
+        from transformers import TextStreamer
+
+        asked = self.asked
+        prompt = load.encode(tokenizer, asked["messages" if chats else "prompt"])
+        if asked.get("seed") is not None:
+            torch.manual_seed(int(asked["seed"]))
+        most = int(asked.get("max_completion_tokens") or asked.get("max_tokens") or 256)
+        kind = ("chat.completion" if chats else "text_completion") + ".chunk" * (chats and self.streams)
+        head = {"id": f"posttrain-{time.time_ns()}", "object": kind, "created": int(time.time()), "model": name}
+        temperature, top_p = (1.0 if asked.get(key) is None else float(asked[key]) for key in ("temperature", "top_p"))
+        sampling = load.sampling(temperature, top_p)
+
+        def part(text: str, ended: str | None = None, kind: str = "delta") -> dict[str, Any]:
+            said = {kind: {"role": "assistant", "content": text}} if chats else {"text": text}
+            return head | {"choices": [{"index": 0, "finish_reason": ended, **said}]}
+
+        class Parts(TextStreamer):
+            is_first = True
+
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                if text and send is not None:
+                    send(part(text), self.is_first)
+                    self.is_first = False
+
+        parts = None if send is None else Parts(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        ids = chat.write(model, tokenizer, prompt, most, sampling, parts)
+        ended = "stop" if ids and ids[-1] in load.ends(model, tokenizer) else "length"
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+        if send is None:
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            return part(text, ended, "message") | {"usage": usage}
+        send(part("", ended), parts.is_first)
+        if (asked.get("stream_options") or {}).get("include_usage"):
+            send(head | {"choices": [], "usage": usage}, False)
+        return {}

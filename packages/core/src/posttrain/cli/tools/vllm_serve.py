@@ -34,10 +34,10 @@ def run(words: list[str]) -> None:
     if {"-h", "--help"} & set(words):
         print(HELP.rstrip())
         return
-    import torch
+    from posttrain.core.data import accelerator
 
     dry = "--dry-run" in words
-    command = server_command([word for word in words if word != "--dry-run"], torch.cuda.is_available())
+    command = server_command([word for word in words if word != "--dry-run"], accelerator.gpu() is not None)
     if dry:
         print(" ".join(["VLLM_SERVER_DEV_MODE=1", *(json.dumps(w) if '"' in w else w for w in command)]))
         return

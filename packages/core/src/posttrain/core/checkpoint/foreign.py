@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.core.checkpoint import sharded
+from posttrain.core.data.accelerator import CUDA, KINDS
 from posttrain.core.errors import CheckpointError
 
 OPTIMIZER, SCHEDULE, SCALER = "optimizer.pt", "scheduler.pt", "scaler.pt"
@@ -181,7 +182,7 @@ def random_numbers(saved: dict[str, Any]) -> dict[str, Any]:
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss_next},
         "numpy": saved["numpy"],
         "torch": saved["cpu"],
-        "cuda": [],
+        CUDA: [],
     }
-    devices = {kind: saved[kind] for kind in ("cuda", "xpu", "mps") if saved.get(kind) is not None}
+    devices = {kind: saved[kind] for kind in KINDS if saved.get(kind) is not None}
     return tree | {kind: list(s) if isinstance(s, (list, tuple)) else [s] for kind, s in devices.items()}

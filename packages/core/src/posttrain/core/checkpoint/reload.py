@@ -12,6 +12,7 @@ from torch import nn
 from posttrain.core.checkpoint import weights
 from posttrain.core.checkpoint.store import final_path
 from posttrain.core.data import rng
+from posttrain.core.data.accelerator import for_float64
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging import memory
@@ -131,8 +132,8 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     weights_of_model = model.state_dict(keep_vars=True)
     tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | weights_of_model
     try:
-        trained = model.eval()(**inputs).logits.double()
-        read = torch.func.functional_call(twin, tensors, kwargs=inputs).logits.double()
+        trained = for_float64(model.eval()(**inputs).logits).double()
+        read = for_float64(torch.func.functional_call(twin, tensors, kwargs=inputs).logits).double()
     finally:
         for module, mode in modes.items():
             module.training = mode

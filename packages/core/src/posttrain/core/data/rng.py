@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.data.accelerator import CUDA, KINDS
 from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 #: Kinds of devices with generators of their own, by their module in torch.
-DEVICES = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+DEVICES = {kind: kind.upper() for kind in KINDS}
 
 
 def rng_state() -> dict[str, Any]:
@@ -28,9 +29,9 @@ def rng_state() -> dict[str, Any]:
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss_next},
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "cuda": _states_of("cuda"),
+        CUDA: _states_of(CUDA),
     }
-    return tree | {kind: states for kind in ("xpu", "mps") if (states := _states_of(kind))}
+    return tree | {kind: states for kind in KINDS if kind != CUDA and (states := _states_of(kind))}
 
 
 def _states_of(kind: str) -> list[torch.Tensor]:
@@ -67,7 +68,7 @@ def set_rng_state(tree: dict[str, Any]) -> None:
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
         np.random.set_state(tree["numpy"])
         torch.set_rng_state(tree["torch"].clone())
-        saved = {kind: tree["cuda"] if kind == "cuda" else tree.get(kind, []) for kind in DEVICES}
+        saved = {kind: tree[CUDA] if kind == CUDA else tree.get(kind, []) for kind in DEVICES}
         here = {kind: _set_states_of(kind, states) for kind, states in saved.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"This is not a state of the random number generators: {error}") from error

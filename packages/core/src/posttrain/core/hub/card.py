@@ -58,6 +58,7 @@ METHODS = {
     "ReinforcePlusPlusConfig": ("REINFORCE++", "2501.03262"),
     "OnlineDPOConfig": ("online DPO", "2402.04792"),
     "IWOPDConfig": ("importance-weighted on-policy distillation", "2606.22600"),
+    "SDFTConfig": ("self-distillation fine-tuning (SDFT)", "2601.19897"),
     "DistillationConfig": ("on-policy distillation", "2306.13649"),
 }
 CURVE = "training_loss.svg"

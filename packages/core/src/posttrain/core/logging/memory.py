@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.core.models.wrapping import local_part
 
 #: Largest tensors that a report names.
@@ -176,7 +177,7 @@ def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, An
             owners[owner] += storage.nbytes()
             facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
             largest.append({"owner": owner, "name": name, **facts, "bytes": storage.nbytes()})
-    total = torch.cuda.memory_allocated(device) if device.type == "cuda" else host_bytes()
+    total = torch.accelerator.memory_allocated(device) if accelerator.has_memory(device) else host_bytes()
     owners["the rest"] = max(total - sum(owners.values()), 0)
     return {"owners": owners, "largest": sorted(largest, key=lambda one: -one["bytes"])[:MOST_NAMED]}
 
@@ -251,8 +252,8 @@ class MemoryTracker:
             yield metrics
             return
         self._under_way, host, device = True, host_bytes(), self._allocated()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if device is not None:
+            torch.accelerator.reset_peak_memory_stats(self.device)
         sampler = _Peak()
         try:
             yield metrics
@@ -261,9 +262,8 @@ class MemoryTracker:
         found = {f"{name}_mem_cpu_alloc_delta": now - host, f"{name}_mem_cpu_peaked_delta": max(0, peak - now)}
         if device is not None and (after := self._allocated()) is not None:
             found[f"{name}_mem_gpu_alloc_delta"] = after - device
-            if self.device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(self.device)
-                found[f"{name}_mem_gpu_peaked_delta"] = max(0, peak - after)
+            peak = torch.accelerator.max_memory_allocated(self.device)
+            found[f"{name}_mem_gpu_peaked_delta"] = max(0, peak - after)
         if name == "init":
             before = {"before_init_mem_cpu": host} | ({} if device is None else {"before_init_mem_gpu": device})
             self._of_init = before | found
@@ -272,7 +272,7 @@ class MemoryTracker:
             self._of_init = {}
 
     def _allocated(self) -> int | None:
-        return None if self.device.type in ("cpu", "mps") else torch.accelerator.memory_allocated(self.device)
+        return torch.accelerator.memory_allocated(self.device) if accelerator.has_memory(self.device) else None
 
 
 class _Peak:

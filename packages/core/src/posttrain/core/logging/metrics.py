@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.core.state import strict
 
 # Metrics of the trainer itself: input tokens (without padding, and all), and operations done with them.
@@ -220,9 +221,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
     Known are 16-bit types and the devices in `PEAK_FLOPS`.
     """
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = accelerator.name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"{part}(?!\d)", name)), None)
 
 
@@ -238,7 +239,7 @@ class Clock:
     def __init__(self, device: torch.device | None = None, peak_flops: float | None = None) -> None:
         self._phases: dict[str, float] = {}
         self._tokens = self._slots = self._flops = 0.0
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device if device is not None and accelerator.has_memory(device) else None
         self._peak_flops = peak_flops
         self._laps: list[tuple[str, Any, Any]] = []
         self._mark: Any = None  # outside of steps
@@ -283,7 +284,7 @@ class Clock:
         self._mark = None if last else now
 
     def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = accelerator.module(self._device).Event(enable_timing=True)
         event.record()
         return event
 
@@ -340,12 +341,12 @@ def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
 
 
 def peak_memory(device: torch.device | None = None) -> dict[str, float]:
-    """The peak memory of this process in MiB: ``perf/peak_host_mib``, of a CUDA `device` also
+    """The peak memory of this process in MiB: ``perf/peak_host_mib``, of a `device` with memory of its own also
     ``perf/peak_device_mib``."""
     unit = 2**20 if sys.platform == "darwin" else 2**10
     values = {"perf/peak_host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
-    if device is not None and device.type == "cuda":
-        values["perf/peak_device_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
+    if device is not None and accelerator.has_memory(device):
+        values["perf/peak_device_mib"] = torch.accelerator.max_memory_allocated(device) / 2**20
     return values
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from posttrain.core.callbacks import ClosingCallback, TrainerCallback
+from posttrain.core.data import accelerator
 from posttrain.core.errors import require
 from posttrain.core.logging import memory
 from posttrain.core.state import TrainerControl, TrainerState
@@ -73,13 +74,13 @@ class ProfilerCallback(ClosingCallback):
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"trace-rank-{self._rank}.json"
         profiler.export_chrome_trace(str(trace))
-        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        order = "self_device_time_total" if accelerator.gpu() else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=40)
         trace.with_name(f"operations-rank-{self._rank}.txt").write_text(table + "\n", encoding="utf-8")
         logger.info("The profile is in %s; open it at https://ui.perfetto.dev.", trace)
@@ -103,7 +104,7 @@ class MemorySnapshotCallback(ClosingCallback):
         self.every, self.entries = every, entries
         self._path: Path | None = None
         self._entries: list[dict[str, Any]] = []
-        self._on_cuda = False
+        self._history: Any = None  # torch's own, where it keeps one
 
     def on_train_begin(
         self,
@@ -115,12 +116,12 @@ class MemorySnapshotCallback(ClosingCallback):
         **kwargs: Any,
     ) -> None:
         self._device, self._parts, self._state = args.device, (model, optimizer), state
-        self._on_cuda = args.device.type == "cuda"
-        name = f"snapshot-rank-{args.process_index}.pickle" if self._on_cuda else f"live-rank-{args.process_index}.json"
+        self._history = accelerator.history(args.device)
+        name = f"snapshot-rank-{args.process_index}.pickle" if self._history else f"live-rank-{args.process_index}.json"
         self._path = Path(args.output_dir) / "memory" / name
         self._entries = []
-        if self._on_cuda:
-            torch.cuda.memory._record_memory_history(max_entries=self.entries)
+        if self._history:
+            self._history._record_memory_history(max_entries=self.entries)
         else:
             logger.info(
                 f"MemorySnapshotCallback: torch keeps no history of allocations on this device; {self._path} gets the "
@@ -128,7 +129,7 @@ class MemorySnapshotCallback(ClosingCallback):
             )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._on_cuda and state.global_step % self.every == 0:
+        if not self._history and state.global_step % self.every == 0:
             self._look("the end of the step")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -137,7 +138,7 @@ class MemorySnapshotCallback(ClosingCallback):
     def close(self) -> None:
         """Write what is live after an error."""
         error = sys.exc_info()[1]
-        if self._path is not None and error is not None and not self._on_cuda:
+        if self._path is not None and error is not None and not self._history:
             self._look(f"{type(error).__name__}: {error}")
         self._write()
 
@@ -151,9 +152,9 @@ class MemorySnapshotCallback(ClosingCallback):
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._on_cuda:
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._history:
+            self._history._dump_snapshot(str(path))
+            self._history._record_memory_history(enabled=None)
         else:
             path.write_text(json.dumps(self._entries, indent=1) + "\n", encoding="utf-8")
         self._parts = (None, None)
@@ -168,14 +169,14 @@ class UtilizationCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._psutil = require("psutil", "psutil", why="UtilizationCallback")
-        if torch.cuda.is_available():
+        if accelerator.gpu() == accelerator.CUDA:
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
         self._psutil.cpu_percent()  # each call measures since the one before
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)
-        if torch.cuda.is_available():
-            self.log_metric("perf/gpu_utilization", torch.cuda.utilization() / 100)
+        if accelerator.gpu() == accelerator.CUDA:
+            self.log_metric("perf/gpu_utilization", accelerator.module(accelerator.CUDA).utilization() / 100)
 
 
 class ParameterMonitorCallback(TrainerCallback):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.data import accelerator
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS
 
@@ -106,7 +107,7 @@ class ModelSideArguments:
                 yield f"torch_compile_backend={self.torch_compile_backend!r} is not one of {', '.join(known)}{near}"
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if self.torch_compile_mode in CUDA_GRAPHS and torch.cuda.is_available():
+        if self.torch_compile_mode in CUDA_GRAPHS and accelerator.gpu():
             yield (
                 f"torch_compile_mode={self.torch_compile_mode!r} records CUDA graphs, one for each shape and layer, "
                 "and the shapes of batches change here; this has not run on a GPU. Set "

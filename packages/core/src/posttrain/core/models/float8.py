@@ -12,6 +12,7 @@ import logging
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.errors import require
 from posttrain.core.models.wrapping import output_embedding
 
@@ -27,11 +28,12 @@ CAPABILITY = (8, 9)
 def problem(use_cpu: bool) -> str | None:
     """Why this machine cannot multiply in float8, as a sentence; None if it can."""
     needs = "fp8=True needs a GPU that multiplies float8 (compute capability 8.9 or newer, such as L4, RTX 40 or H100)"
-    if use_cpu or not torch.cuda.is_available():
-        return f"{needs}, and this run is on the CPU; set bf16=True instead"
-    found = torch.cuda.get_device_capability()
+    if use_cpu or (found := accelerator.capability()) is None:
+        where = "the CPU" if use_cpu or (kind := accelerator.gpu()) is None else kind
+        return f"{needs}, and this run is on {where}; set bf16=True instead"
     if found < CAPABILITY:
-        return f"{needs}, and {torch.cuda.get_device_name()} has {found[0]}.{found[1]}; set bf16=True instead"
+        name = accelerator.name(torch.device(accelerator.CUDA))
+        return f"{needs}, and {name} has {found[0]}.{found[1]}; set bf16=True instead"
     return None
 
 

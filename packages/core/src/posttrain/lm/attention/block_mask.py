@@ -25,16 +25,14 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    sees = segments.sees()
-    if len(sees) == 1:  # a tensor of one element would be compiled for on its own
-        sees = sees.expand(2, 2)
-    parts = segments.segment_ids(), segments.position_ids()[0], sees
-    ids, positions, sees = (part.contiguous().to(device, non_blocking=True) for part in parts)
+    parts = *segments.reach(), segments.position_ids()[0].int()
+    number, end, positions = (part.to(device, non_blocking=True) for part in parts)
 
+    # Numbers of 32 bits for each token, and no table for pairs of segments: a table is read for each pair of tokens,
+    # with an address of 64 bits each, which alone fills a thread's registers.
     def rule(batch, head, q, kv):
-        distance = positions[q] - positions[kv]
-        seen = sees[ids[q], ids[kv]] & (distance >= 0)
-        return seen if window is None else seen & (distance < window)
+        seen = (number[kv] <= number[q]) & (number[q] < end[kv])
+        return seen if window is None else seen & (positions[q] - positions[kv] < window)
 
     count = _seen_of_blocks(segments, window)
     full = count == BLOCK**2

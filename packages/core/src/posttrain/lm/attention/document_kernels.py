@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.lm.attention.segments import Segments
 
 Kernel = Callable[..., torch.Tensor]
@@ -27,7 +28,7 @@ def _choose(with_softcap: bool, has_flash_attn: bool) -> Kernel | None:
         return _by_flash_attn
     if with_softcap or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
-    return _by_torch if torch.cuda.get_device_capability() >= (8, 0) else None
+    return _by_torch if (accelerator.capability() or (0, 0)) >= (8, 0) else None
 
 
 def _has_flash_attn() -> bool:

@@ -4,7 +4,7 @@ transformers looks into a padding mask before each forward, because a mask of on
 GPU each such look waits until the device has done all its work. The host made the mask and knows the answer:
 
     announce_masks(model)
-    model(**to_device(batch, "cuda"))       # waits for nothing
+    model(**to_device(batch, device))       # waits for nothing
 
 The answer goes from a hook of the forward, which sees the mask that was sent, to the function that builds the attention
 mask, which is looked up in transformers' `AttentionMaskInterface`. Masks that the host does not know are looked into as

@@ -96,6 +96,26 @@ class Segments:
         """(N,) the number of each token's segment."""
         return torch.repeat_interleave(torch.tensor(self.lengths))
 
+    def reach(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) and (N,) int32, by which a kernel decides who sees whom: token i sees token j where
+        ``number[j] <= number[i] < end[j]``.
+
+        Tokens are numbered so that those that continue a segment follow it: each is seen by itself and by a range.
+        """
+        sizes = list(self.lengths)  # of each segment with all that continues it
+        for i, parent in reversed(list(enumerate(self.parents))):
+            if parent >= 0:
+                sizes[parent] += sizes[i]
+        free, first = {-1: 0}, []
+        for i, parent in enumerate(self.parents):
+            first.append(free[parent])
+            free[parent] += sizes[i]
+            free[i] = first[i] + self.lengths[i]
+        ids = self.segment_ids()
+        at, size = torch.tensor(first, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32)
+        moved = at - torch.tensor(self.starts, dtype=torch.int32)
+        return torch.arange(self.num_tokens, dtype=torch.int32) + moved[ids], (at + size)[ids]
+
     def sees(self) -> torch.Tensor:
         """(S, S) bool: whether segment i attends to segment j: itself and the segments it continues."""
         sees = torch.eye(len(self.lengths), dtype=torch.bool)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint.weights import check_files
+from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.lm.loading.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
@@ -202,7 +203,7 @@ def attention_problem(implementation: Any) -> str | None:
         )
     there = getattr(utils, f"is_flash_attn_{name.removeprefix('flash_attention_')}_available", lambda: True)
     if name.startswith("flash_attention_") and not there() and missing("kernels", "kernels") is not None:
-        lacks = "flash-attn is not installed" if torch.cuda.is_available() else "no GPU is visible"
+        lacks = "flash-attn is not installed" if accelerator.gpu() else "no GPU is visible"
         return (
             f"attn_implementation={implementation!r} cannot be used here: {lacks}. Run: pip install flash-attn (or "
             "kernels) on a machine with a GPU, or set attn_implementation='sdpa'"
@@ -263,17 +264,21 @@ def has_other_head(model: nn.Module) -> bool:
     return any(head in type(model).__name__ for head in ("Classification", "QuestionAnswering", "MaskedLM"))
 
 
+def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
+    """Whether `model_init` is called with the trial of a search."""
+    return any(
+        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(model_init).parameters.values()
+    )
+
+
 def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
     """A fresh model from `model_init`, called with the trial where it takes one.
 
     Raises:
         RuntimeError: it returned None.
     """
-    takes_trial = any(
-        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(model_init).parameters.values()
-    )
-    model = model_init(trial) if takes_trial else model_init()
+    model = model_init(trial) if takes_trial(model_init) else model_init()
     if model is None:
         raise RuntimeError("model_init returned None; it must return a model.")
     return model

@@ -20,7 +20,12 @@ def model_problems(args: Any, parts: Parts, wanted: str) -> Iterator[Problem]:
         parts: gets a `read_config`, where a named model can be read.
         wanted: what the trainer takes, for the message about anything else.
     """
-    if not parts.is_named and not isinstance(parts.model, nn.Module):
+    if parts.model_init is not None:
+        if parts.model is not None:
+            yield ValueError("model and model_init were both given; pass one of them.")
+        if isinstance(parts.model_init, nn.Module):
+            yield TypeError("model_init is a model; pass the function that makes it, without calling it.")
+    elif not parts.is_named and not isinstance(parts.model, nn.Module):
         yield TypeError(f"model is of type {type(parts.model).__name__}; {wanted}")
     kwargs = getattr(args, "model_init_kwargs", None)
     if parts.is_named:

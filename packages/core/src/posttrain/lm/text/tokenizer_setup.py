@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from posttrain.core.errors import did_you_mean
 from posttrain.core.models.special_tokens import ensure_pad_token, tokenizer_of
 
@@ -61,8 +63,14 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
 
 
 def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
-    """Problems: special tokens in `args` that the tokenizer does not have."""
+    """Problems: special tokens in `args` that the tokenizer does not have, or a tokenizer that cannot be saved."""
     words = tokenizer_of(tokenizer)
+    for name, value in getattr(words, "init_kwargs", {}).items():
+        if isinstance(value, torch.dtype):
+            yield ValueError(
+                f"The tokenizer was loaded with {name}={value}, an argument of models with which it cannot be saved; "
+                f"load it without {name}."
+            )
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name, None)
         if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):

@@ -328,7 +328,8 @@ class Episodes:
 
     def _sample(self, sample: Sample, ended: Ended) -> Sample:
         """`sample` with what the policy has written in its episode."""
-        own = replace(sample, extra=sample.extra | ended.columns | {REWARD: ended.reward, TURNS: ended.turns})
+        extra = sample.extra | ended.columns | {REWARD: ended.reward, TURNS: ended.turns}
+        own = replace(sample, extra=extra, ending="failed" if ended.failed else ended.recorder.cut or "")
         sequences = ended.recorder.sequences()
         if not sequences:  # nothing to learn from
             end = self.codec.tokenizer.eos_token_id or 0

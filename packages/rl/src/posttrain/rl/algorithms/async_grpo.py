@@ -117,7 +117,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         reward_funcs: Any = None,
         args: AsyncGRPOConfig | None = None,
         train_dataset: Any = None,
@@ -129,6 +129,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        quantization_config: Any = None,
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
@@ -141,6 +142,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
             peft_config=peft_config,
             tools=tools,
             environment_factory=environment_factory,

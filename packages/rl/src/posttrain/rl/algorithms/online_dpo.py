@@ -106,7 +106,7 @@ class OnlineDPOTrainer(RolloutTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         ref_model: nn.Module | None = None,
         reward_funcs: Any = None,
         args: OnlineDPOConfig | None = None,

@@ -137,7 +137,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: RewardConfig | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,

@@ -46,7 +46,7 @@ class ServerDistillationTrainer(DistillationTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: ServerDistillationConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -116,7 +116,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: AsyncDistillationConfig | None = None,
         train_dataset: Any = None,
         processing_class: Any = None,
@@ -125,6 +125,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
         peft_config: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        quantization_config: Any = None,
         generator: Generator | None = None,
         **others: Any,
     ) -> None:
@@ -136,6 +137,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            quantization_config=quantization_config,
             peft_config=peft_config,
             generator=generator,
             **others,

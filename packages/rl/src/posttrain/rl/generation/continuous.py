@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
 from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
@@ -87,12 +88,13 @@ class ContinuousGenerator:
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
         model = self._model()
         base = base_model(model)
-        devices = [p.device for p in list(base.parameters())[:1] if p.device.type == "cuda"]
+        devices = [p.device for p in list(base.parameters())[:1] if accelerator.has_memory(p.device)]
+        kind = devices[0].type if devices else "cpu"
         limits = {} if devices else cache_limits(prompts, copies, sampling.max_new_tokens, self.settings)
         options: dict[str, Any] = {"seed": seed} | limits | self.settings
         settings = ContinuousBatchingConfig(**options)
         # It seeds and draws from the generators that training draws its dropout from.
-        with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices):
+        with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices, device_type=kind):
             done = base.generate_batch(
                 [list(prompt) for prompt in prompts],
                 generation_config=config,

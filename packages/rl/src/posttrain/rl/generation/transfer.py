@@ -53,8 +53,8 @@ class Nccl:
         if self._engine is None:
             self._engine, self._client, self._source = self._connect(servers)
         self._source.weights, self._client.version = weights, version
-        if weights.device.type == "cuda":  # it reads them in streams of its own, which wait for no optimizer step
-            torch.cuda.current_stream(weights.device).synchronize()
+        if weights.device.type != "cpu":  # it reads them in streams of its own, which wait for no optimizer step
+            torch.accelerator.current_stream(weights.device).synchronize()
         try:
             self._engine.send_weights()
         except Exception:

@@ -130,9 +130,8 @@ def step_advantages(returns: torch.Tensor, states: torch.Tensor, group_size: int
     """
     known = ~returns.isnan()
     group = (torch.arange(len(returns)) // group_size).unsqueeze(1).expand_as(states)
-    _, same, count = torch.stack([group[known], states[known]], 1).unique(
-        dim=0, return_inverse=True, return_counts=True
-    )
+    keys = torch.stack([group[known], states[known]], 1)
+    _, same, count = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
     values, zeros = returns[known], returns.new_zeros(len(count))
     apart = values - (zeros.index_add(0, same, values) / count)[same]
     if scale != "none":

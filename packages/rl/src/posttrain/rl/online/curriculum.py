@@ -60,13 +60,13 @@ class Curriculum:
         self.rates = torch.full((len(dataset),), torch.nan, dtype=torch.float64)
         self._reach: torch.Tensor | None = None  # the sum of the weights up to each prompt
 
-    def choose(self, rows: Sequence[Mapping[str, Any]], places: Sequence[int], rollout: int) -> list[Mapping[str, Any]]:
+    def choose(self, rows: list[dict[str, Any]], places: Sequence[int], rollout: int) -> list[dict[str, Any]]:
         """`rows`, some of which others have taken the place of.
 
         Args:
             places: of the prompt of each row in the rollout; the same one takes the place of all rows of a prompt.
         """
-        chosen: dict[int, Mapping[str, Any]] = {}
+        chosen: dict[int, dict[str, Any]] = {}
         for row, place in zip(rows, places, strict=True):
             if place not in chosen and NUMBER in row:
                 number = self.choice(row[NUMBER], mix(self.seed, rollout, place))

@@ -18,9 +18,11 @@ from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.logging.trackers import show_table
+from posttrain.lm.generate import trajectories
 from posttrain.rl.losses import policy_losses
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.trajectories import stored
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts
 from posttrain.rl.samples.samples import Rollout, Sample
@@ -28,6 +30,8 @@ from posttrain.rl.samples.samples import Rollout, Sample
 logger = logging.getLogger(__name__)
 
 
+SQUARES = "/squares"
+"""Behind the name of a metric, the mean of its squares over prompts."""
 STALE_GAP = 0.5
 """Mean difference of log-probabilities from which stale completions are warned of. They differ by design."""
 
@@ -111,7 +115,8 @@ class Summary:
     def sums(
         self, names: Sequence[str], weights: torch.Tensor, group_size: int, threshold: float
     ) -> dict[str, tuple[float, int]]:
-        """(sum, count) of each evaluation metric: rewards, lengths and ``pass@k``.
+        """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k``, and of the squares of the
+        last two over prompts, for `with_errors`.
 
         Args:
             threshold: reward of the first function from which a completion passes.
@@ -129,9 +134,14 @@ class Summary:
             return found
         equal = equal_groups(total, group_size)
         found["frac_reward_zero_std"] = int(equal.sum()), len(equal)
+        averages = total.double().view(-1, group_size).nanmean(1)
+        of_prompts = {f"avg@{group_size}": averages[~averages.isnan()].tolist()}
         passed = (self.rewards[:, 0] >= threshold).view(-1, group_size).sum(1).tolist()
         for k in sorted({1, group_size}):
-            found[f"pass@{k}"] = sum(pass_at_k(group_size, right, k) for right in passed), len(passed)
+            of_prompts[f"pass@{k}"] = [pass_at_k(group_size, right, k) for right in passed]
+        for name, values in of_prompts.items():
+            found[name] = sum(values), len(values)
+            found[name + SQUARES] = sum(value**2 for value in values), len(values)
         return found
 
     def extremes(self) -> dict[str, tuple[float, str]]:
@@ -145,6 +155,19 @@ class Summary:
 
     def _ended_lengths(self) -> list[int]:
         return [length for length, ended in zip(self.lengths, self.finished, strict=True) if ended]
+
+
+def with_errors(metrics: Mapping[str, float], number: int) -> dict[str, float]:
+    """`metrics` with standard errors, ``<name>_stderr``, in place of the means of squares over `number` prompts.
+
+    Completions of a prompt are not independent, prompts are: Miller 2024, https://arxiv.org/abs/2411.00640, section 2.
+    """
+    found = {name: value for name, value in metrics.items() if not name.endswith(SQUARES)}
+    for name in list(found):
+        if name + SQUARES in metrics and number > 1:
+            variance = max(metrics[name + SQUARES] - found[name] ** 2, 0.0)
+            found[f"{name}_stderr"] = math.sqrt(variance / (number - 1))
+    return found
 
 
 def pass_at_k(num: int, passed: int, k: int) -> float:
@@ -259,6 +282,20 @@ class Reporter:
         """Show the samples of a rollout."""
         if self.args.log_completions:
             self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
+
+    def store(
+        self,
+        samples: list[Sample],
+        scores: Scores,
+        weights: torch.Tensor,
+        advantages: torch.Tensor,
+        step: int,
+        tok: Any,
+    ) -> None:
+        """Write the first ``log_trajectories`` samples of a rollout."""
+        if (most := self.args.log_trajectories) and not self.dist.peer_rank:
+            made = stored(samples[:most], self.names, scores, weights, advantages, step, tok)
+            trajectories.append(made, trajectories.path_of(self.args.output_dir, self.dist.rank))
 
     def begin_evaluation(self) -> None:
         """Drop what was collected by `collect`."""

@@ -98,14 +98,23 @@ class TranslatedTeacher(LocalTeacher):
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates:
         """As `LocalTeacher.known`."""
-        ids, lengths, places = batch["teacher_rows"], batch["teacher_lengths"], batch["teacher_places"]
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        known = host_copy(places)
-        known = places.cpu() if known is None else known
-        labels = torch.full(ids.shape, IGNORE_INDEX)
-        row, column = (known >= 0).nonzero(as_tuple=True)
-        labels[row, known[row, column] - 1] = 0  # the position before a token predicts it
-        return self._states({"input_ids": ids, "attention_mask": mask.long()}, send(labels, ids.device))
+        read = rows_to_read(batch)
+        labels = read.pop("labels")
+        return self._states(read, labels)
+
+
+def rows_to_read(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The ``teacher_rows`` of a micro-batch as inputs of a model, with ``labels`` where tokens at ``teacher_places``
+    are predicted: (N, L) each.
+    """
+    ids, lengths, places = batch["teacher_rows"], batch["teacher_lengths"], batch["teacher_places"]
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    known = host_copy(places)
+    known = places.cpu() if known is None else known
+    labels = torch.full(ids.shape, IGNORE_INDEX)
+    row, column = (known >= 0).nonzero(as_tuple=True)
+    labels[row, known[row, column] - 1] = 0  # the position before a token predicts it
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": send(labels, ids.device)}
 
 
 def translate(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec
+from posttrain.core.data import accelerator
 from posttrain.core.distributed import is_in_pieces
 from posttrain.core.models import wrapping
 
@@ -40,7 +41,7 @@ def of_model(model: nn.Module) -> str:
     """A hash of a model: each weight's shape, sums and up to `SAMPLED` numbers, and the configuration."""
     digest = hashlib.sha256()
     for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-        flat = tensor.detach().reshape(-1)
+        flat = accelerator.for_float64(tensor.detach().reshape(-1))
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.is_meta or not len(flat):
             continue

@@ -19,7 +19,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         args: PreferenceConfig | TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Any = None,
@@ -34,12 +34,10 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         quantization_config: Any = None,
         **others: Any,
     ) -> None:
-        rare: dict[str, Any] = {
-            "model_init": model_init,
-            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
-        }
+        rare: dict[str, Any] = {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
         super().__init__(
             model=model,
+            model_init=model_init,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,

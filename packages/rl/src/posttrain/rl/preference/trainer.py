@@ -81,7 +81,7 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def __init__(
         self,
-        model: nn.Module | str,
+        model: nn.Module | str | None = None,
         ref_model: nn.Module | str | None = None,
         args: PreferenceConfig | TrainingArguments | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
@@ -93,11 +93,13 @@ class PreferenceTrainer(LanguageModelTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
         parts = checks.Parts(
             model=model,
+            model_init=model_init,
             ref_model=ref_model,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -113,9 +115,7 @@ class PreferenceTrainer(LanguageModelTrainer):
         super().__init__(args, parts, **old_names)
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
-        if self.needs_reference:
-            is_fresh = peft_config is not None and not loading.is_adapter(model)
-            self._set_reference(parts.ref_model, fresh_adapter=is_fresh)
+        self.look_at_model(parts)
         self.prepare_datasets(train_dataset, eval_dataset)
 
     # ------------------------------------------------------------------------------------------------ for algorithms
@@ -142,6 +142,12 @@ class PreferenceTrainer(LanguageModelTrainer):
         """What makes a batch of prepared rows."""
         pad = tokenizer_of(tokenizer).pad_token_id
         return PreferenceCollator(pad, self._shared, args.padding_free, args.pad_to_multiple_of, self._encoder)
+
+    def look_at_model(self, parts: checks.Parts) -> None:
+        """Makes the reference."""
+        if self.needs_reference:
+            is_fresh = parts.peft_config is not None and not loading.is_adapter(parts.model)
+            self._set_reference(parts.ref_model, fresh_adapter=is_fresh)
 
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model without a head for tokens."""
@@ -238,11 +244,15 @@ class PreferenceTrainer(LanguageModelTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
+        chosen, rejected = self._logp_under(model, inputs).chunk(2)
+        return chosen, rejected
+
+    def _logp_under(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """(K,) log-probability of each completion under `model`; for the policy itself, under the reference."""
         assert self.reference is not None  # `needs_reference`
         with self.reference.use() as reference:
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
-            chosen, rejected = self.completion_logp(score_completions(asked, inputs)).chunk(2)
-            return chosen, rejected
+            return self.completion_logp(score_completions(asked, inputs))
 
     def compared_logp(self, side: Completions) -> torch.Tensor:
         """(B,) what of the log-probability of a completion is compared and logged: of the whole, or of a token."""
@@ -315,21 +325,22 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
         args = references.arguments_of(self.args)
-        alpha, moves = args.ref_model_mixup_alpha, args.sync_ref_model
-        if moves and (problem := references.sync_problem(self.model, ref_model, alpha)):
-            raise ValueError(problem)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = ref_model is None and plain
+        if args.precompute_ref_log_probs and ref_model is None and self.model_init is not None:
+            raise ValueError(
+                "precompute_ref_log_probs=True computes the reference once, and model_init makes another at each "
+                "train; set it to False, or pass ref_model."
+            )
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
-        reference = references.make_reference(self.model, ref_model, fresh_adapter, moves)
-        self.reference = reference
-        if isinstance(reference, references.FrozenReference):
-            reference.place(self.dist)
+        self.reference = reference = references.set_up_reference(self.model, ref_model, fresh_adapter, args, self.dist)
         self.ref_model = reference.model
-        if moves:
-            self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
+        if args.sync_ref_model:
+            self.remove_callback(references.SyncReference)  # of the model before
+            steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
+            self.add_callback(references.SyncReference(reference, *steps))
 
     def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""

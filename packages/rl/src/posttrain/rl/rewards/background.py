@@ -23,9 +23,13 @@ SLOW = 60.0
 def keep_device() -> Callable[[], None]:
     """What a new thread must call to compute on the device of this one: by itself it begins on the first."""
     torch = sys.modules.get("torch")  # a process of rewards has none, and begins faster
-    if torch is None or not torch.cuda.is_initialized():
+    if torch is None:
         return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
+    from posttrain.core.data import accelerator
+
+    if (kind := accelerator.gpu()) is None or not accelerator.module(kind).is_initialized():
+        return lambda: None
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 @cache

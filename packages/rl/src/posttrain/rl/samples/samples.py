@@ -29,7 +29,7 @@ class Sample:
         learn: for each of `ids`, whether the policy chose it; None: all.
         versions: for each of `ids`, the optimizer step of the weights that wrote it; None in synchronous training.
         routes: the experts with which prompt and completion were read, as in `Completions`; None if unknown.
-        finished: whether the completion ended by itself.
+        finished: whether the completion ended by itself. ending: what else has ended an episode; "": not known.
         completion: decoded as text or messages.
         rollout, place: the number of its batch of prompts in the run, and its own in that.
         row_number: of its row in the dataset, where a curriculum counts them.
@@ -50,6 +50,7 @@ class Sample:
     versions: list[int] | None = None
     routes: torch.Tensor | None = None
     finished: bool = False
+    ending: str = ""
     completion: Any = ""
     extra: dict[str, Any] = field(default_factory=dict)
     environment: Any = None
@@ -105,6 +106,11 @@ class Sample:
             learn=[*learn, *[chosen] * len(ids)],
             versions=versions,
         )
+
+
+def sequences(samples: Sequence[Sample]) -> list[Sample]:
+    """The sequences of all trajectories, one after the other."""
+    return [one for sample in samples for one in sample.sequences]
 
 
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
@@ -179,7 +185,7 @@ class Rollout:
         """
         numbers = [number for number, sample in enumerate(samples) for _ in sample.sequences]
         one_each = len(numbers) == len(samples)
-        samples = [one for sample in samples for one in sample.sequences]
+        samples = sequences(samples)
         prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
         completions = [torch.tensor(sample.ids) for sample in samples]
         learn = [torch.tensor(sample.learn or [True] * len(sample.ids)) for sample in samples]

@@ -1,0 +1,120 @@
+"""The trajectories of a run: as lines in a terminal, one in full, and as ``trajectories.html``, which needs no network.
+
+The page shows each token with what the mask, the log-probability or the version says of it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.lm.generate.trajectories import Trajectory, read
+
+PAGE = "trajectories.html"
+#: Trajectories on the page, and tokens of each of their sequences: a browser shows this many at once.
+MOST, MOST_TOKENS = 200, 4000
+_TEMPLATE = Path(__file__).with_name("report_page") / "trajectories.html"
+
+
+def calls_of(one: Trajectory) -> int:
+    """Calls of tools in its messages."""
+    messages = one["completion"] if isinstance(one["completion"], list) else []
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
+
+
+def name_of(one: Trajectory) -> str:
+    """How it is named: ``rollout/sample``."""
+    return f"{one['rollout']}/{one['sample']}"
+
+
+def lines(found: Sequence[Trajectory]) -> str:
+    """A line for each trajectory."""
+    head = ["name", "step", "turns", "calls", "tokens", "reward", "ending", "completion"]
+    rows = [
+        [
+            name_of(one),
+            str(one["step"]),
+            str(one["turns"]),
+            str(calls_of(one)),
+            str(one["tokens"]),
+            "none" if one["reward"] is None else f"{one['reward']:.3g}",
+            one["ending"],
+            _shown(_last(one["completion"]))[:60],
+        ]
+        for one in found
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    )
+
+
+def text(one: Trajectory) -> str:
+    """One trajectory in full: its rewards, and its messages."""
+    rewards = ", ".join(f"{name} {value}" for name, value in one["rewards"].items())
+    of_turns = f"\nrewards of turns: {one['turn_rewards']}" if "turn_rewards" in one else ""
+    versions = sorted({version for each in one["sequences"] for version in each["versions"] or ()})
+    of_versions = f", weights of steps {versions[0]} to {versions[-1]}" if versions else ""
+    return (
+        f"trajectory {name_of(one)}, step {one['step']}: {one['ending']}, {one['turns']} turns, {calls_of(one)} calls, "
+        f"{one['tokens']} tokens, {len(one['sequences'])} sequences{of_versions}\n"
+        f"reward {one['reward']} ({rewards}), advantage {one['advantage']:.4g}{of_turns}\n\n"
+        f"{_messages(one['prompt'])}\n{_messages(one['completion'])}"
+    )
+
+
+def page(found: Sequence[Trajectory], title: str) -> str:
+    """The page as HTML: of the last `MOST` trajectories, with a note of how many are left out."""
+    kept = found[-MOST:]
+    note = f"The last {len(kept)} of {len(found)} trajectories." if len(kept) < len(found) else ""
+    cut = [one | {"name": name_of(one), "calls": calls_of(one), "sequences": _cut(one["sequences"])} for one in kept]
+    values = {
+        "title": html.escape(title),
+        "note": note,
+        "rows": json.dumps(cut, ensure_ascii=False).replace("</", "<\\/"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], _TEMPLATE.read_text(encoding="utf-8"))
+
+
+def beside(report: Path, folder: str | Path, name: str) -> str:
+    """Write the page of the trajectories of a run beside the page `report`: a link to it; "" if there are none."""
+    if not (found := read(folder)):
+        return ""
+    report.with_name(PAGE).write_text(page(found, f"Trajectories of {name}"), encoding="utf-8")
+    return f'<p><a href="{PAGE}">{len(found):,} trajectories, token for token</a></p>'
+
+
+def _cut(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the page shows of sequences: texts, without ids."""
+    return [
+        {key: each[key] and each[key][:MOST_TOKENS] for key in ("tokens", "learn", "logps", "versions")}
+        | {"prompt": each["prompt"], "left_out": max(len(each["tokens"]) - MOST_TOKENS, 0)}
+        for each in sequences
+    ]
+
+
+def _last(completion: Any) -> str:
+    if not isinstance(completion, list) or not completion:
+        return str(completion)
+    return str(completion[-1].get("content") or "")
+
+
+def _messages(value: Any) -> str:
+    if not isinstance(value, list):
+        return _shown(str(value), keeps="\n")
+    parts = []
+    for message in value:
+        calls = "".join(f"\n  calls {json.dumps(call, ensure_ascii=False)}" for call in message.get("tool_calls") or ())
+        thoughts = message.get("reasoning_content") or message.get("thinking")
+        thoughts = f"<think>{thoughts}</think> " if thoughts else ""
+        parts.append(f"[{message.get('role')}] {thoughts}{message.get('content') or ''}{calls}")
+    return _shown("\n".join(parts), keeps="\n")
+
+
+def _shown(words: str, keeps: str = "") -> str:
+    """`words` without what would change the terminal."""
+    return "".join(c if c.isprintable() or c in keeps else " " if c == "\n" else "\ufffd" for c in words)

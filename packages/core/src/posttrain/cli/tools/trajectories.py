@@ -1,0 +1,62 @@
+"""The command ``posttrain trajectories``, which shows what a run has sampled, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.cli import parse
+from posttrain.cli.report import trajectories
+from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.lm.generate.trajectories import Filter, read
+
+USAGE = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
+
+List the trajectories that a run with log_trajectories has stored in its output folder: turns, calls of tools, sampled
+tokens, reward, and how each ended.
+
+  --show NAME         one of them in full, by its name in the list, such as 7/3
+  --page              write FOLDER/trajectories.html, with every token, its log-probability and the weights of it
+  --step N            those that this optimizer step learned from first
+  --min_reward R --max_reward R
+  --min_tokens N      those with at least so many sampled tokens
+  --unfinished        those that failed, or were ended by a bound
+  --contains TEXT     those whose messages have this text"""
+FILTERS = {
+    "step": int,
+    "min_reward": float,
+    "max_reward": float,
+    "min_tokens": int,
+    "unfinished": bool,
+    "contains": str,
+}
+
+
+def run(words: list[str]) -> None:
+    """Show them.
+
+    Raises:
+        ConfigError: no folder is named, a flag is unknown, or there is no trajectory of that name.
+        CheckpointError: the folder holds none.
+    """
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)
+        return
+    kinds = {"show": str, "page": bool, **FILTERS}
+    (folder,), given = parse.typed_flags("trajectories", words, kinds, 1, what="the output folder of a run")
+    show, page = given.pop("show", None), given.pop("page", False)
+    if not any(Path(folder).glob("trajectories-*.jsonl")):
+        raise CheckpointError(
+            f"{folder} holds no trajectories; a run with log_trajectories=N stores N of each rollout."
+        )
+    found = read(folder, Filter(**given))
+    if show is not None:
+        chosen = next((one for one in found if trajectories.name_of(one) == show), None)
+        if chosen is None:
+            raise ConfigError("trajectories", [f"--show={show} is none of the {len(found)} that the filters leave"])
+        print(trajectories.text(chosen))
+    elif page:
+        path = Path(folder) / trajectories.PAGE
+        path.write_text(trajectories.page(found, f"Trajectories of {Path(folder).resolve().name}"), encoding="utf-8")
+        print(f"Wrote {path}.")
+    else:
+        print(trajectories.lines(found))

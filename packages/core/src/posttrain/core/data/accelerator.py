@@ -1,0 +1,57 @@
+"""What is asked of this machine's accelerator, of any kind that torch knows: CUDA (ROCm too), XPU, MPS, others.
+
+What one kind alone can do is named here; all else goes through `torch.accelerator` and the device's module in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CUDA = "cuda"
+#: Kinds with generators of their own, for which torch compiles flex attention or has kernels of its own.
+KINDS = (CUDA, "xpu", "mps")
+
+
+def gpu() -> str | None:
+    """The kind of an accelerator with memory of its own; None without one, and on MPS, which shares the host's."""
+    if torch.cuda.is_available():
+        return CUDA
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None and has_memory(found) else None
+
+
+def has_memory(device: torch.device) -> bool:
+    """Whether `device` has memory of its own, which torch counts."""
+    return device.type not in ("cpu", "mps", "meta")
+
+
+def module(kind: str | torch.device) -> Any:
+    """``torch.cuda``, ``torch.xpu``, ..."""
+    return torch.get_device_module(kind)
+
+
+def computes_bfloat16() -> bool:
+    """Whether a GPU is there that computes in bfloat16."""
+    return (kind := gpu()) is not None and bool(module(kind).is_bf16_supported())
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, such as (9, 0); None without one."""
+    return torch.cuda.get_device_capability() if gpu() == CUDA else None
+
+
+def for_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, on the CPU where its device has no float64, as MPS."""
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
+def name(device: torch.device) -> str:
+    """What the maker calls `device`; the empty string where there is no memory of its own."""
+    return str(module(device).get_device_name(device)) if has_memory(device) else ""
+
+
+def history(device: torch.device) -> Any:
+    """Torch's record of the allocations on `device`, which CUDA alone has; else None."""
+    return torch.cuda.memory if device.type == CUDA else None

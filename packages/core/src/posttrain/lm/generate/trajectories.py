@@ -1,0 +1,89 @@
+"""Trajectories of a run, token for token: lines of ``trajectories-<rank>.jsonl`` in its output folder.
+
+A line is one trajectory: a completion of a prompt, or an episode of an agent.
+
+    {"step": 8, "rollout": 7, "sample": 3, "prompt": "...", "completion": [...], "rewards": {"right": 1.0},
+     "reward": 1.0, "turn_rewards": [0.1, null], "advantage": 0.7, "ending": "finished", "turns": 2, "tokens": 90,
+     "sequences": [{"prompt": "...", "prompt_ids": [...], "ids": [...], "tokens": ["It", " is", ...],
+                    "learn": [1, 1, 0, ...], "logps": [...], "versions": [...]}]}
+
+``ending`` is "finished" where it ended by itself, "failed" where the agent did, else the bound that ended it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FINISHED = "finished"
+
+Trajectory = dict[str, Any]
+
+
+def path_of(folder: str | Path, rank: int) -> Path:
+    """The file that the process `rank` writes."""
+    return Path(folder) / f"trajectories-{rank}.jsonl"
+
+
+def append(trajectories: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Add lines to the file at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in trajectories)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which trajectories are shown.
+
+    Attributes:
+        step: of this optimizer step alone. min_reward, max_reward: bounds of the reward, which is known then.
+        min_tokens: of the policy, at least. unfinished: that did not end by themselves. contains: in the completion.
+    """
+
+    step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_tokens: int = 0
+    unfinished: bool = False
+    contains: str | None = None
+
+    def takes(self, one: Trajectory) -> bool:
+        """Whether it is shown."""
+        reward = one["reward"]
+        return (
+            (self.step is None or one["step"] == self.step)
+            and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
+            and (self.max_reward is None or (reward is not None and reward <= self.max_reward))
+            and one["tokens"] >= self.min_tokens
+            and not (self.unfinished and one["ending"] == FINISHED)
+            and (self.contains is None or self.contains in json.dumps(one["completion"], ensure_ascii=False))
+        )
+
+
+def read(folder: str | Path, wanted: Filter | None = None) -> list[Trajectory]:
+    """The trajectories of all processes in the order of their rollouts.
+
+    What a run has repeated after it was resumed counts once, as it was written last.
+    """
+    wanted = wanted or Filter()
+    found: dict[tuple[int, int], Trajectory] = {}
+    for path in sorted(Path(folder).glob("trajectories-*.jsonl")):
+        for one in _lines(path):
+            key = one["rollout"], one["sample"]
+            found.pop(key, None)
+            if wanted.takes(one):
+                found[key] = one
+    return [found[key] for key in sorted(found)]
+
+
+def _lines(path: Path) -> Iterator[Trajectory]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:  # the last line of a run that was killed
+                continue

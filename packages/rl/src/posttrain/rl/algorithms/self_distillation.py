@@ -1,0 +1,238 @@
+r"""What SDFT and SDPO share: a policy that learns from itself, as it predicts where its prompt holds more than the
+policy's own.
+
+Of each token of a completion, with :math:`p_S` behind the prompt and :math:`p_T` behind the teacher's prompt:
+:math:`D_\alpha(p_T, p_S)`, the generalised Jensen-Shannon divergence of `posttrain.lm.loss.distillation`, or with
+``distillation_mode="sampled_token"`` the policy gradient of :math:`KL(p_S \| p_T)`; times the ratio to the policy that
+sampled, bounded by ``distillation_is_clip``, where that is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.core.config import opt
+from posttrain.core.data.host_copies import host_copy, know, places_of
+from posttrain.core.errors import DataError
+from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.fields.old_names import Removed
+from posttrain.lm.loss.distillation import divergence_terms
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.teachers import rows_to_read
+from posttrain.rl.online.trainer import RolloutTrainer
+from posttrain.rl.policy.logprobs import FOR_THE_MODEL, ROWS_AT_ONCE
+from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, make_reference
+from posttrain.rl.samples.samples import Rollout, Sample
+
+AS_MANY_TOKENS = -20.0, 20.0
+"""Between these the log-ratio to the policy that sampled counts."""
+
+
+@dataclass
+class SelfDistillationConfig(RolloutConfig):
+    """Arguments of a trainer whose teacher is the policy itself."""
+
+    learning_rate: float = opt(5e-5, "Peak learning rate.", min=0)
+    num_generations: int = opt(8, "Completions of each prompt.", min=1)
+    max_completion_length: int = opt(256, "Tokens of a completion at most; longer ones are cut there.", min=1)
+    disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
+    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = opt(
+        "topk_logits",
+        "Compare whole distributions, those over the student's distillation_topk tokens, or the written token.",
+    )
+    distillation_alpha: float = opt(
+        0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
+    )
+    distillation_topk: int | None = opt(100, "Most probable tokens that are compared.", min=1)
+    distillation_add_tail: bool = opt(
+        False, "Compare the other tokens as one; without it, probabilities are those among the most probable."
+    )
+    distillation_is_clip: float | None = opt(
+        2.0, "Bound of the ratio to the policy that sampled; None: no ratio.", above=0
+    )
+    teacher_model_kind: Literal["base", "live", "ema"] = opt(
+        "base", "The teacher: the weights that the policy begins with, those it has, or their moving average."
+    )
+    teacher_update_rate: float = opt(
+        0.05,
+        "Share of the policy in the average after an update. Of an adapter, its factors are averaged.",
+        above=0,
+        max=1,
+        needs="teacher_model_kind=ema",
+    )
+    teacher_sync_steps: int = opt(
+        1, "Optimizer steps between updates of the average.", min=1, needs="teacher_model_kind=ema"
+    )
+
+    OLD_NAMES = {
+        "use_teacher_server": Removed("the teacher is the policy, in this process.", harmless=(False,)),
+    }
+
+    def _problems(self) -> Iterator[str]:
+        if self.distillation_mode == "sampled_token" and self.distillation_alpha != 1:
+            yield (
+                f"distillation_mode='sampled_token' is the reverse divergence, and distillation_alpha="
+                f"{self.distillation_alpha}; set distillation_alpha=1"
+            )
+        if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
+            yield "distillation_mode='topk_logits' compares distillation_topk tokens; set their number, such as 100"
+        if self.beta:
+            yield f"beta={self.beta} needs a reference besides the teacher, which is not held; set beta=0"
+        if self.sync_ref_model:
+            yield "sync_ref_model=True moves a reference, and here is a teacher; set teacher_model_kind='ema'"
+        if self.router_replay:
+            yield "router_replay=True replays what a policy chose in sampling, and distillation does not; leave it out"
+
+
+class SelfDistillationTrainer(RolloutTrainer):
+    """The base of `SDFTTrainer` and `SDPOTrainer`. The whole logits of both are in memory while they are compared."""
+
+    config_class: type[SelfDistillationConfig] = SelfDistillationConfig
+    args: SelfDistillationConfig
+    reads_images = False
+    signature_columns = ("prompt", "privileged_context")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher_model = self.model if self.reference is None else self.reference.model
+        if self.reference is not None and self.args.teacher_model_kind == "ema":
+            rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
+            self.add_callback(SyncReference(self.reference, rate, every))
+
+    def _make_reference(self, fresh_adapter: bool) -> MovableReference | None:
+        kind = self.args.teacher_model_kind
+        if kind == "live":
+            return None
+        reference = make_reference(self.model, None, fresh_adapter, moves=kind == "ema")
+        if isinstance(reference, FrozenReference):
+            reference.place(self.dist)
+        return reference
+
+    @contextlib.contextmanager
+    def _teacher(self, model: nn.Module) -> Iterator[nn.Module]:
+        """What the teacher's predictions are computed with, while `model` is trained."""
+        if self.reference is not None:
+            with self.reference.use() as teacher:
+                yield teacher
+            return
+        with torch.no_grad(), eval_mode(model):
+            yield model
+
+    def with_teacher_rows(
+        self, rollout: Rollout, samples: Sequence[Sample], prompts: Sequence[list[int] | None], skipped: int = 0
+    ) -> Rollout:
+        """`rollout` with what the teacher reads.
+
+        Args:
+            samples: of each of its completions. prompts: tokens of the teacher's prompts; None: nothing is compared.
+            skipped: first tokens of each completion that are not compared.
+        """
+        rows, places = [], torch.full(rollout.completion_ids.shape, -1)
+        for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+            rows.append(torch.tensor([0] if prompt is None else [*prompt, *sample.ids]))
+            if prompt is not None and skipped < len(sample.ids):
+                places[number, skipped : len(sample.ids)] = len(prompt) + torch.arange(skipped, len(sample.ids))
+        return replace(
+            rollout,
+            teacher_rows=nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            teacher_lengths=torch.tensor([len(row) for row in rows]),
+            teacher_places=places.masked_fill(~rollout.loss_mask, -1),
+        )
+
+    def distillation(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the loss of each token of a micro-batch, which of them are compared): (N, C) each, 0 where not."""
+        args, compared = self.args, inputs["teacher_places"] >= 0
+        copy = host_copy(inputs["teacher_places"])
+        at = places_of(know(compared, None if copy is None else copy >= 0))
+        read = rows_to_read(inputs)
+        with self._teacher(model) as teacher:
+            labelled = read.pop("labels") >= 0
+            other = teacher(**read).logits[:, -labelled.shape[1] :][labelled]
+        given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
+        logits = model(**given).logits[:, -inputs["labels"].shape[1] :].flatten(0, 1)
+        places = inputs["places"].flatten()[at]
+        own, tokens = logits[places], inputs["labels"].flatten()[places]
+        old = inputs.get("old_logps") if args.distillation_is_clip is not None else None
+        old = None if old is None else old.flatten()[at]
+
+        def losses(start: int) -> torch.Tensor:
+            part = slice(start, start + ROWS_AT_ONCE)
+            before = None if old is None else old[part]
+            return checkpoint(  # type: ignore[no-any-return]
+                self_distillation, own[part], other[part], tokens[part], before, args, self.temperature,
+                use_reentrant=False,
+            )  # fmt: skip
+
+        of_tokens = [losses(start) for start in range(0, len(at), ROWS_AT_ONCE)] or [0 * logits.sum(1)[:0].float()]
+        found = torch.cat(of_tokens)
+        whole = (0 * logits[:1].sum().float()).expand(compared.numel()).index_put((at,), found).view(compared.shape)
+        self.metrics.add_sum("self_distillation/distillation_loss", found.detach().sum(), compared.sum())
+        return whole, compared.float()
+
+
+def self_distillation(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    tokens: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    args: SelfDistillationConfig,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """The losses of M tokens, (M,), see the top of this file.
+
+    Args:
+        student, teacher: (M, V) logits. tokens: (M,), those that were written. old_logps: (M,) of the policy that
+            sampled them; None: it is the student.
+    """
+    own, other = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
+    logps, compared = own.gather(1, tokens.unsqueeze(1)).squeeze(1), (own, other)
+    if args.distillation_mode == "sampled_token":
+        losses = (logps - other.gather(1, tokens.unsqueeze(1)).squeeze(1)).detach() * logps
+    else:
+        if args.distillation_mode == "topk_logits":
+            ids = own.topk(min(args.distillation_topk or 1, own.shape[1])).indices
+            compared = tuple(_complete(part.gather(1, ids), args.distillation_add_tail) for part in (own, other))
+        losses = divergence_terms(*compared, args.distillation_alpha).sum(1)
+    if old_logps is None or args.distillation_is_clip is None:
+        return losses
+    ratio = (logps.detach() - old_logps).clamp(*AS_MANY_TOKENS).exp()
+    return losses * ratio.clamp(max=args.distillation_is_clip)
+
+
+def _complete(logps: torch.Tensor, add_tail: bool) -> torch.Tensor:
+    """(M, K) as a distribution: with a token for the rest, (M, K + 1), or normalised."""
+    total = logps.logsumexp(1, keepdim=True)
+    return torch.cat([logps, torch.log(-torch.expm1(total.clamp(max=-1e-7)))], 1) if add_tail else logps - total
+
+
+def rewritten(prompt: Any, make: Callable[[str], str]) -> Any:
+    """`prompt` with ``make(text)`` in place of its text, or of that of its last message.
+
+    Raises:
+        DataError: the last message is not the user's.
+    """
+    if isinstance(prompt, str):
+        return make(prompt)
+    *before, last = prompt
+    if last["role"] != "user":
+        raise DataError(
+            f"The last message of a prompt is of the role {last['role']!r}, and the teacher's prompt is made of the "
+            "user's last message. Give prompts that end with it."
+        )
+    return [*before, {"role": "user", "content": make(text_of(last["content"]))}]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, of messages one below the other, or of any other value."""
+    if not isinstance(content, list):
+        return str(content)
+    if all(isinstance(part, Mapping) and "content" in part for part in content):
+        return "\n".join(filter(None, (text_of(message["content"]) for message in content)))
+    return " ".join(part["text"] for part in content if part.get("type") == "text")

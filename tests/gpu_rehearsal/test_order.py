@@ -1,0 +1,113 @@
+"""Work on the emulated device that nothing orders is an error; what trainers do on their own streams is ordered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from posttrain.rl.generation import transfer
+from posttrain.rl.generation.weights import Weights
+from tests import tiny
+from tests.contract.trainers import TRAINERS
+from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
+from tests.gpu_rehearsal.order import OrderError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
+
+
+@pytest.fixture
+def gpu():
+    torch.ones(1, requires_grad=True).sum().backward()  # autograd may have run before
+    with EmulatedCuda() as device:
+        yield device
+
+
+def test_a_read_on_another_stream_waits_for_the_write(gpu):
+    beside, x = torch.Stream("cuda"), torch.zeros(3, device="cuda")
+    both = r"add at .*test_order.py:\d+ .* reads, on stream 1, what .*zeros.* writes"
+    with pytest.raises(OrderError, match=both), beside:
+        x + 1
+    beside.wait_stream(torch.cuda.current_stream())
+    with beside:
+        y = x + 1
+    with pytest.raises(OrderError, match="writes, on stream 0, what"):
+        x.mul_(2)  # which `y` may still read
+    torch.cuda.current_stream().wait_event(beside.record_event())
+    x.add_(1)
+    assert (x + y).sum().item() == 6
+
+
+def test_the_host_reads_what_is_copied_once_it_has_waited(gpu):
+    x, host = torch.ones(3, device="cuda"), torch.empty(3, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    for read in (lambda: host + 1, lambda: host.numpy(), lambda: host.tolist(), lambda: float(host[0])):
+        with pytest.raises(OrderError, match="on the host, what aten::copy_"):
+            read()
+    copied = torch.cuda.current_stream().record_event()
+    copied.synchronize()
+    assert host.tolist() == [1, 1, 1]
+
+
+def test_pinned_memory_is_not_changed_under_a_copy(gpu):
+    pinned, other = torch.ones(3).pin_memory(), torch.ones(3)
+    moved = [tensor.to("cuda", non_blocking=True) for tensor in (pinned, other)]
+    other.zero_()  # it was copied at once
+    with pytest.raises(OrderError, match="writes, on the host"):
+        pinned.zero_()
+    assert moved[0].sum().item() == 3  # the host has waited
+    pinned.zero_()
+
+
+def test_memory_of_another_stream_is_kept_for_it():
+    def used_beside(keep):
+        with EmulatedCuda():
+            beside, x = torch.Stream("cuda"), torch.ones(3, device="cuda")
+            beside.wait_stream(torch.cuda.current_stream())
+            with beside:
+                x + 1
+            if keep:
+                x.record_stream(beside)
+            del x
+
+    used_beside(keep=True)
+    with pytest.raises(OrderError, match="Call record_stream"):
+        used_beside(keep=False)
+
+
+def test_weights_are_sent_over_nccl_after_the_step_that_wrote_them(gpu):
+    """vLLM's sender reads them in a stream of its own, which waits for nothing."""
+    model = tiny.causal_lm("qwen3").to("cuda")
+    buffers, beside = [], torch.cuda.Stream()
+
+    def send_weights():
+        with torch.cuda.stream(beside):
+            buffers.extend(weight.clone() for _, weight in sender._source.weights)
+
+    sender = transfer.Nccl(0)
+    sender._engine, sender._client, sender._source = (SimpleNamespace() for _ in range(3))
+    sender._engine.send_weights = send_weights
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        sender.send(Weights(model), (), "")
+        torch.cuda.synchronize()
+    assert len(buffers) == 2 * len(Weights(model))
+
+
+RUNS = {
+    "activation offloading": ("sft", {"activation_offloading": True}),
+    "checkpoints in the background": ("causal-lm", {"save_strategy": "steps", "save_steps": 1, "save_async": True}),
+    "rollouts in the background": ("grpo-sync", {"max_staleness": 1}),
+    "pinned batches": ("sft-packed", {"dataloader_pin_memory": True, "gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_ordered(run, tmp_path, gpu):
+    name, options = RUNS[run]
+    trainer = TRAINERS[name](tmp_path, use_cpu=False, max_steps=2, **options)
+    trainer.train()
+    assert gpu.order._streams

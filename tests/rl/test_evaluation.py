@@ -1,0 +1,87 @@
+"""Evaluation in environments and of agents, by `posttrain evaluate --env`."""
+
+import json
+import sys
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.rl.evaluation import environment_of, evaluate
+from tests import tiny
+
+MODULE = """
+from posttrain.rl.rewards.functions import text_of
+
+ROWS = [{"prompt": [{"role": "user", "content": f"Say {i}"}], "i": i} for i in range(3)]
+
+
+async def agent(episode, row):
+    answer = await episode.generate(row["prompt"], max_tokens=4)
+    return float(row["i"] % 2)
+
+
+def even(i, **_):
+    return [float(one % 2 == 0) for one in i]
+
+
+def environment():
+    return {"reward_funcs": [even], "eval_dataset": ROWS}
+
+
+nothing = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "posttrain_test_environment.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "posttrain_test_environment"
+    sys.modules.pop("posttrain_test_environment", None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny.causal_lm(max_position_embeddings=256).save_pretrained(folder)
+    tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS).save_pretrained(folder)
+    return folder
+
+
+def test_an_environment_is_evaluated_with_intervals(tmp_path, module, folder, capsys):
+    output = tmp_path / "results.json"
+    words = [str(folder), "--env", f"{module}:environment", "--k", "2", "--max_new_tokens", "4", "--device", "cpu"]
+    assert main(["evaluate", *words, "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    # 1, 0, 1 in the three rows, in each of the two completions
+    assert "avg@2                    0.6667 ± 0.6533 (95%)" in shown and "6 episodes" in shown
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert found["results"]["pass@2"] == pytest.approx(2 / 3)
+    assert [one["reward"] for one in found["episodes"]] == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    assert {"prompt", "completion", "rewards", "ending", "turns", "tokens"} < found["episodes"][0].keys()
+
+
+def test_an_agent_is_evaluated_on_rows_that_are_named(tmp_path, module, folder, capsys):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": "Say"}], "i": i} for i in (1, 1, 2)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = [str(folder), "--env", f"{module}:agent", "--data", str(data), "--limit", "2", "--device", "cpu"]
+    assert main(["evaluate", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "pass@1                   1.0000 ± 0.0000 (95%)" in shown and "2 episodes" in shown
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--env", "posttrain_test_environment:nothing"], "is of type int"),
+    (["--env", "posttrain_test_environment:absent"], "cannot be imported"),
+    (["--env", "posttrain_test_environment:agent", "--tasks", "gsm8k"], "--tasks is not for environments"),
+    (["--k", "2", "--data", "rows.jsonl"], "--k is for episodes"),
+])  # fmt: skip
+def test_what_cannot_be_evaluated_is_named(module, folder, words, said, capsys):
+    assert main(["evaluate", str(folder), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_environment_without_rows_is_refused(module):
+    with pytest.raises(ValueError, match="has no rows to evaluate on"):
+        evaluate(tiny.causal_lm(), tiny.tokenizer(), environment_of(f"{module}:agent"))

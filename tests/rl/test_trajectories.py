@@ -1,0 +1,90 @@
+"""Stored trajectories: what they hold, and how they are shown."""
+
+import json
+import re
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.cli.report import report, trajectories
+from posttrain.lm.generate.trajectories import Filter, append, path_of, read
+from posttrain.rl import GRPOConfig, GRPOTrainer
+from tests import tiny
+
+TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {i}?"}]} for i in range(4)]
+
+
+async def asks_twice(episode, row):
+    first = await episode.generate(row["prompt"], max_tokens=6)
+    episode.reward(0.5)
+    await episode.generate([*row["prompt"], first, {"role": "user", "content": "Sure?"}], max_tokens=6)
+    return float(len(first["content"]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    args = GRPOConfig(output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_steps=2,
+                      max_completion_length=40, log_trajectories=3, save_strategy="no", report_to="none", use_cpu=True,
+                      disable_tqdm=True, logging_steps=1, max_staleness=1)  # fmt: skip
+    model = tiny.causal_lm(max_position_embeddings=512)
+    GRPOTrainer(model, None, args, train_dataset=ROWS, processing_class=TOKENIZER, agent=asks_twice).train()
+    return folder
+
+
+def test_each_token_is_stored_with_what_is_known_of_it(folder):
+    found = read(folder)
+    assert [(one["rollout"], one["sample"], one["step"]) for one in found] == [
+        (r, s, r + 1) for r in (0, 1) for s in range(3)
+    ]
+    for one in found:
+        (sequence,) = one["sequences"]
+        assert one["turns"] == 2 and one["turn_rewards"] == [0.5, None]
+        assert one["reward"] == pytest.approx(sum(one["rewards"].values()))
+        assert one["tokens"] == sum(sequence["learn"]) < len(sequence["ids"])
+        assert len({len(sequence[name]) for name in ("ids", "tokens", "learn", "logps", "versions")}) == 1
+        assert sequence["tokens"] == TOKENIZER.batch_decode([[token] for token in sequence["ids"]])
+        assert sequence["prompt"] == TOKENIZER.decode(sequence["prompt_ids"]) and "What is" in sequence["prompt"]
+
+
+def test_the_command_lists_filters_and_shows_them(folder, capsys):
+    assert main(["trajectories", str(folder)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "step", "turns", "calls", "tokens", "reward", "ending", "completion"]
+    assert [line.split()[0] for line in lines] == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
+    assert main(["trajectories", str(folder), "--step", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["trajectories", str(folder), "--show", "1/2"]) == 0
+    shown = capsys.readouterr().out
+    assert "rewards of turns: [0.5, None]" in shown and "[user] Sure?" in shown
+    assert main(["trajectories", str(folder), "--show", "9/9"]) == 2
+    assert main(["trajectories", str(folder / "nothing")]) == 1
+
+
+def test_the_report_has_a_page_of_them(folder):
+    page = report.write([folder], folder / "report.html").read_text(encoding="utf-8")
+    assert 'href="trajectories.html">6 trajectories' in page
+    text = (folder / trajectories.PAGE).read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert [row["name"] for row in data] == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
+    assert "{{" not in text.replace(json.dumps(data), "")
+
+
+def line(sample, **changes):
+    usual = {"step": 1, "rollout": 0, "prompt": "a", "completion": "b </script> c", "rewards": {}, "reward": 1.0}
+    usual |= {"advantage": 0.0, "ending": "finished", "turns": 1, "tokens": 5, "sequences": []}
+    return usual | {"sample": sample} | changes
+
+
+def test_filters_and_lines_that_a_run_has_repeated(tmp_path):
+    append([line(0), line(1, reward=None), line(2, ending="failed", tokens=9)], path_of(tmp_path, 0))
+    append([line(0, reward=0.0)], path_of(tmp_path, 0))  # of a run that was resumed
+    path_of(tmp_path, 1).write_text('{"step": 1, "roll')  # of a process that was killed
+
+    def kept(**options):
+        return [one["sample"] for one in read(tmp_path, Filter(**options))]
+
+    assert kept() == [0, 1, 2] and kept(min_reward=0.5) == [2] and kept(max_reward=0.5) == [0]
+    assert kept(unfinished=True) == [2] == kept(min_tokens=6) and kept(contains="script") == [0, 1, 2]
+    assert "</script> c" not in trajectories.page(read(tmp_path), "t")
