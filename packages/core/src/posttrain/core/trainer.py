@@ -700,9 +700,7 @@ class Trainer(TrainerNames):
         inputs, options = self.prepare_inputs(inputs), dict[str, Any](loss_only=prediction_loss_only)
         options |= {"label_names": self.label_names, "can_return_loss": self.can_return_loss}
         with self.compute_loss_context_manager():
-            return eval_loop.predict_batch(
-                model, inputs, self.evaluation_loss(inputs), loss_only=prediction_loss_only, **options
-            )
+            return eval_loop.predict_batch(model, inputs, self.evaluation_loss(inputs), **options)
 
     def evaluation_loss(self, inputs: Any) -> Callable[..., Any]:
         """`compute_loss` for an evaluation batch, which returns a mean, for a `prediction_step` of your own: terms of
