@@ -84,7 +84,8 @@ class LanguageModelTrainer(Trainer):
             optimizer_cls_and_kwargs=parts.optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self.model_init, self._parts = parts.model_init, parts if parts.model_init is not None else None
+        self.model_init = parts.model_init
+        self._parts: Any = None if parts.model_init is None else parts  # those of each further model
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None
 
     # ------------------------------------------------------------------------------------------------ for subclasses

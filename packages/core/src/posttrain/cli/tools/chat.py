@@ -74,7 +74,8 @@ def reply(
     ids = write(
         model, tokenizer, load.encode(tokenizer, messages), max_new_tokens, load.sampling(temperature), streamer
     )
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
 
 
 @torch.no_grad()
@@ -91,7 +92,8 @@ def write(
     options |= {"pad_token_id": tokenizer.pad_token_id, "attention_mask": torch.ones_like(ids)}
     options["eos_token_id"] = load.ends(model, tokenizer)
     row = model.generate(input_ids=ids, **options)[0]  # type: ignore[operator]  # of transformers' models
-    return row[ids.shape[1] :].tolist()
+    tokens: list[int] = row[ids.shape[1] :].tolist()
+    return tokens
 
 
 def converse(

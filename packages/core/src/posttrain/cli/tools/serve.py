@@ -200,7 +200,7 @@ class Answer:
                     send(part(text), self.is_first)
                     self.is_first = False
 
-        parts = None if send is None else Parts(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        parts: Any = None if send is None else Parts(tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids = chat.write(model, tokenizer, prompt, most, sampling, parts)
         ended = "stop" if ids and ids[-1] in load.ends(model, tokenizer) else "length"
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
