@@ -22,6 +22,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.lm.loading.adapters import add_adapter
 from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.rl import (
+    A2POConfig,
     AsyncDistillationConfig,
     AsyncGRPOConfig,
     CPOConfig,
@@ -38,6 +39,8 @@ from posttrain.rl import (
     ReinforcePlusPlusConfig,
     RewardConfig,
     RLOOConfig,
+    SDFTConfig,
+    SDPOConfig,
     ServerDistillationConfig,
     TPOConfig,
 )
@@ -52,6 +55,9 @@ CONFIGS = [
     RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
     AsyncGRPOConfig, AsyncDistillationConfig, ServerDistillationConfig,
     IWOPDConfig,
+    A2POConfig,
+    SDPOConfig,
+    SDFTConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
@@ -151,6 +157,7 @@ OTHER = {
     "transformers_continuous_batching_config": {"block_size": 16}, "eval_steps": 7, "log_multimodal": False,
     "use_bias_correction_kl": False, "vllm_gpu_memory_utilization": 0.4,
     "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5, "curriculum_explore": 0.5, "curriculum_update": 0.25,
+    "teacher_update_rate": 0.5,
 }  # fmt: skip
 
 

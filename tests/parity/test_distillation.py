@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import posttrain.rl  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.parity.test_online import PROMPTS, rollout, with_adapter  # noqa: E402
+from tests.parity.test_online import PROMPTS, digit_sum, rollout, with_adapter  # noqa: E402
 
 KEYS = ["loss", "grad_norm", "entropy", "num_tokens", "completions/mean_length", "completions/clipped_ratio"]
 
@@ -177,5 +177,32 @@ def test_sdft(changes, folder, tmp_path):
     theirs, ours = (self_distilled(package, folder, tmp_path, "SDFT", **changes) for package in (sdft, posttrain.rl))
     assert len(theirs) == len(ours) == 4 and max(abs(record["loss"]) for record in theirs) > 1e-3
     for key in ("loss", "grad_norm", "completions/mean_length", "completions/clipped_ratio"):
+        expected = [record[key] for record in theirs if key in record]
+        assert [record[key] for record in ours if key in record] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
+
+
+FEEDBACK = {"include_environment_feedback": True}
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"distillation_weight": 0.3, "loss_type": "dapo", "num_iterations": 2}, {"distillation_weight": 0.0},
+    {"success_reward_threshold": 0.9, **FEEDBACK, "environment_feedback_only_without_solution": True},
+    {"distillation_mode": "topk_logits", "distillation_topk": 9, "distillation_alpha": 0.5,
+     "dont_reprompt_on_self_success": False, "teacher_model_kind": "base"},
+    {"use_successful_as_teacher": False, **FEEDBACK, "teacher_model_kind": "live", "max_reprompt_len": 9},
+    {"distillation_weight": 0.6, "loss_type": "grpo", "gradient_accumulation_steps": 2, "num_generations": 2,
+     "per_device_train_batch_size": 4},
+], ids=str)  # fmt: skip
+def test_sdpo(changes, folder, tmp_path):
+    from trl.experimental import sdpo
+
+    changes = {"success_reward_threshold": 0.5} | changes
+    theirs, ours = (
+        self_distilled(package, folder, tmp_path, "SDPO", [digit_sum], **changes) for package in (sdpo, posttrain.rl)
+    )
+    assert len(theirs) == len(ours) == 4 and max(abs(record["loss"]) for record in theirs) > 1e-3
+    keys = ["loss", "grad_norm", "completions/mean_length"]
+    keys += [f"self_distillation/{part}_sample_fraction" for part in ("success", "reprompt")]
+    for key in keys:
         expected = [record[key] for record in theirs if key in record]
         assert [record[key] for record in ours if key in record] == pytest.approx(expected, rel=1e-4, abs=2e-6), key

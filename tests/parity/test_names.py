@@ -24,7 +24,8 @@ FACES = ("posttrain.core", "posttrain.sft", "posttrain.rl")
 TRAINERS = dict.fromkeys(("DPO", "KTO", "GRPO", "RLOO", "Reward", "SFT", "Distillation"), "trl")
 TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.online_dpo", "TPO": "trl.experimental.tpo",
              "CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo",
-             "IWOPD": "trl.experimental.iw_opd", "SDFT": "trl.experimental.sdft"}  # fmt: skip
+             "IWOPD": "trl.experimental.iw_opd", "A2PO": "trl.experimental.a2po",
+             "SDPO": "trl.experimental.sdpo", "SDFT": "trl.experimental.sdft"}  # fmt: skip
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import types
 
@@ -273,3 +274,47 @@ def test_the_masks_of_tokens_and_completions_are_those_of_trl(tmp_path):
         for kind in (posttrain.rl.GRPOTrainer, trl.GRPOTrainer)
     ]
     assert torch.equal(*found) and 0 < found[0].sum() < 6
+
+
+@pytest.mark.parametrize("beta2", [1e-3, 0.5])
+def test_a2po_on_given_completions_and_values(beta2, folder, tmp_path):
+    a2po = pytest.importorskip("trl.experimental.a2po")
+    values, records = {prompt: 0.1 * number for number, prompt in enumerate(PROMPTS)}, {}
+    for package in (a2po, posttrain.rl):
+        args = package.A2POConfig(
+            output_dir=str(tmp_path / package.__name__), per_device_train_batch_size=8, max_steps=4, learning_rate=0.1,
+            optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to="none",
+            use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False, beta2=beta2, beta1=0.5,
+            max_completion_length=8, filter_all_incorrect=False,
+        )  # fmt: skip
+        rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        given, tokenizer = {} if package is a2po else {"rollout_func": rollout}, tiny.tokenizer()
+        tokenizer.padding_side = "left"  # which trl needs to generate
+        trainer = package.A2POTrainer(
+            model, lengths, args=args, train_dataset=rows, processing_class=tokenizer, **given
+        )
+        if package is a2po:
+            trainer._optimal_values = values
+            model.generate = lambda trainer=trainer, **inputs: written(trainer, **inputs)
+        else:
+            # of one reward, the value is that reward
+            trainer.reference_rewards = {json.dumps(prompt): [value] for prompt, value in values.items()}
+        trainer.train()
+        records[package] = [record for record in trainer.state.log_history if "loss" in record]
+    for key in ("loss", "grad_norm", "reward", "v_star", "advantage", "implicit_reward"):
+        expected = [record[key] for record in records[a2po]]
+        assert [record[key] for record in records[posttrain.rl]] == pytest.approx(expected, rel=1e-4, abs=2e-6), key
+
+
+def lengths(completions, **kwargs):
+    return [len(completion) % 3 / 2 for completion in completions]
+
+
+def written(trainer, input_ids, attention_mask, **others):
+    """What `rollout` gives behind these prompts, as `generate` does."""
+    tokenizer = trainer.processing_class
+    asked = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(input_ids, attention_mask, strict=True)]
+    made = [torch.tensor(ids) for ids in rollout(asked, trainer)["completion_ids"]]
+    pad = tokenizer.pad_token_id
+    return torch.cat([input_ids, torch.nn.utils.rnn.pad_sequence(made, batch_first=True, padding_value=pad)], 1)

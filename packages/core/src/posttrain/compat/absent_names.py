@@ -49,7 +49,7 @@ _OF_TRL = "it is a part of trl that no script needs here; import it from trl if 
 _INSTEAD: dict[str, str] = {
     "PPO PPOv2 Policy": _PPO,
     "XPO NashMD Judge": _ONLINE_PAIRS,
-    "GOLD SDPO SSD": _DISTIL,
+    "GOLD SSD": _DISTIL,
     "MiniLLM": _MINILLM,
     "DDPO AlignProp": _PIXELS,
     "PRM": "trl dropped it for want of users; posttrain.rl.RewardTrainer scores whole completions, see "
@@ -57,7 +57,7 @@ _INSTEAD: dict[str, str] = {
     "BCO": "trl dropped it for want of users; posttrain.rl.KTOTrainer learns from single completions called good or "
     "bad as well, see docs/preference.md",
     "IterativeSFT": "call posttrain.sft.SFTTrainer once for each round, with the model of the last",
-    "GFPO PAPO GRPOWithReplayBuffer GSPOToken A2PO DPPO": _VARIANT,
+    "GFPO PAPO GRPOWithReplayBuffer GSPOToken DPPO": _VARIANT,
 }
 INSTEAD = {
     name + ending: why for names, why in _INSTEAD.items() for name in names.split() for ending in ("Trainer", "Config")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from posttrain.rl.agents.agent import Agent
     from posttrain.rl.agents.command import AgentCommand
+    from posttrain.rl.algorithms.a2po import A2POConfig, A2POTrainer
     from posttrain.rl.algorithms.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from posttrain.rl.algorithms.cpo import CPOConfig, CPOTrainer
     from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.reward_model import RewardConfig, RewardTrainer
     from posttrain.rl.algorithms.rloo import RLOOConfig, RLOOTrainer
     from posttrain.rl.algorithms.sdft import SDFTConfig, SDFTTrainer
+    from posttrain.rl.algorithms.sdpo import SDPOConfig, SDPOTrainer
     from posttrain.rl.algorithms.server_distillation import (
         AsyncDistillationConfig,
         AsyncDistillationTrainer,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         ServerDistillationTrainer,
     )
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
+    from posttrain.rl.policy.bema_reference import BEMACallback
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.row_formats import (
         extract_prompt,
@@ -45,12 +48,14 @@ if TYPE_CHECKING:
         reasoning_accuracy_reward,
         think_format_reward,
     )
+    from posttrain.rl.rewards.rubrics import RubricReward
     from posttrain.rl.tools.protocol import parse_response
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
 _HOMES = {
     "agents.agent": ("Agent",),
     "agents.command": ("AgentCommand",),
+    "algorithms.a2po": ("A2POConfig", "A2POTrainer"),
     "algorithms.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
     "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
     "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
@@ -62,6 +67,7 @@ _HOMES = {
     "algorithms.kto": ("KTOConfig", "KTOTrainer"),
     "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "algorithms.orpo": ("ORPOConfig", "ORPOTrainer"),
+    "policy.bema_reference": ("BEMACallback",),
     "policy.reference": ("SyncRefModelCallback", "create_reference_model"),
     "algorithms.reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
     "tools.response_templates": ("add_response_schema", "supports_tool_calling"),
@@ -73,8 +79,10 @@ _HOMES = {
         "reasoning_accuracy_reward",
         "think_format_reward",
     ),
+    "rewards.rubrics": ("RubricReward",),
     "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
     "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "algorithms.sdpo": ("SDPOConfig", "SDPOTrainer"),
     "algorithms.server_distillation": (
         "AsyncDistillationConfig",
         "AsyncDistillationTrainer",

@@ -59,6 +59,8 @@ METHODS = {
     "OnlineDPOConfig": ("online DPO", "2402.04792"),
     "IWOPDConfig": ("importance-weighted on-policy distillation", "2606.22600"),
     "SDFTConfig": ("self-distillation fine-tuning (SDFT)", "2601.19897"),
+    "SDPOConfig": ("self-distillation policy optimization (SDPO)", "2601.20802"),
+    "A2POConfig": ("A*-PO", "2505.20686"),
     "DistillationConfig": ("on-policy distillation", "2306.13649"),
 }
 CURVE = "training_loss.svg"

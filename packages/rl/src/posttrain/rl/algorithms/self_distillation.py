@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,9 +43,13 @@ class SelfDistillationConfig(RolloutConfig):
     num_generations: int = opt(8, "Completions of each prompt.", min=1)
     max_completion_length: int = opt(256, "Tokens of a completion at most; longer ones are cut there.", min=1)
     disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
-    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = opt(
+    router_aux_loss_coef: float | None = opt(
+        0.0, "Weight of the load-balancing loss of a mixture of experts: none here.", min=0
+    )
+    distillation_mode: str = opt(
         "topk_logits",
         "Compare whole distributions, those over the student's distillation_topk tokens, or the written token.",
+        choices=("sampled_token", "full_logits", "topk_logits"),
     )
     distillation_alpha: float = opt(
         0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
@@ -57,8 +61,10 @@ class SelfDistillationConfig(RolloutConfig):
     distillation_is_clip: float | None = opt(
         2.0, "Bound of the ratio to the policy that sampled; None: no ratio.", above=0
     )
-    teacher_model_kind: Literal["base", "live", "ema"] = opt(
-        "base", "The teacher: the weights that the policy begins with, those it has, or their moving average."
+    teacher_model_kind: str = opt(
+        "base",
+        "The teacher: the weights that the policy begins with, those it has, or their moving average.",
+        choices=("base", "live", "ema"),
     )
     teacher_update_rate: float = opt(
         0.05,
@@ -87,6 +93,8 @@ class SelfDistillationConfig(RolloutConfig):
             yield f"beta={self.beta} needs a reference besides the teacher, which is not held; set beta=0"
         if self.sync_ref_model:
             yield "sync_ref_model=True moves a reference, and here is a teacher; set teacher_model_kind='ema'"
+        if self.router_aux_loss_coef != 0:
+            yield f"router_aux_loss_coef={self.router_aux_loss_coef} is not added to the distillation; set it to 0"
         if self.router_replay:
             yield "router_replay=True replays what a policy chose in sampling, and distillation does not; leave it out"
 

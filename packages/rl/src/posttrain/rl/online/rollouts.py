@@ -75,6 +75,7 @@ class Owner(Protocol):
     compute_advantages: Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
     compute_turn_advantages: Callable[[torch.Tensor, credit.Turns, int], torch.Tensor]
     complete_rollout: Callable[[Rollout, list[Sample]], Rollout]
+    complete_scored: Callable[[Rollout, list[Sample], Scores], Rollout]
     logps: Callable[..., CompletionLogps]
     get_high_entropy_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     compute_loss: Callable[..., Any]
@@ -165,7 +166,7 @@ class Rollouts:
         owner.reporter.report_rollout(samples, scores, advantages, step)
         tokenizer = owner.sampler.codec.tokenizer
         owner.reporter.store(samples, scores, owner.rewards.weights, advantages, step + 1, tokenizer)
-        return replace(rollout, advantages=at_tokens)
+        return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
         """The tokens of `samples`, without log-probabilities and advantages.
@@ -267,6 +268,7 @@ class Rollouts:
         rollout = self.of(samples)
         rollout = replace(rollout, advantages=rollout.of_completions(advantages))
         rollout = owner.complete_rollout(rollout, sequences(samples))
+        rollout = owner.complete_scored(rollout, samples, scores)
         for part in self.parts_of(rollout):
             part = owner.prepare_inputs(part)
             items = owner.count_items(part)

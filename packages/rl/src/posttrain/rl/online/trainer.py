@@ -47,6 +47,7 @@ from posttrain.rl.online.reporting import Reporter
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Policy, Sampler
 from posttrain.rl.online.source import Source
+from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import prepare_policy, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
@@ -370,6 +371,12 @@ class RolloutTrainer(LanguageModelTrainer):
         with self.reference.use() as policy:  # which chooses its own experts
             return replace(rollout, ref_logps=self.rollout_maker.logps_of(policy, replace(rollout, routes=None))[0])
 
+    def complete_scored(self, rollout: Rollout, samples: list[Sample], scores: Scores) -> Rollout:
+        """`rollout` with whatever the loss needs that depends on the `scores` of its completions. Every process
+        calls it for each rollout that is learned from.
+        """
+        return rollout
+
     @property
     def average(self) -> str:
         """What the summed loss is divided by, a name in `posttrain.rl.losses.policy_losses.AVERAGES`."""
@@ -605,7 +612,8 @@ class RolloutTrainer(LanguageModelTrainer):
             return None
         given = self.given_reference if isinstance(self.given_reference, nn.Module) else None
         self.old_logps.starts_at_reference = given is None
-        return set_up_reference(self.model, given, fresh_adapter, self.args, self.dist)
+        movers = bema_reference.movers(self.callback_handler.callbacks, self.model)
+        return set_up_reference(self.model, given, fresh_adapter, self.args, self.dist, movers)
 
     def _ends_of_calls(self) -> set[int]:
         """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""

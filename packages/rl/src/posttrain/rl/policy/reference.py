@@ -13,7 +13,7 @@ import contextlib
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,16 +287,21 @@ def make_reference(
 
 
 def set_up_reference(
-    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, args: Any, dist: Any
+    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, args: Any, dist: Any, movers: Sequence[Any] = ()
 ) -> MovableReference:
     """`make_reference` for `args`, placed and sharded like the policy. Every process must call it.
+
+    Args:
+        movers: callbacks that move it, which are given it as `reference`.
 
     Raises:
         ValueError: it is to be moved towards the policy, and cannot; see `sync_problem`.
     """
     if args.sync_ref_model and (problem := sync_problem(policy, given, args.ref_model_mixup_alpha)):
         raise ValueError(problem)
-    reference = make_reference(policy, given, fresh_adapter, args.sync_ref_model)
+    reference = make_reference(policy, given, fresh_adapter, args.sync_ref_model or bool(movers))
+    for mover in movers:
+        mover.reference = reference
     if isinstance(reference, FrozenReference):
         reference.place(dist)
     return reference

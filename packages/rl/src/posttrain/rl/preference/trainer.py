@@ -33,6 +33,7 @@ from posttrain.lm.images.vision import VisionProcessor
 from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
 from posttrain.lm.trainer import LanguageModelTrainer
+from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
@@ -325,6 +326,7 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
         args = references.arguments_of(self.args)
+        movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = ref_model is None and plain
         if args.precompute_ref_log_probs and ref_model is None and self.model_init is not None:
@@ -335,7 +337,8 @@ class PreferenceTrainer(LanguageModelTrainer):
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
-        self.reference = reference = references.set_up_reference(self.model, ref_model, fresh_adapter, args, self.dist)
+        reference = references.set_up_reference(self.model, ref_model, fresh_adapter, args, self.dist, movers)
+        self.reference = reference
         self.ref_model = reference.model
         if args.sync_ref_model:
             self.remove_callback(references.SyncReference)  # of the model before
