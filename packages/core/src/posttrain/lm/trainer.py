@@ -138,6 +138,7 @@ class LanguageModelTrainer(Trainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """As the core's; the model gets the adapter, and what the constructor changes in a model."""
         made, parts = super().call_model_init(trial), self._parts
+        assert parts is not None  # there is a model_init
         model, _ = self.load(made, self.processing_class, self.args, None, parts.peft_config)
         self.data_collator = self.set_up_batches(model, self.processing_class, self.args, parts)
         return model
@@ -145,7 +146,7 @@ class LanguageModelTrainer(Trainer):
     def set_model(self, model: nn.Module) -> None:
         """As the core's, and `look_at_model` for a model of `model_init`."""
         super().set_model(model)
-        if self.model_init is not None:
+        if self.model_init is not None and self._parts is not None:
             self.look_at_model(self._parts)
 
     def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: checks.Parts) -> Any:

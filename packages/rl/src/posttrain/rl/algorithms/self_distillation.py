@@ -200,14 +200,14 @@ def self_distillation(
             sampled them; None: it is the student.
     """
     own, other = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
-    logps, compared = own.gather(1, tokens.unsqueeze(1)).squeeze(1), (own, other)
+    logps = own.gather(1, tokens.unsqueeze(1)).squeeze(1)
     if args.distillation_mode == "sampled_token":
         losses = (logps - other.gather(1, tokens.unsqueeze(1)).squeeze(1)).detach() * logps
     else:
         if args.distillation_mode == "topk_logits":
             ids = own.topk(min(args.distillation_topk or 1, own.shape[1])).indices
-            compared = tuple(_complete(part.gather(1, ids), args.distillation_add_tail) for part in (own, other))
-        losses = divergence_terms(*compared, args.distillation_alpha).sum(1)
+            own, other = (_complete(part.gather(1, ids), args.distillation_add_tail) for part in (own, other))
+        losses = divergence_terms(own, other, args.distillation_alpha).sum(1)
     if old_logps is None or args.distillation_is_clip is None:
         return losses
     ratio = (logps.detach() - old_logps).clamp(*AS_MANY_TOKENS).exp()

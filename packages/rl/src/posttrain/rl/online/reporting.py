@@ -280,8 +280,7 @@ class Reporter:
 
     def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Show the samples of a rollout."""
-        if self.args.log_completions:
-            self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
+        self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
 
     def store(
         self,
@@ -293,8 +292,8 @@ class Reporter:
         tok: Any,
     ) -> None:
         """Write the first ``log_trajectories`` samples of a rollout."""
-        if (most := self.args.log_trajectories) and not self.dist.peer_rank:
-            made = stored(samples[:most], self.names, scores, weights, advantages, step, tok)
+        if not self.dist.peer_rank:
+            made = stored(samples[: self.args.log_trajectories], self.names, scores, weights, advantages, step, tok)
             trajectories.append(made, trajectories.path_of(self.args.output_dir, self.dist.rank))
 
     def begin_evaluation(self) -> None:

@@ -163,9 +163,11 @@ class Rollouts:
         if source.background is not None:
             reporting.log_staleness(metrics, rollout, step)
         source.log_used(samples, scores.rewards, step + 1)
-        owner.reporter.report_rollout(samples, scores, advantages, step)
-        tokenizer = owner.sampler.codec.tokenizer
-        owner.reporter.store(samples, scores, owner.rewards.weights, advantages, step + 1, tokenizer)
+        if self.args.log_completions:
+            owner.reporter.report_rollout(samples, scores, advantages, step)
+        if self.args.log_trajectories:
+            tokenizer = owner.sampler.codec.tokenizer
+            owner.reporter.store(samples, scores, owner.rewards.weights, advantages, step + 1, tokenizer)
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
