@@ -83,7 +83,7 @@ def agent(which: str):
 
 def seconds(run, rows) -> float:
     started = time.perf_counter()
-    run._sample(run.new_samples(rows))
+    run.rollout_maker.sample(run.new_samples(rows))
     return time.perf_counter() - started
 
 

@@ -64,7 +64,6 @@ FORBIDDEN_NAMES |= {"TrainerCallback", "TrainerState", "TrainerControl"}
 
 # Files of more than 500 lines, and why they are one file.
 LONG = {
-    "lm/loss/language_modeling.py": "the tiles of the vocabulary and all that is computed on them in one pass",
     "rl/online/trainer.py": "the one base of online trainers, from their arguments to the methods to override",
     "core/trainer.py": "the loop, and every overridable method, in one class",
 }

@@ -20,6 +20,8 @@ QUIET = """
     --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --hide-scrollbars --allow-file-access-from-files --remote-debugging-port=0
 """.split()
+#: What a published site has, and one that is built here lacks: mike's list of versions, GitHub's facts.
+ABSENT = re.compile(r"/versions\.json$|^https://api\.github\.com/")
 #: Elements that are wider than the page and that no ancestor scrolls or clips, by tag, class and beginning of text.
 WIDE = """
 (() => {
@@ -116,7 +118,8 @@ class Chromium:
             if event.get("method") == "Runtime.exceptionThrown":
                 found.append(str(params["exceptionDetails"].get("exception", {}).get("description")))
             elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(params["entry"]["text"])
+                if not ABSENT.search(params["entry"].get("url", "")):
+                    found.append(f"{params['entry']['text']}: {params['entry'].get('url')}")
             elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
                 found.append(str([one.get("value") for one in params["args"]]))
         return found

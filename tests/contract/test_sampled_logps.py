@@ -190,14 +190,14 @@ def make(folder, trainer="grpo", model=None, rows=RAGGED, warp=None, **changes):
 def check(folder, caplog, misses=None, **row):
     """Train one step; see above."""
     run = make(folder, **row)
-    begun, seen, before = copy.deepcopy(run.model), [], run._with_logps
+    begun, seen, before = copy.deepcopy(run.model), [], run.rollout_maker.with_logps
 
     def with_logps(rollout, samples):
         done = before(rollout, samples)
-        seen.append((rollout, done[0], done[1], run._logps_of(begun, done[0])[0]))
+        seen.append((rollout, done[0], done[1], run.rollout_maker.logps_of(begun, done[0])[0]))
         return done
 
-    run._with_logps = with_logps
+    run.rollout_maker.with_logps = with_logps
     with caplog.at_level(logging.WARNING):
         run.train()
     (rollout, done, kl, policys), *_ = seen
@@ -329,7 +329,7 @@ def test_generation_kwargs_that_are_arguments_too_are_followed_by_every_engine(t
     def written(**kwargs):
         run = make(tmp_path, rows=EVEN, warp=kwargs, **ENGINES[engine])
         run.old_logps.compared = True
-        return run, run._rollout_of(sampled(run))
+        return run, run.rollout_maker.of(sampled(run))
 
     run, rollout = written(max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9)
     assert rollout.completion_lengths.max() == 3
@@ -345,7 +345,7 @@ def test_generation_kwargs_that_are_arguments_too_are_followed_by_every_engine(t
 
 
 def sampled(run):
-    return run._sample(run.source.begin(next(iter(run.get_train_dataloader())), 0))
+    return run.rollout_maker.sample(run.source.begin(next(iter(run.get_train_dataloader())), 0))
 
 
 @pytest.mark.parametrize("engine", [{}, {"use_vllm": True}, ENGINES["continuous"]], ids=["local", "vllm", "continuous"])

@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import sys
 import threading
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -626,7 +627,9 @@ def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable
             key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
         scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
         if score_mod is not None:
-            scores = score_mod(scores, None, None, None, None)
+            rule = score_mod.__code__, score_mod.__globals__, "rule", None
+            held = tuple(types.CellType(_host(cell.cell_contents)) for cell in score_mod.__closure__)
+            scores = types.FunctionType(*rule, held)(scores, None, None, None, None)
         return torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype), value)
 
     return _OneKernel.apply(attend, pairs, query, key, value)

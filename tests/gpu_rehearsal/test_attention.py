@@ -154,3 +154,20 @@ def test_a_block_mask_costs_the_device_copies_alone():
         queries, keys = mask.q_indices.cpu(), mask.kv_indices.cpu()
         varlen_attention.block_mask.cache_clear()  # it holds tensors of this device
     assert (queries.shape, keys.shape) == ((1, 1, 11, 11), (1, 1, 11, 11)) and mask.seq_lengths == (1307, 1307)
+
+
+def test_flex_attention_takes_a_soft_cap_when_it_is_compiled(monkeypatch):
+    torch._dynamo.reset()
+    compiled = varlen_attention._flex_attention
+    compiled.cache_clear()
+    monkeypatch.setattr(compiled.__wrapped__, "__defaults__", ("aot_eager",))
+    segments = Segments.groups([(100, [30, 40]), (50, [60])])
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, segments.num_tokens, 16) for heads in (4, 2, 2))
+    try:
+        found = varlen_attention._on_gpu(query, key, value, segments, 0.25, None, 3.0)
+    finally:
+        torch._dynamo.reset()
+        compiled.cache_clear()
+    expected = varlen_attention.segment_attention(query, key, value, segments, scale=0.25, softcap=3.0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

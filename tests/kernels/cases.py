@@ -100,7 +100,7 @@ def main() -> None:
                 CASES[name](gpu)
             except Exception as error:
                 traceback.print_exc()
-                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                what = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
                 print(json.dumps({"case": name, "error": what}), flush=True)
             for kernel in gpu.kernels[before:]:
                 print(json.dumps({"case": name, "kernel": asdict(kernel)}), flush=True)

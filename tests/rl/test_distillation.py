@@ -56,7 +56,7 @@ def rollout_of(run):
 
 def completed(run, rows, number):
     """The samples of a rollout, before they are scored."""
-    run._sync_weights()
+    run.rollout_maker.sync()
     return run.source.sample_ahead(rows, number)
 
 

@@ -59,7 +59,7 @@ def test_the_divergence_is_that_of_whole_logits_of_both_models(name, tmp_path):
             lambda module, args, kwargs, role=role: read[role].append((args or [kwargs["pixel_values"]])[0].numel()),
             with_kwargs=True,
         )
-    parts = trainer._parts_of(trainer._rollout_of(samples))
+    parts = trainer.rollout_maker.parts_of(trainer.rollout_maker.of(samples))
     found = [trainer.divergence(trainer.model, part)[0].item() for part in parts]
     shared = {role: numbers.copy() for role, numbers in read.items()}
     read.update(student=[], teacher=[])

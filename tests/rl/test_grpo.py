@@ -321,7 +321,7 @@ def test_sharing_prompts_changes_no_number(tmp_path):
     assert [
         b["input_ids"].shape[0]
         for run in runs
-        for b in run._parts_of(run.make_rollout(iter(run.get_train_dataloader())))
+        for b in run.rollout_maker.parts_of(run.make_rollout(iter(run.get_train_dataloader())))
     ] == [1, 4]
 
 
@@ -825,3 +825,24 @@ def test_methods_run_from_the_command_line(tmp_path, monkeypatch):
     for method in ("grpo", "rloo"):
         assert main([method, *words.split()]) == 0
         assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_activations_in_host_memory_change_nothing(bound, tmp_path, monkeypatch):
+    plain = trainer(tmp_path / "plain", beta=0.1, max_staleness=bound)
+    plain.train()
+    monkeypatch.setattr(
+        "posttrain.lm.attention.activation_offloading.offloading_problem", lambda device: None
+    )  # they are copied all the same
+    moved = trainer(tmp_path / "moved", beta=0.1, max_staleness=bound, activation_offloading=True)
+    moved.train()
+    assert moved._offload.moved > 0 and logged(moved, "loss") == logged(plain, "loss")
+    for mine, other in zip(moved.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_prompts_of_a_later_evaluation_are_looked_at_as_those_of_the_constructor(tmp_path):
+    run = trainer(tmp_path, model=tiny.causal_lm(max_position_embeddings=24), max_completion_length=2)
+    long = [{"prompt": " ".join(WORDS[:40]), "answer": ""}]
+    with pytest.raises(DataError, match="eval_dataset: 1 of 1 prompts leave no room for a completion"):
+        run.evaluate(long)

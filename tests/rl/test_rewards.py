@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from posttrain.core.errors import DataError
+from posttrain.rl import rewards
 from posttrain.rl.rewards import scoring as rw
+from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
 from tests import tiny
 
@@ -245,7 +247,7 @@ def test_a_reward_model_scores_each_text_by_itself():
     model = Qwen3ForSequenceClassification(
         Qwen3Config(**size, num_key_value_heads=2, head_dim=8, num_labels=1, pad_token_id=0)
     )
-    judge, tokenizer = rw.RewardModel(model, tiny.tokenizer(), batch_size=2), tiny.tokenizer()
+    judge, tokenizer = RewardModel(model, tiny.tokenizer(), batch_size=2), tiny.tokenizer()
     prompts, completions = ["Natalia sold", "Weng", "Betty is"], [" clips", " earns $12 an hour", " saving"]
     expected = [
         model(torch.tensor([tokenizer(p + c)["input_ids"]])).logits.item()
@@ -259,7 +261,7 @@ def test_a_reward_model_scores_each_text_by_itself():
     assert len(set(judge(*chats))) == 3
     model.config.num_labels = 2
     with pytest.raises(ValueError, match="num_labels=1"):
-        rw.RewardModel(model, tokenizer)
+        RewardModel(model, tokenizer)
 
 
 @pytest.mark.parametrize(("completion", "solution", "reward"), [
@@ -269,13 +271,13 @@ def test_a_reward_model_scores_each_text_by_itself():
     ("4", "", None), ("$12.50", "12.5", 1),
 ])  # fmt: skip
 def test_accuracy(completion, solution, reward):
-    assert rw.accuracy_reward([completion], [solution]) == [reward]
-    assert rw.accuracy_reward([[{"role": "assistant", "content": completion}]], [solution]) == [reward]
+    assert rewards.accuracy_reward([completion], [solution]) == [reward]
+    assert rewards.accuracy_reward([[{"role": "assistant", "content": completion}]], [solution]) == [reward]
 
 
 def test_an_answer_inside_the_thoughts_does_not_count():
     solution = ["7", "7", "7"]
-    assert rw.reasoning_accuracy_reward(["<think>7</think> 8", "<think>8</think> 7", "<think> 7"], solution) == [
+    assert rewards.reasoning_accuracy_reward(["<think>7</think> 8", "<think>8</think> 7", "<think> 7"], solution) == [
         0,
         1,
         0,
@@ -287,13 +289,14 @@ def test_an_answer_inside_the_thoughts_does_not_count():
     ("<think><think>a</think>", 0),
 ])  # fmt: skip
 def test_think_format(text, reward):
-    assert rw.think_format_reward([text]) == [reward]
+    assert rewards.think_format_reward([text]) == [reward]
 
 
 def test_repetition_length_and_cosine():
-    assert rw.get_repetition_penalty_reward(2)([[1, 2, 3, 4], [5] * 5, [1]]) == [0, -0.75, 0]
-    assert rw.get_soft_overlong_punishment(100, 20)([[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0, -0.5, -1, -1]
-    cosine = rw.get_cosine_scaled_reward(max_len=10)
+    assert rewards.get_repetition_penalty_reward(2)([[1, 2, 3, 4], [5] * 5, [1]]) == [0, -0.75, 0]
+    overlong = rewards.get_soft_overlong_punishment(100, 20)
+    assert overlong([[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0, -0.5, -1, -1]
+    cosine = rewards.get_cosine_scaled_reward(max_len=10)
     found = cosine(["7", "7", "8", "8"], ["7"] * 4, [[1] * 0, [1] * 10, [1] * 0, [1] * 10])
     assert found == pytest.approx([1.0, 0.5, -1.0, -0.5])
 

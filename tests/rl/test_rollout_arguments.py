@@ -73,7 +73,7 @@ def test_rows_are_padded_to_a_multiple(tmp_path):
     widths = {}
     for multiple in (None, "auto", 16):
         run = trainer(tmp_path, pad_to_multiple_of=multiple, share_prompts=False)
-        widths[multiple] = run._parts_of(first_rollout(run))[0]["input_ids"].shape[1]
+        widths[multiple] = run.rollout_maker.parts_of(first_rollout(run))[0]["input_ids"].shape[1]
     assert widths[16] == 16 and widths[None] == widths["auto"] < 16
 
 
@@ -97,7 +97,7 @@ def test_a_model_is_loaded_by_name_with_its_arguments(tmp_path):
 def test_the_head_of_a_model_in_half_precision_can_be_exact(tmp_path):
     model = tiny.causal_lm(initializer_range=0.3).bfloat16()
     run = trainer(tmp_path, model=model, cast_lm_head_to_fp32=True)
-    part = run._parts_of(first_rollout(run))[0]
+    part = run.rollout_maker.parts_of(first_rollout(run))[0]
     found = run.logps(model, part, with_entropy=False, training=False).logps
     assert model.lm_head.weight.dtype == torch.float32 and found.dtype == torch.float32
     hidden = model.model(input_ids=part["input_ids"], **{k: part[k] for k in ("position_ids", "segments") if k in part})
@@ -131,7 +131,7 @@ def test_what_the_policy_writes_itself_is_neither_scored_again_nor_weighted(prec
     model = tiny.causal_lm(initializer_range=0.3).to(getattr(torch, precision))
     run = trainer(tmp_path, model=model, max_steps=2, steps_per_generation=1, num_iterations=1)
     passes = []
-    monkeypatch.setattr(run, "_logps_of", lambda *args, **kwargs: passes.append(1))
+    monkeypatch.setattr(run.rollout_maker, "logps_of", lambda *args, **kwargs: passes.append(1))
     run.train()
     assert passes == [] and all(grad > 0 for grad in logged(run, "grad_norm"))
     assert logged(run, "sampling/importance_sampling_ratio/mean") == []

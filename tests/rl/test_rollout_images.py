@@ -53,8 +53,8 @@ def test_tokens_are_sampled_with_the_log_probabilities_that_training_computes(na
     samples = [replace(sample, seed=seed) for seed, sample in enumerate(samples)]
     trainer.generator.sync_weights(trainer.model)
     samples = trainer.generate(samples, trainer.sampling())
-    rollout = trainer._rollout_of(samples)
-    [found] = trainer._logps_of(trainer.model, rollout)[:1]
+    rollout = trainer.rollout_maker.of(samples)
+    [found] = trainer.rollout_maker.logps_of(trainer.model, rollout)[:1]
     mask = rollout.loss_mask
     torch.testing.assert_close(found[mask], rollout.sampling_logps[mask], rtol=1e-4, atol=1e-4)
     assert samples[0].prompt_ids == samples[2].prompt_ids  # of two images, one question

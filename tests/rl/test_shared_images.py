@@ -80,7 +80,7 @@ def test_groups_behind_one_prompt_have_the_log_probabilities_and_gradients_of_se
     lengths = [2 + len(sample.prompt_ids) % 3 for sample in samples]
     drawn = [torch.randint(3, 80, (length,), generator=generator).tolist() for length in lengths]
     samples = [replace(sample, ids=ids) for sample, ids in zip(samples, drawn, strict=True)]
-    rollout, found = trainer._rollout_of(samples), []
+    rollout, found = trainer.rollout_maker.of(samples), []
     for share in (True, False):
         [part] = rollout.micro_batches(8, share, 0, positions=trainer.image_prompts.positions)
         assert ("segments" in part) == share
@@ -130,7 +130,7 @@ def test_equal_questions_about_other_images_are_other_prompts(tmp_path):
     samples = trainer.new_samples([row for row in prompts()[:2] for _ in range(2)])
     assert samples[0].prompt_ids == samples[2].prompt_ids
     samples = [replace(sample, ids=[7, 9]) for sample in samples]
-    [part] = trainer._parts_of(trainer._rollout_of(samples))
+    [part] = trainer.rollout_maker.parts_of(trainer.rollout_maker.of(samples))
     assert part["segments"].parents == (-1, 0, 0, -1, 3, 3)
     logps = completion_logps(trainer.model, part).logps
     assert torch.equal(logps[0], logps[1]) and not torch.allclose(logps[0], logps[2])

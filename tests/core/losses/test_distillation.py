@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from posttrain.lm.loss import language_modeling
+from posttrain.lm.loss import tiles
 from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, divergence_terms, linear_divergence
 
 VOCAB, WIDTH, WIDER = 50, 16, 24
@@ -46,7 +46,7 @@ def check(student, labels, teacher, measure, expected, relative=1e-10, **options
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 0.3}, {"softcap": 2.0, "scale": 1.5}], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_divergence_and_its_gradients_are_those_of_whole_logits(beta, options, temperature, monkeypatch):
-    monkeypatch.setattr(language_modeling, "BLOCK_ELEMENTS", 4 * VOCAB)  # several blocks to a tile
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 4 * VOCAB)  # several blocks to a tile
     student, labels, teacher = problem()
     teacher = teacher._replace(softcap=4.0, scale=0.7)
     own = logps(*student, temperature, **options)[labels != -100]

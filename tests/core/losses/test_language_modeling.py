@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from posttrain.core.losses import cross_entropy, linear_cross_entropy, selective_log_softmax, shift_labels, token_logps
 from posttrain.core.losses.logits import dynamic_weights
-from posttrain.lm.loss import language_modeling
+from posttrain.lm.loss import tiles
 
 VOCAB, WIDTH = 50, 16
 OPTIONS = [
@@ -130,7 +130,7 @@ def test_the_first_of_several_highest_logits_is_the_prediction(vocab):
     logits = torch.randint(4, (64, vocab)).float()  # many are the highest
     logits[:8] = -math.inf
     logits[:8, vocab - 1] = 0.0
-    highest, place = language_modeling._highest(logits)
+    highest, place = tiles._highest(logits)
     assert torch.equal(highest, logits.amax(1)) and torch.equal(place, logits.argmax(1))
 
 

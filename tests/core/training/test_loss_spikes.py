@@ -18,7 +18,7 @@ def update(loss, step=0):
 
 def fed(policy, losses, threshold=8.0):
     watch = SpikeWatch(policy, threshold)
-    return watch, [watch.may_step(update(loss, step)) for step, loss in enumerate(losses)]
+    return watch, [watch.may_step(None, update(loss, step)) for step, loss in enumerate(losses)]
 
 
 LEVEL = [2.0 + 0.1 * (-1) ** step for step in range(NEEDED)]  # mean 2, standard deviation 0.1

@@ -79,7 +79,7 @@ def stops_at_the_third_update(tmp_path, **changes):
 def test_a_run_stops_with_the_weights_from_before_the_update_at_fault(flagged, tmp_path, monkeypatch):
     if flagged:
         monkeypatch.setattr(
-            FiniteGuard, "before_step", lambda self, optimizer, update, *_: self.flag(optimizer, update) or True
+            FiniteGuard, "may_step", lambda self, optimizer, update, *_: self.flag(optimizer, update) or True
         )
     stops_at_the_third_update(tmp_path, use_cpu=True)
 
@@ -104,14 +104,14 @@ def test_a_step_made_by_hand_after_training_is_not_skipped():
 
 def test_on_the_cpu_it_is_said_before_the_step():
     with pytest.raises(NonFiniteError, match="Step 5: .*weights are those of step 4"):
-        FiniteGuard().before_step(sgd(), update(NAN, step=4))
-    assert FiniteGuard().before_step(sgd(), update())
+        FiniteGuard().may_step(sgd(), update(NAN, step=4))
+    assert FiniteGuard().may_step(sgd(), update())
 
 
 def test_a_window_without_a_label_is_left_out_and_only_many_in_a_row_stop_the_run(caplog):
     guard = FiniteGuard(limit=3)
     empty = update(NAN, num_items=0)
-    assert [guard.before_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [
+    assert [guard.may_step(sgd(), one) for one in (empty, empty, update(), empty, empty)] == [
         False,
         False,
         True,
@@ -120,43 +120,43 @@ def test_a_window_without_a_label_is_left_out_and_only_many_in_a_row_stop_the_ru
     ]
     assert "all labels of its rows are -100" in caplog.text and guard.count == 0 and guard.logged() == {}
     with pytest.raises(NonFiniteError, match="all labels of its rows are -100.*max_nonfinite_steps=3 of them"):
-        guard.before_step(sgd(), empty)
+        guard.may_step(sgd(), empty)
     guard = FiniteGuard("warn")
-    assert guard.before_step(sgd(), empty) is False  # there is nothing to make of it
+    assert guard.may_step(sgd(), empty) is False  # there is nothing to make of it
     with pytest.raises(NonFiniteError, match="for every optimizer step of the run"):
         guard.finish()
-    guard.before_step(sgd(), update())
+    guard.may_step(sgd(), update())
     guard.finish()
 
 
 def test_what_is_let_go_on_stops_after_so_many_in_a_row(caplog):
     guard = FiniteGuard("skip", limit=3)
-    answers = [guard.before_step(sgd(), update(loss)) for loss in (NAN, NAN, 1.0, NAN, NAN)]
+    answers = [guard.may_step(sgd(), update(loss)) for loss in (NAN, NAN, 1.0, NAN, NAN)]
     assert answers == [False, False, True, False, False] and guard.count == 4
     with pytest.raises(NonFiniteError, match="max_nonfinite_steps=3 of them"):
-        guard.before_step(sgd(), update(NAN))
-    assert FiniteGuard("warn").before_step(sgd(), update(NAN)) is True  # warned of, and made
+        guard.may_step(sgd(), update(NAN))
+    assert FiniteGuard("warn").may_step(sgd(), update(NAN)) is True  # warned of, and made
 
 
 def test_the_count_is_logged_once_and_survives_a_checkpoint():
     guard, other = FiniteGuard("skip"), FiniteGuard("skip")
-    guard.before_step(sgd(), update(NAN))
+    guard.may_step(sgd(), update(NAN))
     other.load_state_dict(guard.state_dict())
     assert (other.logged(), other.logged(), other.in_a_row) == ({"nonfinite_steps": 1}, {}, 1)
 
 
 def test_a_loss_scaler_may_overflow_as_long_as_it_has_a_scale_to_lower():
     guard = FiniteGuard()
-    assert guard.before_step(sgd(), update(1.0, INF), loss_scale=lambda: 1024.0)
+    assert guard.may_step(sgd(), update(1.0, INF), loss_scale=lambda: 1024.0)
     with pytest.raises(NonFiniteError):
-        guard.before_step(sgd(), update(1.0, INF), loss_scale=lambda: 1.0)
+        guard.may_step(sgd(), update(1.0, INF), loss_scale=lambda: 1.0)
     with pytest.raises(NonFiniteError):
-        guard.before_step(sgd(), update(NAN, INF), loss_scale=lambda: 1024.0)
+        guard.may_step(sgd(), update(NAN, INF), loss_scale=lambda: 1024.0)
 
 
 def test_processes_agree_when_one_alone_has_a_loss_that_is_not_finite():
     guard = FiniteGuard("skip", total=lambda mine: mine + 1)  # another process says 1
-    assert guard.before_step(sgd(), update(1.0)) is False
+    assert guard.may_step(sgd(), update(1.0)) is False
 
 
 # ---------------------------------------------------------------------------------------------------- where it began

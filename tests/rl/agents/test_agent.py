@@ -141,14 +141,14 @@ async def forgets(episode, row):
 def test_a_changed_history_begins_a_sequence_that_shares_the_reward(tmp_path):
     run = trainer(tmp_path, agent=forgets, args=dict(max_steps=1, max_completion_length=60))
     samples = run.new_samples([{**row} for row in ROWS[:4]])
-    done = run._sample(samples)
+    done = run.rollout_maker.sample(samples)
     assert [len(one.sequences) for one in done] == [2] * 4
     for one in done:
         main, other = one.sequences
         assert sum(main.learn) < len(main.ids) and all(other.learn)
         assert [message["role"] for message in one.completion] == ["assistant", "user", "assistant"]
         assert one.prompt == one.row["prompt"] and one.num_chosen == sum(main.learn) + sum(other.learn)
-    assert run._score(done).rewards[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert run.rollout_maker.score(done).rewards[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0]
     run.train()
     assert run.state.log_history[0]["agent/sequences"] == 2 and run.state.log_history[0]["agent/turns"] == 3
 
@@ -249,10 +249,10 @@ def test_an_agent_that_fails_is_treated_as_a_reward_function_that_does(tmp_path,
     samples = run.new_samples(ROWS[:3])
     if how == "raise":
         with pytest.raises(RuntimeError, match="The agent 'breaks' failed on the row .*KeyError: 'lost'"):
-            run._sample(samples)
+            run.rollout_maker.sample(samples)
         return
-    done = run._sample(samples)
-    rewards = run._score(done).rewards[:, 0]
+    done = run.rollout_maker.sample(samples)
+    rewards = run.rollout_maker.score(done).rewards[:, 0]
     assert rewards[[0, 2]].tolist() == [1.0, 1.0] and caplog.text.count("failed on the row") == 1
     assert rewards[1].isnan() if how == "mask" else rewards[1] == -1
     assert [one.finished for one in done] == [False] * 3  # 4 tokens are no end
@@ -269,12 +269,12 @@ async def slow_or_long(episode, row):
 def test_what_bounds_an_episode_is_counted(tmp_path):
     agent = Agent(slow_or_long, seconds=2.0, turns=2)
     run = trainer(tmp_path, agent=agent, args=dict(max_completion_length=60, max_steps=1), rows=ROWS[:2])
-    done = run._sample(run.new_samples(ROWS[:2]))
+    done = run.rollout_maker.sample(run.new_samples(ROWS[:2]))
     assert len(done[0].ids) == 1 and not any(done[0].learn)  # it has asked nothing
-    assert sum(done[1].learn) == 20 and run._score(done).rewards[:, 0].tolist() == [0.0, 0.0]
+    assert sum(done[1].learn) == 20 and run.rollout_maker.score(done).rewards[:, 0].tolist() == [0.0, 0.0]
     agent = Agent(slow_or_long, turns=None)
     run = trainer(tmp_path, agent=agent, args=dict(max_completion_length=60), rows=ROWS[1:])
-    (one,) = run._sample(run.new_samples(ROWS[1:2]))
+    (one,) = run.rollout_maker.sample(run.new_samples(ROWS[1:2]))
     assert len(one.ids) <= 60 and sum(one.learn) >= 20
     assert {name: run.metrics.state_dict()[f"agent/cut/{name}"][0] for name in ("turns", "tokens")} == {
         "turns": 0,
@@ -297,7 +297,7 @@ def asks(order, lengths):
 def test_a_long_turn_holds_up_no_other_episode(tmp_path):
     order = []
     run = trainer(tmp_path, agent=asks(order, {0: [90], 2: [5, 6, 7]}), args=dict(max_completion_length=90))
-    run._sample(run.new_samples(ROWS[:2]))
+    run.rollout_maker.sample(run.new_samples(ROWS[:2]))
     assert order == [(2, 5), (2, 6), (2, 7), (0, 90)]
 
 
@@ -311,7 +311,7 @@ def test_turns_of_an_engine_that_takes_several_calls_are_asked_for_apart(tmp_pat
 
     engine.is_concurrent, engine.generate = True, generate
     run = trainer(tmp_path, agent=asks([], {0: [8], 2: [8]}), generator=engine)
-    run._sample(run.new_samples(ROWS[:2]))
+    run.rollout_maker.sample(run.new_samples(ROWS[:2]))
     assert sorted(len(ids) for _, ids in engine.written) == [len(TOKENIZER("Hello.")["input_ids"]) + 1] * 2
 
 
@@ -365,7 +365,7 @@ def test_what_the_engine_raises_ends_the_run(tmp_path, is_concurrent):
     engine.is_concurrent = is_concurrent
     run = trainer(tmp_path, agent=asks([], {0: [8], 2: [8]}), generator=engine)
     with pytest.raises(ZeroDivisionError):
-        run._sample(run.new_samples(ROWS[:2]))
+        run.rollout_maker.sample(run.new_samples(ROWS[:2]))
 
 
 def test_a_turn_that_nobody_waits_for_is_not_written_to_its_end(tmp_path):
@@ -380,7 +380,7 @@ def test_a_turn_that_nobody_waits_for_is_not_written_to_its_end(tmp_path):
     run = trainer(tmp_path, agent=Agent(asks([], {0: [900]}), seconds=1), args=dict(max_completion_length=900))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.rl.generation.local.LocalSteps", Steps)
-        (one,) = run._sample(run.new_samples(ROWS[:1]))
+        (one,) = run.rollout_maker.sample(run.new_samples(ROWS[:1]))
     assert not any(one.learn) and 0 < Steps.number < 30
 
 
@@ -406,21 +406,21 @@ def test_a_command_is_run_for_each_row_and_its_verifier_gives_the_reward(tmp_pat
     program.write_text(PROGRAM)
     agent = AgentCommand([sys.executable, str(program), "{sum}"], verifier, {"WHERE": "{folder}"})
     run = trainer(tmp_path, agent=agent)
-    done = run._sample(run.new_samples(ROWS[:2]))
-    assert run._score(done).rewards[:, 0].tolist() == rewards and [len(one.ids) for one in done] == [4, 4]
+    done = run.rollout_maker.sample(run.new_samples(ROWS[:2]))
+    assert run.rollout_maker.score(done).rewards[:, 0].tolist() == rewards and [len(one.ids) for one in done] == [4, 4]
 
 
 def test_a_command_that_fails_says_what_it_printed(tmp_path):
     run = trainer(tmp_path, agent="sh -c 'echo no disk >&2; exit 3'")
     with pytest.raises(RuntimeError, match="exited with 3: no disk"):
-        run._sample(run.new_samples(ROWS[:1]))
+        run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     mark = tmp_path / "pid"
     agent = Agent(AgentCommand(["sh", "-c", f"sleep 60 & echo $! > {mark}; wait"]), seconds=1.0)
     run = trainer(tmp_path, agent=agent)
-    run._sample(run.new_samples(ROWS[:1]))
+    run.rollout_maker.sample(run.new_samples(ROWS[:1]))
     status = Path(f"/proc/{mark.read_text().strip()}/status")
     assert not status.exists() or "zombie" in status.read_text()
 
@@ -440,4 +440,4 @@ async def returns_a_text(episode, row):
 def test_what_an_agent_returns_must_be_a_reward(tmp_path):
     run = trainer(tmp_path, agent=returns_a_text)
     with pytest.raises(TypeError, match="returned 'good'"):
-        run._sample(run.new_samples(ROWS[:1]))
+        run.rollout_maker.sample(run.new_samples(ROWS[:1]))

@@ -343,7 +343,7 @@ class _Reporter(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         state.trial_name, state.trial_params = self.name, dict(self.trial.params)
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
         if not any(name.startswith("eval_") for name in metrics):
             return  # of another dataset, that other code asked for
         self._parts.append(metrics)

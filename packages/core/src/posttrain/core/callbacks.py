@@ -393,7 +393,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
             control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
         name = args.metric_for_best_model
         value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
@@ -432,7 +432,8 @@ class ProgressCallback(TrainerCallback):
 
     def __init__(self, max_str_len: int = 100) -> None:
         self.max_str_len = max_str_len
-        self.training_bar = self.prediction_bar = None
+        self.training_bar: Any = None
+        self.prediction_bar: Any = None
         self.drawn = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -465,7 +466,7 @@ class ProgressCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close_prediction_bar()
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(self, args, state, control, **kwargs):
         self._close_prediction_bar()
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:

@@ -209,6 +209,15 @@ class TrainerControl(ExportableState):
         return {"args": dataclasses.asdict(self), "attributes": {}}
 
 
+#: Control flags that are pending when a run stops; they are handled when it resumes.
+LEFT_TO_DO = ("should_log", "should_evaluate", "should_save")
+
+
+def unanswered(control: TrainerControl) -> list[str]:
+    """The flags of `LEFT_TO_DO` that are set."""
+    return [flag for flag in LEFT_TO_DO if getattr(control, flag)]
+
+
 class TrainOutput(NamedTuple):
     """What `train` returns."""
 

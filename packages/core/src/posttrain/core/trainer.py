@@ -697,11 +697,12 @@ class Trainer(TrainerNames):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, logits, labels) of one evaluation batch; None for what is not there, or not asked for."""
-        inputs, options = self.prepare_inputs(inputs), dict[str, Any](loss_only=prediction_loss_only)
-        options |= {"label_names": self.label_names, "can_return_loss": self.can_return_loss}
+        inputs = self.prepare_inputs(inputs)
+        compute_loss = self.evaluation_loss(inputs)
+        known: dict[str, Any] = {"label_names": self.label_names, "can_return_loss": self.can_return_loss}
         with self.compute_loss_context_manager():
             return eval_loop.predict_batch(
-                model, inputs, self.evaluation_loss(inputs), loss_only=prediction_loss_only, **options
+                model, inputs, compute_loss, loss_only=prediction_loss_only, ignore_keys=ignore_keys, **known
             )
 
     def evaluation_loss(self, inputs: Any) -> Callable[..., Any]:

@@ -59,11 +59,11 @@ class LanguageModelTrainer(Trainer):
         if old_names:
             given = self._renamed(old_names, parts.processing_class, parts.callbacks)
             parts.processing_class, parts.callbacks = given
-        datasets = (parts.train_dataset, parts.eval_dataset)
-        self.sees = self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
+        self.sees = self.shows_images(args, parts)
         self._auto_classes = loading.SEEING if self.sees else loading.READING
         parts.auto_class = self._auto_classes[1]
         self.run_preflight(args, parts)
+        self.before_loading(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
         model = parts.model if parts.model_init is None else loading.model_of(parts.model_init)
         model, tokenizer = self.load(model, parts.processing_class, args, parts.quantization_config, parts.peft_config)
@@ -94,8 +94,21 @@ class LanguageModelTrainer(Trainer):
         """Adds problems with the model, its adapter and its tokenizer."""
         yield from model_problems(args, parts, cls.takes)
         yield from super().preflight(args, parts)
-        yield from checks.no_dataset_problems(parts)
+        yield from cls.dataset_problems(args, parts)
         yield from tokenizer_problems(args, parts)
+
+    @classmethod
+    def dataset_problems(cls, args: Any, parts: checks.Parts) -> Iterator[checks.Problem]:
+        """Problems with the datasets, before anything is loaded."""
+        yield from checks.no_dataset_problems(parts)
+
+    def shows_images(self, args: Any, parts: checks.Parts) -> bool:
+        """Whether the model and the tokenizer are those of a model that sees: rows have images."""
+        datasets = (parts.train_dataset, parts.eval_dataset)
+        return self.reads_images and parts.data_collator is None and any(map(has_images, datasets))
+
+    def before_loading(self, args: Any, parts: checks.Parts) -> None:
+        """What is made of `args` and `parts` once the checks have passed, before the model is loaded."""
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
@@ -193,4 +206,8 @@ class LanguageModelTrainer(Trainer):
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager:
         """Moves activations to host memory if ``activation_offloading`` is set."""
-        return with_offloading(super().compute_loss_context_manager(), self._offload)
+        context = super().compute_loss_context_manager()
+        # Nothing is saved where there are no gradients, as in sampling, which may run in other threads meanwhile.
+        if self._offload is None or not torch.is_grad_enabled():
+            return context
+        return with_offloading(context, self._offload)

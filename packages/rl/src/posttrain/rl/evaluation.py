@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,10 @@ from posttrain.rl.online.trajectories import stored
 from posttrain.rl.rewards.scoring import Scores, named_function
 from posttrain.rl.samples.samples import Sample
 
-PUBLIC = {"reasoning_gym": public_environments.reasoning_gym, "verifiers": public_environments.verifiers}
+PUBLIC: dict[str, Callable[[str], dict[str, Any]]] = {
+    "reasoning_gym": public_environments.reasoning_gym,
+    "verifiers": public_environments.verifiers,
+}
 """Environments of others by the word before the colon; behind it stands the name of a task."""
 
 
@@ -32,7 +36,7 @@ def environment_of(name: str) -> dict[str, Any]:
     kind, _, task = name.partition(":")
     if kind in PUBLIC:
         return PUBLIC[kind](task)
-    found = named_function(name)
+    found: Any = named_function(name)
     if isinstance(found, Agent):
         return {"agent": found}
     if callable(found):
@@ -80,7 +84,8 @@ def evaluate(
         raise DataError("the environment has no rows to evaluate on: give it an eval_dataset, or name --data ROWS.")
     rows = [row for row, _ in zip(rows, range(len(rows) if limit is None else limit), strict=False)]
     with tempfile.TemporaryDirectory(prefix="posttrain-evaluate-") as folder:
-        usual = {"num_generations": max(k, 2), "per_device_train_batch_size": max(k, 2), "num_generations_eval": k}
+        usual: dict[str, Any] = {"num_generations": max(k, 2)}
+        usual |= {"per_device_train_batch_size": max(k, 2), "num_generations_eval": k}
         usual |= {"per_device_eval_batch_size": max(k, 8), "output_dir": folder, "report_to": "none", "report": False}
         usual |= {"disable_tqdm": True, "save_strategy": "no", "use_cpu": next(model.parameters()).device.type == "cpu"}
         trainer = _Evaluation(

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
-from posttrain.core.data import accelerator
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import GenerationArguments
 from posttrain.lm.images.images import ImageArguments
+from posttrain.lm.loading.arguments import LanguageModelArguments
 
 logger = logging.getLogger(__name__)
 
@@ -44,29 +44,11 @@ MOVED_TO_CONFIG = {
 
 
 @dataclass
-class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
+class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     """Arguments of `SFTTrainer`: those of every trainer, and what concerns rows of text."""
 
     learning_rate: float = opt(2e-5, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
-    logging_steps: float | str = opt(
-        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
-    )
-    activation_checkpointing: bool | None = opt(
-        True, "Recompute activations in the backward pass: about a third slower, far less memory."
-    )
-    activation_offloading: bool = opt(
-        False,
-        "Keep activations in host memory between forward and backward: far less memory of the GPU, somewhat slower.",
-    )
-    bf16: Resolved[bool | None, bool] = opt(
-        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
-    )
 
-    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
-    router_aux_loss_coef: float | None = opt(
-        None, "Weight of the load-balancing loss of a mixture of experts; None: the model's own, 0: none.", min=0
-    )
-    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     chat_template_path: str | None = opt(
         None, "A Jinja file, or a tokenizer's folder or name, whose chat template replaces the tokenizer's own."
     )
@@ -143,15 +125,11 @@ class SFTConfig(ImageArguments, GenerationArguments, TrainingArguments):
         return kwargs | ({"packing_strategy": "bfd_split"} if kwargs.get("packing_strategy") == "bfd-requeue" else {})
 
     def _normalize(self) -> None:
-
         for name in self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else ():
             if name in NO_EFFECT:
                 warnings.warn(
                     f"SFTConfig: dataset_kwargs: {name!r} has no effect: {NO_EFFECT[name]}", FutureWarning, stacklevel=5
                 )
-
-        if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         if isinstance(self.train_on, list) and len(self.train_on) == 1:
             self.train_on = self.train_on[0]
         if self.eval_packing is None:

@@ -157,8 +157,8 @@ def _evaluate_environment(name: str, given: dict[str, Any]) -> None:
     shown = {metric: value for metric, value in metrics.items() if metric.startswith(("avg@", "pass@", "rewards/"))}
     for metric, value in shown.items():
         if not metric.endswith("_stderr"):
-            error = metrics.get(f"{metric}_stderr")
-            interval = "" if error is None else f" ± {1.96 * error:.4f} (95%)"
+            spread = metrics.get(f"{metric}_stderr")
+            interval = "" if spread is None else f" ± {1.96 * spread:.4f} (95%)"
             print(f"  {metric:<24} {value:.4f}{interval}")
     print(f"{len(episodes)} episodes, {metrics['completions/mean_length']:.0f} sampled tokens each.")
     if output is not None:

@@ -113,7 +113,8 @@ class Saver:
         """
         if self.pending is None or (not wait and any(self._gather(not self._written.done()))):
             return None
-        step, self.pending, path, failures, error = self.pending, None, None, [], None
+        step, self.pending, path, error = self.pending, None, None, None
+        failures: list[str] = []
         try:
             path, failures = self._written.result()
         except Exception as raised:

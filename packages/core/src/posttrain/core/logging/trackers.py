@@ -136,11 +136,12 @@ class JSONLinesCallback(ClosingCallback):
         if not state.is_world_process_zero:
             return
         self.folder, self.path, self.file = args.output_dir, Path(args.output_dir) / "log.jsonl", None
-        self.history, self.is_resumed = list(state.log_history), state.global_step > 0
+        self.history: list[dict[str, Any]] | None = list(state.log_history)
+        self.is_resumed = state.global_step > 0
 
     def _take_over(self) -> None:
         """Let the file hold the history of this run, and nothing after it."""
-        history, self.history = self.history, None
+        history, self.history = self.history or [], None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = {}  # its lines hold more than the history: how fast the machine was
         if self.path.is_file() and self.path.stat().st_size and not self.is_resumed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,13 @@ from posttrain.core.training.owner import Owner
 
 class Guard(Protocol):
     """Looks at each optimizer step before it is applied."""
+
+    def may_step(self, optimizer: Any, update: Update, loss_scale: Callable[[], float] | None = None) -> bool:
+        """Whether `optimizer` may apply `update`.
+
+        Args:
+            loss_scale: returns the scale of an active loss scaler.
+        """
 
     def settle(self) -> Any:
         """Check all steps that were applied unchecked: before a log record, an evaluation or a checkpoint."""

@@ -61,8 +61,8 @@ class SpikeWatch:
         self.in_a_row = self.since_log = 0
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
 
-    def may_step(self, update: Update) -> bool:
-        """Whether the optimizer may apply `update`.
+    def may_step(self, optimizer: Any, update: Update, loss_scale: Any = None) -> bool:
+        """Whether `optimizer` may apply `update`.
 
         Raises:
             LossSpikeError: a loss is a spike, and the run is to stop.

@@ -125,7 +125,7 @@ class FiniteGuard:
         self.in_a_row = self.since_log = self.count = 0
         self._seen_labels, self._without_labels, self._has_warned = False, "", False
 
-    def before_step(
+    def may_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
     ) -> bool:
         """Whether `optimizer` may apply `update` now.

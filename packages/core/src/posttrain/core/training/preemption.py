@@ -25,8 +25,6 @@ from posttrain.core.distributed.collectives import Maximum
 from posttrain.core.fields import durations
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Control flags that are pending when a run stops; they are handled when it resumes.
-LEFT_TO_DO = ("should_log", "should_evaluate", "should_save")
 #: A reason to leave, among the numbers of signals; that of SIGHUP, which is not noticed here.
 TIME_IS_UP = 1
 #: A file of this name in the output folder asks for a checkpoint. It is removed when it is seen.
@@ -80,11 +78,6 @@ def saves_on_signal(args: Any) -> bool:
 def may_save(args: Any) -> bool:
     """Whether the arguments let the run save a checkpoint at all."""
     return args.save_strategy != "no" or saves_on_signal(args) or args.save_on_exception or args.max_time is not None
-
-
-def unanswered(control: Any) -> list[str]:
-    """The flags of `LEFT_TO_DO` that are set."""
-    return [flag for flag in LEFT_TO_DO if getattr(control, flag)]
 
 
 def seconds(duration: float | str) -> float:

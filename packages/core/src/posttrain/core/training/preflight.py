@@ -98,14 +98,6 @@ class Parts:
     auto_class: str = "AutoTokenizer"
     others: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, old_names: dict[str, Any], **given: Any) -> Parts:
-        """Those `given`, with ``tokenizer=`` and ``callback=``, the earlier names of two of them, from `old_names`."""
-        for old, new in (("tokenizer", "processing_class"), ("callback", "callbacks")):
-            if given.get(new) is None:
-                given[new] = old_names.get(old)
-        return cls(**given)
-
     @property
     def is_named(self) -> bool:
         """Whether the model is given by name and still has to be loaded."""

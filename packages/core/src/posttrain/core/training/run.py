@@ -18,7 +18,7 @@ from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
-from posttrain.core.state import TrainOutput
+from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
 from posttrain.core.training import ema, guards, nonfinite, override_checks, preemption
 from posttrain.core.training.ema import EMA
 from posttrain.core.training.guards import Guard
@@ -139,7 +139,7 @@ class Run:
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:
             owner._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
-        if preemption.unanswered(owner.control):  # by the run that was interrupted
+        if unanswered(owner.control):  # by the run that was interrupted
             self.restore_rng()
             self.answer()
         return epochs
@@ -158,7 +158,7 @@ class Run:
             "health": self.finite.state_dict() | spikes,
             "cuts": 0 if self.splitter is None else self.splitter.cuts,
             "epoch_stops": control.should_epoch_stop and not progress.epoch_ended,
-            "left": preemption.unanswered(control),
+            "left": unanswered(control),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class Run:
     def _save_inside_epoch(self) -> None:
         """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""
         owner = self.owner
-        asked = {flag: getattr(owner.control, flag) for flag in preemption.LEFT_TO_DO}
+        asked = {flag: getattr(owner.control, flag) for flag in LEFT_TO_DO}
         for flag in asked:
             setattr(owner.control, flag, False)
         owner.saving.now()
@@ -315,9 +315,7 @@ class Run:
         origins = None if self.splitter is None else self.splitter.origins
         update = nonfinite.Update(*place, window, losses, loss, grad_norm, num_items, origins)
         scale = None if scaler is None else scaler.get_scale
-        return self.finite.before_step(owner.optimizer, update, scale) and (
-            self.spikes is None or self.spikes.may_step(update)
-        )
+        return all(guard.may_step(owner.optimizer, update, scale) for guard in self.guards)
 
     def after_step(self, num_batches: int) -> bool:
         """Count an optimizer step over `num_batches` micro-batches, call the callbacks and do what they ask for.
@@ -438,7 +436,7 @@ class Run:
         """Save where the run stands, and end it: a signal, or the time limit."""
         owner = self.owner
         owner.saving.settle()
-        if preemption.unanswered(owner.control) or owner.checkpoints.saved_step != owner.state.global_step:
+        if unanswered(owner.control) or owner.checkpoints.saved_step != owner.state.global_step:
             owner.saving.now()
         if (step := owner.checkpoints.saved_step) is not None:  # an earlier one, if this save has failed
             logger.warning(

@@ -44,9 +44,9 @@ def offloading(model: nn.Module, device: torch.device) -> OffloadActivations | N
 
 
 @contextlib.contextmanager
-def with_offloading(context: contextlib.AbstractContextManager, offload: OffloadActivations | None) -> Iterator[None]:
-    """Within `context`, and within `offload` if it is not None."""
-    with context, offload or contextlib.nullcontext():
+def with_offloading(context: contextlib.AbstractContextManager, offload: OffloadActivations) -> Iterator[None]:
+    """Within `context`, and within `offload`."""
+    with context, offload:
         yield
 
 

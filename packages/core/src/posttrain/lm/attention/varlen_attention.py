@@ -417,7 +417,8 @@ def _on_gpu(query, key, value, segments, scale, window, softcap) -> torch.Tensor
         return kernel(*rows, bounds, longest, scale, window, softcap or 0.0)[None].transpose(1, 2)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if softcap:
-        options["score_mod"] = lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
+        cap = torch.full((), softcap, device=query.device)  # a float is traced as one that changes, which flex refuses
+        options["score_mod"] = lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
     trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     sizes = (*query.shape[1::2], *key.shape[1::2], value.shape[3])
     flex = _flex_attention((query.dtype, trained, window is None, softcap, scale, *sizes))

@@ -1,4 +1,4 @@
-"""The arguments about the model."""
+"""The arguments about the model: of every trainer of language models, and of the command line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,43 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from posttrain.core.config import ConfigMeta, opt, validate
+from posttrain.core.arguments import TrainingArguments
+from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, validate
+from posttrain.core.data import accelerator
 from posttrain.core.errors import missing, require
 from posttrain.core.fields.old_names import AnswersToOldNames
 from posttrain.lm.loading.loading import DTYPES, loading_problems
 from posttrain.lm.loading.quantization import BITS
+
+
+@dataclass
+class LanguageModelArguments(TrainingArguments):
+    """What every trainer of language models has, where the model may be given by name."""
+
+    logging_steps: float | str = opt(
+        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
+    )
+    activation_checkpointing: bool | None = opt(
+        True, "Recompute activations in the backward pass: about a third slower, far less memory."
+    )
+    activation_offloading: bool = opt(
+        False,
+        "Keep activations in host memory between forward and backward: far less memory of the GPU, somewhat slower.",
+    )
+    bf16: Resolved[bool | None, bool] = opt(
+        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
+    )
+    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
+    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
+    router_aux_loss_coef: float | None = opt(
+        None,
+        "Weight of a mixture of experts' load-balancing loss; None: as in the model's config. 0 turns it off.",
+        min=0,
+    )
+
+    def _normalize(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
 
 
 @dataclass

@@ -25,14 +25,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.lm.loss.language_modeling import (
-    Gradients,
-    Options,
-    Tiles,
-    labelled_places,
-    needs_grad,
-    product_dtype,
-)
+from posttrain.lm.loss.language_modeling import labelled_places
+from posttrain.lm.loss.tiles import Gradients, Options, Tiles, needs_grad, product_dtype
 
 
 class HeadStates(NamedTuple):

@@ -1,13 +1,9 @@
 """Language modeling losses in tiles, so that whole logits are never stored.
 
 A plain loss needs three allocations of (tokens, vocabulary); `linear_cross_entropy` and `token_logps` need one buffer
-of `chunk_size` rows: positions without a label are dropped, then for each tile of the rest
-
-    logits = temperature^-1 * softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)      (tile, V)
-
-is computed, scored, replaced by its gradient in place, and overwritten by the next tile. `linear_cross_entropy` takes
-the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is unknown in the forward,
-recomputes each tile in the backward (4 products).
+of `chunk_size` rows: positions without a label are dropped, then the rest are scored tile by tile, see `tiles`.
+`linear_cross_entropy` takes the gradients in the forward (3 matrix products); `token_logps`, whose upstream gradient is
+unknown in the forward, recomputes each tile in the backward (4 products).
 
 Shapes: N tokens, H hidden size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs).
 """
@@ -17,18 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.host_copies import host_copy, know, places_of
-from posttrain.core.losses.logits import dynamic_weights, statistics_dtype
-from posttrain.lm.loss import vocabulary_slices
+from posttrain.core.losses.logits import dynamic_weights
+from posttrain.lm.loss.tiles import Options, SummedLoss, TokenLosses, needs_grad, product_dtype
 from posttrain.lm.loss.vocabulary_slices import Slice
-
-BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
-BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
-ARGMAX_WIDTH = 128
-VOCAB_ROWS = 8192  # rows of a 16 bit weight gradient that are added to the float32 sum at a time
 
 
 class LossStats(NamedTuple):
@@ -109,7 +99,7 @@ def linear_cross_entropy(
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
     wait = reduction == "none" or options.dtype == torch.float16
-    function = _TokenLosses if wait else _SummedLoss
+    function = TokenLosses if wait else SummedLoss
     names = ("correct", "entropy") if return_stats else ()
     loss, *stats = function.apply(hidden, weight, bias, targets, rows, options, names, needs_grad(hidden, weight, bias))
     if wait:
@@ -172,22 +162,11 @@ def token_logps(
         raise ValueError(f"temperature={temperature!r} must be > 0.")
     options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0, part=part)
     hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
-    losses, *found = _TokenLosses.apply(
+    losses, *found = TokenLosses.apply(
         hidden, weight, bias, targets, rows, options, stats, needs_grad(hidden, weight, bias)
     )
     logps = _scatter(-losses, rows, labels)
     return (logps, *(_scatter(stat, rows, labels) for stat in found)) if stats else logps
-
-
-class Options(NamedTuple):
-    dtype: torch.dtype
-    chunk_size: int
-    softcap: float | None
-    scale: float
-    temperature: float
-    label_smoothing: float
-    dft: bool = False
-    part: Slice | None = None
 
 
 def _targets(
@@ -208,334 +187,8 @@ def _targets(
     return hidden, labels[rows], rows
 
 
-def needs_grad(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    return tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors)
-
-
 def _scatter(values: torch.Tensor, rows: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """(M,) `values` at their rows of a zero tensor in the shape of `like`."""
     if rows is not None:
         values = values.new_zeros(like.numel()).index_copy(0, rows, values)
     return values.view(like.shape)
-
-
-def product_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The type of the matrix products: autocast's where it is on, else the wider of the two."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
-class Tiles:
-    """Computes ``hidden @ weight.T + bias`` in large tiles and processes them in small blocks.
-
-    A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits; on a GPU
-    at least a block. It is scored and overwritten in blocks that fit in the cache, in the type of the statistics. All
-    tiles and blocks of a call share their buffers.
-    """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        options: Options,
-        num_rows: int,
-        rows: torch.Tensor | None,
-    ) -> None:
-        self.dtype = options.dtype
-        self.hidden, self.rows, self.num_rows, self.options = hidden, rows, num_rows, options
-        self.weight = weight.to(self.dtype)
-        self.bias = None if bias is None else bias.to(self.dtype)
-        vocabulary, new = weight.shape[0], hidden.new_empty
-        on_cpu = hidden.device.type == "cpu"
-        block_rows = max((BLOCK_ELEMENTS if on_cpu else BLOCK_ELEMENTS_ON_DEVICES) // vocabulary, 1)
-        tile_rows = options.chunk_size * (2 if self.dtype.itemsize == 2 else 1)
-        if not on_cpu:  # of a small vocabulary a tile would be too little work
-            tile_rows = max(tile_rows, block_rows)
-        self.tile_rows = min(tile_rows, max(num_rows, 1))
-        self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
-        # Each block of a slice of the vocabulary is an exchange between processes.
-        self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
-        block = self.block_rows, vocabulary
-        self.statistics_dtype = statistics_dtype(self.dtype)
-        self.probabilities = new(block, dtype=self.statistics_dtype)
-        self.converted = None if self.dtype == self.statistics_dtype else new(block, dtype=self.statistics_dtype)
-
-    def __iter__(self):
-        """(start, stop) of each tile, counted in labelled rows."""
-        for start in range(0, self.num_rows, self.tile_rows):
-            yield start, min(start + self.tile_rows, self.num_rows)
-
-    def scores(self, columns: int) -> torch.Tensor:
-        """(columns, M) to be filled block by block: small tensors that are kept between large ones would break memory
-        up.
-        """
-        return self.hidden.new_empty(columns, self.num_rows, dtype=self.statistics_dtype)
-
-    def hidden_at(self, start: int, stop: int) -> torch.Tensor:
-        if self.rows is None:
-            return self.hidden[start:stop].to(self.dtype)
-        return self.hidden.index_select(0, self.rows[start:stop]).to(self.dtype)
-
-    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, V) products of n rows, in the shared buffer."""
-        tile = self.tile[: len(hidden)]
-        if self.bias is None:
-            return torch.mm(hidden, self.weight.t(), out=tile)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=tile)
-
-    def blocks(self, tile: torch.Tensor):
-        """(start, stop) of each block of `tile`."""
-        for start in range(0, len(tile), self.block_rows):
-            yield start, min(start + self.block_rows, len(tile))
-
-    def logits(self, products: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(n, V) logits of a block, and d(logits)/d(what the softcap was given) if there is a softcap."""
-        softcap, scale, temperature = self.options.softcap, self.options.scale, self.options.temperature
-        logits = products if self.converted is None else self.converted[: len(products)].copy_(products)
-        slope = None
-        if scale != 1.0:
-            logits.mul_(scale)
-        if softcap is not None:
-            logits.div_(softcap).tanh_()
-            slope = logits.square().neg_().add_(1.0) if with_slope else None
-            logits.mul_(softcap)
-        if temperature != 1.0:
-            logits.div_(temperature)
-        return logits, slope
-
-    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """(n, V) probabilities of a block, in the shared buffer."""
-        out, part = self.probabilities[: len(logits)], self.options.part
-        return torch.softmax(logits, 1, out=out) if part is None else vocabulary_slices.softmax(logits, part, out)
-
-
-def _score(
-    logits: torch.Tensor, tiles: Tiles, labels: torch.Tensor, stats: tuple[str, ...], scores: torch.Tensor
-) -> None:
-    """Write the losses of a block of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
-
-    Its probabilities are then in the buffer of `tiles`. Logits are overwritten.
-    """
-    smoothing, part, found = tiles.options.label_smoothing, tiles.options.part, {}
-    if part is not None:
-        out = tiles.probabilities[: len(logits)]
-        scores.copy_(torch.stack(vocabulary_slices.score(logits, labels, part, stats, smoothing, out)))
-        return
-    expected = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-    if smoothing:
-        expected = (1 - smoothing) * expected + smoothing * logits.mean(1)
-    if "correct" in stats:
-        highest, best = _highest(logits)
-        found["correct"] = (best == labels).to(logits.dtype)
-    else:
-        highest = logits.amax(1)
-    if "mean_logit" in stats:
-        found["mean_logit"] = logits.mean(1)
-    probabilities = tiles.softmax(logits)
-    log_sums = -probabilities.amax(1).log()  # of exp(logits - highest), whose largest is 1
-    if "entropy" in stats:
-        # With d = logits - highest:  -sum p log p = log(sum e^d) - sum p d. A masked logit is -inf, and 0 * -inf is
-        # NaN.
-        distance = logits.sub_(highest.unsqueeze(1)).clamp_(min=-1e30)
-        found["entropy"] = log_sums - distance.mul_(probabilities).sum(1)
-    if "log_collision" in stats:
-        found["log_collision"] = 2 * torch.linalg.vector_norm(probabilities, dim=1).log()
-    for row, values in zip(scores, (highest + log_sums - expected, *(found[name] for name in stats)), strict=True):
-        row.copy_(values)
-
-
-def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum of each row of (n, V), and its first index.
-
-    On the CPU, argmax of torch 2.13 takes seven times as long as max, so it only searches one chunk.
-    """
-    whole = logits.shape[1] // ARGMAX_WIDTH * ARGMAX_WIDTH
-    if logits.device.type != "cpu" or not whole:
-        return logits.max(1)
-    stretches = logits[:, :whole].view(len(logits), -1, ARGMAX_WIDTH)
-    highest, stretch = stretches.amax(2).max(1)
-    place = stretch * ARGMAX_WIDTH + stretches[torch.arange(len(logits)), stretch].argmax(1)
-    if whole == logits.shape[1]:
-        return highest, place
-    last, place_in_last = logits[:, whole:].max(1)
-    return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
-
-
-class Gradients:
-    """Gradients of hidden, weight and bias, filled tile by tile; None where not needed."""
-
-    def __init__(self, tiles: Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
-        needs_hidden, needs_weight, needs_bias = needs
-        statistics = tiles.statistics_dtype
-        self.weight_dtype, self.part = weight.dtype, tiles.options.part
-        self.hidden = torch.zeros_like(tiles.hidden) if needs_hidden else None
-        self.weight = torch.zeros_like(weight, dtype=statistics) if needs_weight else None
-        self.bias = weight.new_zeros(len(weight), dtype=statistics) if needs_bias else None
-
-    def of_block(
-        self,
-        tiles: Tiles,
-        products: torch.Tensor,
-        labels: torch.Tensor,
-        slope: torch.Tensor | None,
-        factor: torch.Tensor | None,
-    ) -> None:
-        """Overwrite a block of a tile with its gradient times the upstream gradient `factor`, (n,)."""
-        gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
-        here, vocabulary = torch.arange(len(labels), device=labels.device), gradient.shape[1]
-        if self.part is not None:
-            vocabulary, (labels, is_own) = self.part.size, self.part.own(labels, gradient.shape[1])
-            here, labels = here[is_own], labels[is_own]
-        gradient[here, labels] -= 1 - smoothing
-        if smoothing:
-            gradient.sub_(smoothing / vocabulary)
-        self.write(tiles, products, gradient, slope, factor)
-
-    def write(
-        self,
-        tiles: Tiles,
-        products: torch.Tensor,
-        gradient: torch.Tensor,
-        slope: torch.Tensor | None,
-        factor: torch.Tensor | None,
-    ) -> None:
-        """Overwrite a block of a tile with the `gradient` of its (n, V) logits, which is changed, times `factor`."""
-        if slope is not None:
-            gradient.mul_(slope)
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0) if factor is None else factor @ gradient)
-        if (
-            factor is not None and tiles.dtype == torch.float16
-        ):  # small probabilities underflow unless the loss scale is in the tile
-            gradient.mul_(factor.unsqueeze(1))
-        products.copy_(gradient)
-
-    def of_tile(
-        self,
-        tiles: Tiles,
-        start: int,
-        stop: int,
-        hidden: torch.Tensor,
-        tile: torch.Tensor,
-        factor: torch.Tensor | None,
-    ) -> None:
-        """Add a tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
-
-        The factor is multiplied into the H wide operand, not into the V wide tile.
-        """
-        factor = None if factor is None or tiles.dtype == torch.float16 else factor.unsqueeze(1)
-        if self.hidden is not None:
-            gradient = tile @ tiles.weight
-            gradient = (gradient if factor is None else gradient * factor).to(self.hidden.dtype)
-            if tiles.rows is None:
-                self.hidden[start:stop] = gradient
-            else:
-                self.hidden.index_copy_(0, tiles.rows[start:stop], gradient)
-        if self.weight is not None:
-            weighted = hidden if factor is None else (hidden * factor).to(tile.dtype)
-            if tile.dtype == self.weight.dtype:
-                self.weight.addmm_(tile.t(), weighted)
-            else:  # each tile's product is rounded to 16 bits, their sum is not
-                for a in range(0, len(self.weight), VOCAB_ROWS):
-                    self.weight[a : a + VOCAB_ROWS] += tile[:, a : a + VOCAB_ROWS].t() @ weighted
-
-    def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
-        """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of their tensors."""
-        if self.part is not None and self.hidden is not None:
-            self.part.total(self.hidden)
-        gradients = [self.hidden, self.weight, self.bias]
-        self.hidden = self.weight = self.bias = None  # the optimizer's .grad may take the memory over without a copy
-        if factor is not None:
-            gradients = [None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients]
-        hidden, weight, bias = gradients
-        return hidden, *(None if g is None else g.to(self.weight_dtype) for g in (weight, bias))
-
-
-class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses, with gradients computed in the forward. Returns (sum, losses (M,), and each of `stats`
-    (M,)).
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
-        with torch.autocast(hidden.device.type, enabled=False):
-            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
-            gradients = Gradients(tiles, weight, needs)
-            factor = options.scale / options.temperature
-            scores = tiles.scores(1 + len(stats))
-            weights = tiles.scores(1)[0] if options.dft else None
-            for start, stop in tiles:
-                states = tiles.hidden_at(start, stop)
-                tile = tiles.multiply(states)
-                for a, b in tiles.blocks(tile):
-                    rows_here = slice(start + a, start + b)
-                    logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
-                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
-                    if weights is not None:
-                        weights[rows_here] = dynamic_weights(scores[0, rows_here])
-                    if any(needs):
-                        of_rows = None if weights is None else weights[rows_here]
-                        gradients.of_block(tiles, tile[a:b], labels[rows_here], slope, of_rows)
-                if any(needs):
-                    of_rows = None if weights is None else weights[start:stop]
-                    gradients.of_tile(tiles, start, stop, states, tile, of_rows)
-            if weights is not None:
-                scores[0] *= weights
-            losses, *found = scores
-        ctx.gradients, ctx.factor = gradients, factor
-        ctx.mark_non_differentiable(losses, *found)
-        return losses.sum(), losses, *found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, *_):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "The loss of linear_cross_entropy was differentiated a second time, but its gradients are kept for "
-                "one backward only. Sum the losses before one backward(), or set reduction='none' and sum yourself."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(grad_loss * ctx.factor), None, None, None, None, None
-
-
-class _TokenLosses(torch.autograd.Function):
-    """Each loss separately; the backward recomputes the tiles. Returns (losses, and each of `stats`), each (M,)."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
-        with torch.autocast(hidden.device.type, enabled=False):
-            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
-            scores = tiles.scores(1 + len(stats))
-            for start, stop in tiles:
-                tile = tiles.multiply(tiles.hidden_at(start, stop))
-                for a, b in tiles.blocks(tile):
-                    rows_here = slice(start + a, start + b)
-                    logits, _ = tiles.logits(tile[a:b], with_slope=False)
-                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
-            losses, *found = (column.clone() for column in scores)
-        ctx.save_for_backward(hidden, weight, bias, labels, rows)
-        ctx.options, ctx.needs = options, needs
-        ctx.mark_non_differentiable(*found)
-        return losses, *found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_losses, *_):
-        hidden, weight, bias, labels, rows = ctx.saved_tensors
-        options = ctx.options
-        factors = grad_losses * (options.scale / options.temperature)
-        with torch.autocast(hidden.device.type, enabled=False):
-            tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
-            gradients = Gradients(tiles, weight, ctx.needs)
-            for start, stop in tiles:
-                states, factor = tiles.hidden_at(start, stop), factors[start:stop]
-                tile = tiles.multiply(states)
-                for a, b in tiles.blocks(tile):
-                    logits, slope = tiles.logits(tile[a:b], with_slope=True)
-                    tiles.softmax(logits)
-                    gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
-                gradients.of_tile(tiles, start, stop, states, tile, factor)
-        return *gradients.scaled(), None, None, None, None, None

@@ -21,12 +21,8 @@ from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
 from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence
-from posttrain.lm.loss.language_modeling import (
-    labelled_places,
-    linear_cross_entropy,
-    product_dtype,
-    token_logps,
-)
+from posttrain.lm.loss.language_modeling import labelled_places, linear_cross_entropy, token_logps
+from posttrain.lm.loss.tiles import product_dtype
 from posttrain.lm.loss.vocabulary_slices import Slice
 
 if TYPE_CHECKING:

@@ -94,9 +94,6 @@ class RowReport:
         """Forget all rows."""
         vars(self).update(vars(type(self)(self.name)))
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
     def lines(self) -> list[str]:
         """The report as sentences for the log."""
         return [f"{self.name}: {self.rows_in:,} rows read, {self.rows_kept:,} kept", *self.lines_of("dropped")]

@@ -144,9 +144,10 @@ class A2POTrainer(RolloutTrainer):
                 replace(sample, seed=mix(self.args.seed, i % n, *sample.prompt_ids), is_evaluated=True)
                 for i, sample in enumerate(samples)
             ]
-            samples = self._sample(samples)  # by every process, also one that has none
+            samples = self.rollout_maker.sample(samples)  # by every process, also one that has none
             if samples:
-                rewards = total_rewards(self._score(samples).rewards, self.rewards.weights).nan_to_num(nan=0.0)
+                scores = self.rollout_maker.score(samples)
+                rewards = total_rewards(scores.rewards, self.rewards.weights).nan_to_num(nan=0.0)
                 keys = [key_of(row["prompt"]) for row in some]
                 found += zip(keys, rewards.view(-1, n).tolist(), strict=True)
         everyone = [one for part in self.dist.gather_object(found) for one in part]

@@ -203,8 +203,8 @@ class DistillationTrainer(RolloutTrainer):
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds problems with the teacher, and with completions that are not there."""
         args = checked_args(args, DistillationConfig)
-        parts.train_dataset = with_prompts(parts.train_dataset, "train_dataset")
-        parts.eval_dataset = with_prompts(parts.eval_dataset, "eval_dataset")
+        given = parts.train_dataset, parts.eval_dataset
+        parts.train_dataset, parts.eval_dataset = map(with_prompts, given, ("train_dataset", "eval_dataset"))
         yield from super().preflight(args, parts)
         if (parts.ref_model is None) == (not args.teacher_urls):
             how = "No teacher" if parts.ref_model is None else "Two teachers"
@@ -225,6 +225,7 @@ class DistillationTrainer(RolloutTrainer):
                 f"lmbda={args.lmbda} learns from the dataset's completions too, and the first row has none. Give rows "
                 "of prompt and completion, or of messages; or set lmbda=1, or seq_kd=True."
             )
+        parts.train_dataset, parts.eval_dataset = given  # rows of messages are read when they are sampled from
 
     @staticmethod
     def generalized_jsd_loss(

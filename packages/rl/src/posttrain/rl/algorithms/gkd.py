@@ -48,7 +48,6 @@ class GKDConfig(DistillationConfig):
         "chat_template_path": Removed("set tokenizer.chat_template of the processing_class.", harmless=(None,)),
         "eos_token": Removed("set it on the processing_class.", harmless=(None,)),
         "pad_token": Removed("set it on the processing_class.", harmless=(None,)),
-        "activation_offloading": Removed("it is not in this version.", harmless=(None, False)),
         "use_liger_kernel": Removed("logits are never held whole, without Liger too.", harmless=None),
         "dataset_kwargs": Removed("rows of messages, or of prompt and completion, need no preparation.", harmless=None),
     }

@@ -28,7 +28,6 @@ from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
-from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
@@ -254,18 +253,11 @@ class KTOTrainer(PreferenceTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) log-probabilities of the completions, and of the others' completions if `inputs` has them."""
-        assert self.reference is not None  # `needs_reference`
-        with self.reference.use() as reference:
-            asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
-            own = self.completion_logp(score_completions(asked, _own(inputs)))
-            return own, self.completion_logp(score_completions(asked, inputs["kl"])) if "kl" in inputs else None
+        own = self._logp_under(model, _own(inputs))
+        return own, self._logp_under(model, inputs["kl"]) if "kl" in inputs else None
 
     def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
-        if "ref_kl_logps" in inputs:
-            return inputs["ref_kl_logps"]
-        assert self.reference is not None  # `needs_reference`
-        with self.reference.use() as model:
-            return self.completion_logp(score_completions(model, inputs["kl"]))
+        return inputs["ref_kl_logps"] if "ref_kl_logps" in inputs else self._logp_under(self.model, inputs["kl"])
 
     def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
         """As the base's; warns where all rows have one verdict."""
@@ -331,10 +323,6 @@ class KTOTrainer(PreferenceTrainer):
         pad = tokenizer_of(tokenizer).pad_token_id
         flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
         return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl, self._encoder)
-
-    def count_items(self, inputs: dict[str, Any]) -> int:
-        """The rows of a micro-batch."""
-        return 0 if pipeline.is_filler(inputs) else len(inputs["label"])
 
     def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B,) 1 for a good completion, 0 for a bad one."""

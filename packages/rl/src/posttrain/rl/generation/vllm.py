@@ -25,7 +25,7 @@ from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, P
 from posttrain.rl.generation.sampling import prefers_probable, vllm_options
 from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
-from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, any_prompt, check, completions
+from posttrain.rl.generation.weights import PROBE, Weights, Written, any_prompt, check, completions
 
 logger = logging.getLogger(__name__)
 
@@ -234,12 +234,8 @@ class VLLMServerGenerator:
         prompt, started = self._prompt(model), self._api.started
         scaled, in_float32 = started["--logprobs-mode"] == "processed_logprobs", started["--dtype"] == "torch.float32"
         for server, done in written.items():
-
-            def write(row: list[int], done: Written = done) -> Written:
-                return done
-
             who = f"the vLLM server at {server.url}"
-            self._scaled = check(model, write, scaled, who, prompt, in_float32)
+            self._scaled = check(model, prompt, done, scaled, who, in_float32)
 
     @functools.cached_property
     def _api(self) -> VLLMServers:
@@ -342,7 +338,8 @@ class VLLMServers:
         choices = server.call("/v1/completions", body, retries=RETRIES)["choices"]
         choices.sort(key=lambda choice: choice["index"])
         return [
-            (one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop") for one in choices
+            Written(one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop")
+            for one in choices
         ]
 
     def _ask_with_versions(
@@ -357,7 +354,7 @@ class VLLMServers:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if self.has_whole_weights and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
             raise Restarted(server)  # and it may have got the weights since, so that it is not `is_fresh`
-        return [_stamped(choice) for choice in choices]
+        return [_written(choice) for choice in choices]
 
     def _drawing(self, server: Server, n: int, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The fields of a request that say by which model, and how, tokens are drawn."""
@@ -378,14 +375,13 @@ def _spans(choice: dict[str, Any]) -> list[dict[str, Any]]:
     return choice.get("weight_versions") or []
 
 
-def _stamped(choice: dict[str, Any]) -> Stamped:
+def _written(choice: dict[str, Any]) -> Written:
     logps = [token["logprob"] for token in choice["logprobs"]["content"]]
-    done = Stamped((choice["token_ids"], logps, choice["finish_reason"] == "stop"))
-    spans = _spans(choice)
-    numbers = [(span["version"].rpartition("-")[2], span["end"] - span["start"]) for span in spans]
-    if spans and all(number.isdecimal() for number, _ in numbers):  # else of adapters, which the server does not count
-        done.syncs = [int(number) for number, length in numbers for _ in range(length)]
-    return done
+    numbers = [(span["version"].rpartition("-")[2], span["end"] - span["start"]) for span in _spans(choice)]
+    syncs = None
+    if numbers and all(number.isdecimal() for number, _ in numbers):  # else of adapters, which are not counted
+        syncs = [int(number) for number, length in numbers for _ in range(length)]
+    return Written(choice["token_ids"], logps, choice["finish_reason"] == "stop", syncs)
 
 
 def started_with(server: Server) -> dict[str, Any]:

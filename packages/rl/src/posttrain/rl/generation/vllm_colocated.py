@@ -24,7 +24,7 @@ from posttrain.lm.attention.router_replay import layers_of
 from posttrain.rl.generation.protocol import Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import prefers_probable, vllm_options
 from posttrain.rl.generation.vllm_plugin import refresh_tied_head
-from posttrain.rl.generation.weights import PROBE, Stamped, Weights, Written, check, completions
+from posttrain.rl.generation.weights import PROBE, Weights, Written, any_prompt, check, completions
 
 SHARED_CODE = (
     "vLLM serves this model by transformers' own code, and has replaced how {} is called, which is the trainer's "
@@ -91,11 +91,10 @@ class VLLMColocatedGenerator:
         self._model = model
         self._load()
 
-        def write(prompt: list[int]) -> Written:
-            return self._write([_Request(prompt, PROBE, 0)])[0]
-
+        prompt = any_prompt(model)
         in_float32 = self.engine.get("dtype", "float32") == "float32"  # by default that of the model
-        check(model, write, True, "the vLLM in this process", in_float32=in_float32)
+        (written,) = self._write([_Request(prompt, PROBE, 0)])
+        check(model, prompt, written, True, "the vLLM in this process", in_float32)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -256,7 +255,7 @@ def _written(output: Any, layers: Sequence[int] = ()) -> Written:
     """What vLLM wrote; of the experts that it chose, those of `layers`."""
     ids = list(output.token_ids)
     logps = [float(found[token].logprob) for token, found in zip(ids, output.logprobs, strict=True)]
-    written = Stamped((ids, logps, output.finish_reason == "stop"))
-    if (routes := getattr(output, "routed_experts", None)) is not None:
-        written.routes = torch.as_tensor(routes).to(torch.int16)[:, list(layers)]
-    return written
+    routes = getattr(output, "routed_experts", None)
+    if routes is not None:
+        routes = torch.as_tensor(routes).to(torch.int16)[:, list(layers)]
+    return Written(ids, logps, output.finish_reason == "stop", routes=routes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from posttrain.rl.generation.transformers import evaluating, is_float32
 if TYPE_CHECKING:
     from posttrain.core.models.wrapping import PretrainedModel
 
+Value = TypeVar("Value")
+
 LARGEST_GAP = 0.1
 """Mean difference of log-probabilities from which a weight sync counts as failed."""
 LARGEST_GAP_FLOAT32 = 0.01
@@ -27,31 +29,36 @@ LARGEST_GAP_FLOAT32 = 0.01
 PROBE = Sampling(8, temperature=2.0)
 """Sampling options of the check: the temperature separates scaled from unscaled log-probabilities."""
 
-Written = tuple[list[int], list[float] | None, bool]
-"""Tokens of a completion, their log-probabilities, and whether it ended before the limit."""
 
+class Written(NamedTuple):
+    """A completion: its tokens, their log-probabilities, and whether it ended before the limit.
 
-class Stamped(tuple[list[int], "list[float] | None", bool]):
-    """A `Written` that knows for each token which sync its weights came with, or which experts read it."""
+    syncs: of each token, the number of the sync with which the weights that wrote it came. routes: with which experts
+    it was read, as in `Completions`. Each None if unknown.
+    """
 
+    ids: list[int]
+    logps: list[float] | None
+    finished: bool
     syncs: list[int] | None = None
     routes: torch.Tensor | None = None
 
 
 def completions(written: Sequence[Written], with_logps: bool) -> Completions:
-    """`written` as an engine returns it; without log-probabilities where one completion has none."""
-    known = [logps for _, logps, _ in written if logps is not None]
-    logps = known if with_logps and len(known) == len(written) else None
-    syncs = [one.syncs for one in written if isinstance(one, Stamped) and one.syncs is not None]
-    versions = syncs if written and len(syncs) == len(written) else None
-    routes = [one.routes for one in written if isinstance(one, Stamped) and one.routes is not None]
+    """`written` as an engine returns it; without what one completion does not have."""
     return Completions(
-        [ids for ids, _, _ in written],
-        logps,
-        [ended for *_, ended in written],
-        versions=versions,
-        routes=routes if written and len(routes) == len(written) else None,
+        [one.ids for one in written],
+        _of_all([one.logps for one in written]) if with_logps else None,
+        [one.finished for one in written],
+        versions=_of_all([one.syncs for one in written]),
+        routes=_of_all([one.routes for one in written]),
     )
+
+
+def _of_all(values: list[Value | None]) -> list[Value] | None:
+    """`values`; None where one of them is not known."""
+    known = [value for value in values if value is not None]
+    return known if known and len(known) == len(values) else None
 
 
 class OneByOne:
@@ -259,20 +266,14 @@ def any_prompt(model: nn.Module) -> list[int]:
 
 @torch.no_grad()
 def check(
-    model: nn.Module,
-    write: Callable[[list[int]], Written],
-    scaled: bool | None,
-    who: str,
-    prompt: list[int] | None = None,
-    in_float32: bool = False,
+    model: nn.Module, prompt: list[int], written: Written, scaled: bool | None, who: str, in_float32: bool = False
 ) -> bool:
     """Compare an engine's log-probabilities of a few generated tokens with those of `model`.
 
     Args:
-        write: completes a prompt with the options `PROBE`.
+        written: the engine's completion of `prompt`, with the options `PROBE`.
         scaled: whether the engine divides logits by the temperature first; None: detect it.
         who: the engine, for the message.
-        prompt: token ids; None: arbitrary ones.
         in_float32: whether the engine computes in float32.
 
     Returns:
@@ -281,8 +282,7 @@ def check(
     Raises:
         ValueError: they differ by `LARGEST_GAP` or more on average, or in float32 by `LARGEST_GAP_FLOAT32`.
     """
-    prompt = prompt or any_prompt(model)
-    ids, logps, _ = write(prompt)
+    ids, logps = written.ids, written.logps
     if logps is None:
         raise ValueError(f"{who} returns no log-probabilities, so the weight sync cannot be verified.")
     gaps = {way: _gap(model, prompt, ids, logps, PROBE.temperature if way else 1.0) for way in (True, False)}

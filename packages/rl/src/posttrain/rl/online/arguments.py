@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, check_field, opt
-from posttrain.core.data import accelerator
 from posttrain.core.distributed import deepspeed, shard_settings
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import unknown_options
 from posttrain.lm.images.images import ImageArguments
+from posttrain.lm.loading.arguments import LanguageModelArguments
 from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.generation.engines import ENDS, FOLDED, REFUSED, refused
 from posttrain.rl.generation.protocol import MAX_ROWS
@@ -210,7 +209,7 @@ def _listed(words: Any) -> list[Any]:
 
 
 @dataclass
-class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, TrainingArguments):
+class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, LanguageModelArguments):
     """Arguments of `RolloutTrainer`."""
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
@@ -218,22 +217,8 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
     learning_rate: float = opt(
         1e-6, "Peak learning rate. Small models from scratch take a hundred times as much.", min=0
     )
-    logging_steps: float | str = opt(
-        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
-    )
-    activation_checkpointing: bool | None = opt(
-        True, "Recompute activations in the backward pass: about a third slower, far less memory."
-    )
-    bf16: Resolved[bool | None, bool] = opt(
-        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
-    )
     remove_unused_columns: bool = opt(False, "Drop all columns but the prompt; reward functions then cannot read them.")
 
-    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
-    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
-    router_aux_loss_coef: float | None = opt(
-        None, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
-    )
     router_replay: bool = opt(
         False, "Train a mixture with the experts that it chose in sampling (Rollout Routing Replay, R3)."
     )
@@ -357,9 +342,6 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
         return self.per_device_train_batch_size
 
     def _normalize(self) -> None:
-
-        if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         rows = self.micro_batch_completions * self.data_parallel_size
         if self.steps_per_generation is None:
             whole = self.generation_batch_size is None or self.generation_batch_size % rows

@@ -87,9 +87,10 @@ class Sampler:
         before: dict[str, Any] = {}
         ids: list[int] = []
         shown: Shown | None = None
+        has_tools = bool(self.environments)
         # Those of one prompt are adjacent, and it is tokenised once.
         for sample in self.environments.begin([Sample(dict(row), row.get("prompt"), []) for row in rows]):
-            asked = sample.prompt, self.environments.schemas_of(sample)
+            asked = sample.prompt, self.environments.schemas_of(sample) if has_tools else []
             is_new = asked != read or (self.images is not None and not same_images(sample.row, before))
             read, before = asked, sample.row
             if is_new:

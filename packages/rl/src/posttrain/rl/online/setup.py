@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError
+from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
 from posttrain.lm.preparation.rows import is_invoked
+from posttrain.rl.agents.agent import Agent
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
 from posttrain.rl.policy.shared_prefix import sharing_problem
-from posttrain.rl.samples.prompts import PromptCodec, check_prompts, rows_listed, with_room
+from posttrain.rl.rewards.process import RolloutProcess
+from posttrain.rl.rewards.scorers import RewardModel
+from posttrain.rl.rewards.scoring import Rewards, reward_functions, reward_problems
+from posttrain.rl.samples.prompts import (
+    PromptCodec,
+    check_prompts,
+    image_problems,
+    prompt_problems,
+    rows_listed,
+    with_room,
+)
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
+
+
+def problems(args: RolloutConfig, parts: Parts, name: str, reads_images: bool, learns: bool) -> Iterator[Problem]:
+    """Problems with prompts, with what answers the policy, and with reward functions.
+
+    Args:
+        name: of the trainer. reads_images: it takes prompts with images. learns: from rewards.
+    """
+    yield from prompt_problems(args, parts)
+    yield from image_problems(args, parts, reads_images)
+    names = [name for name in ("rollout_func", "tools", "environment_factory", "agent") if parts.others[name]]
+    yield from turn_problems(args, names)
+    if parts.compute_metrics is not None:
+        yield (
+            f"compute_metrics is never called by {name}: its evaluations sample and score completions, and log the "
+            "rewards. Use a reward function as a metric, or add to the record in a callback's on_evaluate"
+        )
+    given = parts.others["reward_funcs"]
+    if learns or given is not None:
+        makes_rewards = parts.others["environment_factory"] or parts.others["agent"]
+        yield from reward_problems(given, args.reward_weights, makes_rewards)
 
 
 def turn_problems(args: RolloutConfig, names: list[str]) -> Iterator[str]:
@@ -50,23 +83,60 @@ def rows_without_prompts(args: RolloutConfig) -> list[dict[str, Any]]:
     return [{}] * (rollouts * args.generation_batch_size // args.num_generations)
 
 
+def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Environments, Rewards]:
+    """The environments, and the reward functions, theirs among them; `parts` gets the agent, and rows where others make
+    the prompts.
+
+    Args:
+        learns: whether there must be reward functions.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given = parts.others
+    agent = given["agent"] = None if given["agent"] is None else Agent.of(given["agent"])
+    makes_prompts = given["environment_factory"] is not None or agent is not None
+    if parts.train_dataset is None and makes_prompts and args.max_steps > 0:
+        parts.train_dataset = rows_without_prompts(args)
+    process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
+    limit = args.max_tool_calling_iterations
+    environments = Environments(given["tools"], given["environment_factory"], limit, process)
+    tokenizers = given["reward_processing_classes"]
+    functions = reward_functions(given["reward_funcs"], tokenizers, args.trust_remote_code)
+    if process is not None:
+        functions = [one if isinstance(one, RewardModel) else process.reward(one) for one in functions]
+    own = environments.reward_functions + ([] if agent is None else [agent.reward_function()])
+    functions += own
+    if not functions and learns:
+        raise ValueError(
+            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+        )
+    if args.curriculum and not functions:
+        raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
+    return environments, Rewards(functions, args, len(own))
+
+
+def ends_of_calls(environments: Environments, codec: PromptCodec, dataset: Any) -> set[int]:
+    """The tokens that end a turn with calls, after the chat template was tried on the tools of `environments`.
+
+    Raises:
+        ValueError: it does not support them.
+    """
+    return environments.check(codec, None if is_stream(dataset) else dataset[0])
+
+
 def prompts_with_room(
-    datasets: Any, name: str, at_least: int, codec: PromptCodec, environments: Environments, context: Any, drops: bool
+    dataset: Any, name: str, at_least: int, codec: PromptCodec, environments: Environments, context: Any, drops: bool
 ) -> Any:
-    """`datasets`, one or several by name, without prompts that are too long; see `with_room`."""
+    """`dataset` without prompts that are too long; see `with_room`."""
 
-    def fitting(dataset: Any, name: str) -> Any:
-        def count(row: dict[str, Any]) -> int:
-            return len(_tokens_of(row, codec, environments))
+    def count(row: dict[str, Any]) -> int:
+        return len(_tokens_of(row, codec, environments))
 
-        found = None if dataset is None else with_room(dataset, name, count, context, drops)
-        if found is not dataset:
-            check_prompts(found, name, at_least)
-        return found
-
-    if isinstance(datasets, Mapping):
-        return {key: fitting(dataset, key) for key, dataset in datasets.items()}
-    return fitting(datasets, name)
+    found = with_room(dataset, name, count, context, drops)
+    if found is not dataset:
+        check_prompts(found, name, at_least)
+    return found
 
 
 def check_invocation(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Background
 from posttrain.rl.online.curriculum import NUMBER, Curriculum
 from posttrain.rl.online.ledger import Ledger
+from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.rewards.scoring import Scores
-from posttrain.rl.samples.prompts import Layout
 from posttrain.rl.samples.samples import Rollout, Sample
 
 logger = logging.getLogger(__name__)
@@ -38,33 +38,11 @@ One = tuple[Sample, torch.Tensor, torch.Tensor, dict[int, TurnRewards]]
 """A sample, its rewards and which of them failed, (F,) each, and what its turns were given."""
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What is done with a batch of prompts.
-
-    Attributes:
-        new_samples: makes samples of rows.
-        complete: completes samples with the weights that the engine has. sample: with the current ones.
-        sync: sends the engine the current weights, if it has others.
-        score: of completed samples.
-        layout: which completions of a rollout are whose.
-        overlaps: whether rollouts may be completed at the same time.
-    """
-
-    new_samples: Callable[[Sequence[Mapping[str, Any]]], list[Sample]]
-    complete: Callable[[list[Sample]], list[Sample]]
-    sample: Callable[[list[Sample]], list[Sample]]
-    sync: Callable[[], None]
-    score: Callable[[list[Sample]], Scores]
-    layout: Callable[[], Layout]
-    overlaps: Callable[[], bool]
-
-
 class Source:
     """The rollouts of a run.
 
     Args:
-        weights: (F,) of the reward functions.
+        weights: (F,) of the reward functions. rollouts: completes and scores samples.
 
     Attributes:
         rollout: the one whose micro-batches are being learned from. used: how many of them were.
@@ -75,9 +53,9 @@ class Source:
     """
 
     def __init__(
-        self, args: RolloutConfig, dist: Distributed, sampler: Sampler, weights: torch.Tensor, hooks: Hooks
+        self, args: RolloutConfig, dist: Distributed, sampler: Sampler, weights: torch.Tensor, rollouts: Rollouts
     ) -> None:
-        self.args, self.dist, self.sampler, self.weights, self.hooks = args, dist, sampler, weights, hooks
+        self.args, self.dist, self.sampler, self.weights, self.rollouts = args, dist, sampler, weights, rollouts
         self.background: Background | None = None
         self.curriculum: Curriculum | None = None
         self._ledger: Ledger | None = None
@@ -98,19 +76,19 @@ class Source:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The context of a run; with ``max_staleness`` above 0, completions are sampled in the background."""
-        args, hooks, environments = self.args, self.hooks, self.sampler.environments
+        args, rollouts, environments = self.args, self.rollouts, self.sampler.environments
         if args.max_staleness:
             self.background = Background(
                 self.sample_ahead,
-                hooks.score,
-                hooks.sync,
+                rollouts.score,
+                rollouts.sync,
                 self._begun,
                 self._dropped,
                 self.sampler.is_lost,
                 args.max_staleness,
                 self.per_rollout,
                 args.reward_concurrency,
-                args.max_staleness + 1 if hooks.overlaps() else 1,
+                args.max_staleness + 1 if rollouts.overlap else 1,
             )
         wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
         engine = getattr(self.sampler.generator, "name", type(self.sampler.generator).__name__)
@@ -170,7 +148,7 @@ class Source:
         if found is None or not self.args.dynamic_sampling:
             return found
         samples, scores = found
-        layout = self.hooks.layout()
+        layout = self.rollouts.owner.layout
         size, wanted = layout.group_size, len(samples) * self.dist.world_size
         kept: list[One] = []
         spare: list[One] = []
@@ -207,9 +185,9 @@ class Source:
         else:
             if (read := next(batches, None)) is None:
                 return None
-            (rows, number), hooks = self._begun(read), self.hooks
-            samples = self.sampler.with_attempts(lambda: self.begin(rows, number), hooks.sample, hooks.sync)
-            scores = hooks.score(samples)
+            (rows, number), rollouts = self._begun(read), self.rollouts
+            samples = self.sampler.with_attempts(lambda: self.begin(rows, number), rollouts.sample, rollouts.sync)
+            scores = rollouts.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)
         return samples, scores
@@ -224,23 +202,24 @@ class Source:
 
     def begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Samples of rollout `number`, without completions."""
-        places, seed = self.hooks.layout().numbers(self.dist.rank).tolist(), self.args.seed
+        places, seed = self.rollouts.owner.layout.numbers(self.dist.rank).tolist(), self.args.seed
         numbers = [row.get(NUMBER) for row in rows]
         rows = rows if self.curriculum is None else [{k: v for k, v in row.items() if k != NUMBER} for row in rows]
         return [
             replace(sample, seed=mix(seed, number, place), rollout=number, place=place, row_number=row_number)
-            for sample, place, row_number in zip(self.hooks.new_samples(rows), places, numbers, strict=True)
+            for sample, place, row_number in zip(self.rollouts.owner.new_samples(rows), places, numbers, strict=True)
         ]
 
     def sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
         """Completed samples of rollout `number`, with the weights that the engine has."""
-        return self.hooks.complete(self.begin(rows, number))
+        return self.rollouts.complete(self.begin(rows, number))
 
     def _begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
         """(the prompts of a new rollout, for which `rows` were read, and its number)."""
-        number, layout = self.num_rollouts, self.hooks.layout()
+        number = self.num_rollouts
         self.num_rollouts += 1
         if self.curriculum is not None:
+            layout = self.rollouts.owner.layout
             places = layout.numbers(self.dist.rank) // layout.group_size
             rows = self.curriculum.choose(rows, places.tolist(), number)
         return rows, number

@@ -1,7 +1,8 @@
 """Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
 
 `RolloutTrainer` has the methods to override, and hands the work to objects that know no trainer: `Sampler` completes
-prompts, `Source` gives rollouts of them, `OldLogps` knows the policy that sampled, and `Reporter` shows completions.
+prompts, `Rollouts` makes rollouts of them, `Source` hands out their micro-batches, `OldLogps` knows the policy that
+sampled, and `Reporter` shows completions.
 An algorithm is a subclass that overrides `compute_advantages` and `policy_loss`.
 """
 
@@ -11,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -19,11 +19,8 @@ import torch
 from torch import nn
 
 from posttrain.compat.argument_attributes import reads_from_arguments
-from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
-from posttrain.core.data.samplers import mix
 from posttrain.core.errors import checked_args
-from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
 from posttrain.core.models import wrapping
 from posttrain.core.state import EvalLoopOutput, TrainOutput
@@ -31,10 +28,11 @@ from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
+from posttrain.lm.images.vision import check_model, check_processor
 from posttrain.lm.loading import loading
-from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.agents.agent import Agent, Episodes
-from posttrain.rl.agents.environments import Environments, context_length
+from posttrain.rl.agents.environments import context_length
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
@@ -42,31 +40,27 @@ from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import asynchronous, reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import PerThread, Turns
+from posttrain.rl.online.asynchronous import PerThread
 from posttrain.rl.online.curriculum import Curriculum, Numbered
-from posttrain.rl.online.old_logps import Needs, OldLogps
-from posttrain.rl.online.reporting import Reporter, Summary
+from posttrain.rl.online.old_logps import OldLogps
+from posttrain.rl.online.reporting import Reporter
+from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Policy, Sampler
-from posttrain.rl.online.source import Hooks, Source
+from posttrain.rl.online.source import Source
 from posttrain.rl.policy import bema_reference
-from posttrain.rl.policy.loading import load_policy, router_coefficient
+from posttrain.rl.policy.loading import prepare_policy, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy.reference import (
     FrozenReference,
     MovableReference,
     SyncReference,
-    make_reference,
-    sync_problem,
+    set_up_reference,
 )
-from posttrain.rl.rewards.process import RolloutProcess
+from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import (
-    RewardModel,
-    Rewards,
     Scores,
     functions_by_name,
-    reward_functions,
-    reward_problems,
 )
 from posttrain.rl.samples.images import ImagePrompts, can_see
 from posttrain.rl.samples.prompts import (
@@ -75,8 +69,6 @@ from posttrain.rl.samples.prompts import (
     GroupSampler,
     Layout,
     PromptCodec,
-    image_problems,
-    prompt_problems,
 )
 from posttrain.rl.samples.samples import Rollout, Sample
 
@@ -107,7 +99,7 @@ logger = logging.getLogger(__name__)
     "vllm_tensor_parallel_size",
     epsilon_low="epsilon",
 )
-class RolloutTrainer(Trainer):
+class RolloutTrainer(LanguageModelTrainer):
     """Trains a policy on completions that it samples itself.
 
     Args:
@@ -135,6 +127,7 @@ class RolloutTrainer(Trainer):
 
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
+    takes = "pass a causal language model, or the name of one."
     evaluation_metrics = None
     signature_columns: tuple[str, ...] | None = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
     fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
@@ -174,63 +167,33 @@ class RolloutTrainer(Trainer):
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
-        reads_parts = can_see(model, processing_class) and not any(getattr(args, name) for name in OF_TEXT_ALONE)
-        sees = any(map(has_images, (train_dataset, eval_dataset))) or (self.reads_images and reads_parts)
-        given = functions_by_name(args) if reward_funcs is None else reward_funcs
-        turns = {"environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func}
-        turns["agent"] = agent
-        parts = Parts.of(
-            others,
+        parts = Parts(
             model=model,
             model_init=model_init,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            compute_metrics=others.get("compute_metrics"),
+            compute_loss_func=others.pop("compute_loss_func", None),
+            compute_metrics=others.pop("compute_metrics", None),
             callbacks=callbacks,
             optimizers=optimizers,
-            optimizer_cls_and_kwargs=others.get("optimizer_cls_and_kwargs"),
+            optimizer_cls_and_kwargs=others.pop("optimizer_cls_and_kwargs", None),
             quantization_config=quantization_config,
             peft_config=peft_config,
             ref_model=self.given_reference,
             datasets={},
-            auto_class="AutoProcessor" if sees else "AutoTokenizer",
-            others={"reward_funcs": given, **turns},
+            others={
+                "reward_funcs": functions_by_name(args) if reward_funcs is None else reward_funcs,
+                "reward_processing_classes": reward_processing_classes,
+                "environment_factory": environment_factory,
+                "tools": tools,
+                "rollout_func": rollout_func,
+                "agent": agent,
+            },
         )
-        self.run_preflight(args, parts)
-        agent = None if agent is None else Agent.of(agent)
-        makes_prompts = environment_factory is not None or agent is not None
-        if train_dataset is None and makes_prompts and args.max_steps > 0:
-            train_dataset = setup.rows_without_prompts(args)
-        process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
-        self.environments = Environments(tools, environment_factory, args.max_tool_calling_iterations, process)
         self.rollout_func = rollout_func
-        functions = reward_functions(given, reward_processing_classes, args.trust_remote_code)
-        if process is not None:
-            functions = [one if isinstance(one, RewardModel) else process.reward(one) for one in functions]
-        own = self.environments.reward_functions + ([] if agent is None else [agent.reward_function()])
-        functions += own
-        if not functions and self.learns_from_rewards:
-            raise ValueError(
-                "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
-            )
-        if args.curriculum and not functions:
-            raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
-        self.rewards = Rewards(functions, args, len(own))
-        pipeline.set_seed(args.seed)  # adapters begin with random numbers
-        model = model if model_init is None else loading.model_of(model_init)
-        model, tokenizer = load_policy(model, parts.processing_class, args, quantization_config, peft_config, sees)
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=as_they_are,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            **others,
-        )
+        super().__init__(args, parts, **others)
+        functions = self.rewards.functions
         for function in functions:
             if isinstance(function, RewardModel):
                 self.dist.place(function.model)
@@ -245,29 +208,22 @@ class RolloutTrainer(Trainer):
         if pipeline.is_stream(train_dataset):  # each process reads its own part, as trl notes in the same place
             accelerator_config: Any = args.accelerator_config
             accelerator_config.dispatch_batches = False
-        self.image_prompts = ImagePrompts(tokenizer, model, ImageReader.of(args), args) if sees else None
-        self._make_sampler(generator, agent)
+        reader = ImageReader.of(args)
+        self.image_prompts = ImagePrompts(self.processing_class, self.model, reader, args) if self.sees else None
+        self._make_sampler(generator, parts.others["agent"])
+        self.prepare_datasets(self.train_dataset, self.eval_dataset)
         self.old_logps = OldLogps(args, self.dist)
-        self._peft_config = peft_config
-        self._look_at_model(fresh_adapter=peft_config is not None and not loading.is_adapter(parts.model))
-        self.model_init = model_init
-        me = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
-        hooks = Hooks(
-            new_samples=lambda rows: me.new_samples(rows),
-            complete=lambda samples: me._complete(samples),
-            sample=lambda samples: me._sample(samples),
-            sync=lambda: me._sync_weights(),
-            score=lambda samples: me._score(samples),
-            layout=lambda: me.layout,
-            overlaps=lambda: me.episodes is not None and me.sampler.may_overlap,
-        )
-        self.source = Source(args, self.dist, self.sampler, self.rewards.weights, hooks)
+        self.look_at_model(parts)
+        self.rollout_maker = Rollouts(
+            weakref.proxy(self), args
+        )  # a trainer that is dropped must free its memory at once
+        self.source = Source(args, self.dist, self.sampler, self.rewards.weights, self.rollout_maker)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
 
-    def _look_at_model(self, fresh_adapter: bool) -> None:
-        """Set up what hangs on the model as it is on its device: the reference, and how it reads micro-batches."""
+    def look_at_model(self, parts: Parts) -> None:
+        """Makes the reference, and finds out how micro-batches are read."""
         args = self.args
-        self.reference = self._make_reference(fresh_adapter)
+        self.reference = self._make_reference(parts.peft_config is not None and not loading.is_adapter(parts.model))
         self.ref_model = self.reference.model if isinstance(self.reference, FrozenReference) else None
         if self.reference is not None and args.sync_ref_model:
             self.remove_callback(SyncReference)  # of the model before
@@ -279,18 +235,7 @@ class RolloutTrainer(Trainer):
         coefficient = self.router_aux_loss_coef
         self.shares_prompts = setup.shares_prompts(models, args, self.train_batch_size, example, coefficient)
         if args.router_replay:
-            setup.enable_router_replay(self.model, self.image_prompts is not None)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As the core's; the model gets the adapter, and what the constructor changes in a model."""
-        made, sees = super().call_model_init(trial), self.image_prompts is not None
-        return load_policy(made, self.processing_class, self.args, None, self._peft_config, sees)[0]
-
-    def set_model(self, model: nn.Module) -> None:
-        """As the core's; a model of `model_init` gets a reference of its own."""
-        super().set_model(model)
-        if self.model_init is not None:
-            self._look_at_model(fresh_adapter=self._peft_config is not None)
+            setup.enable_router_replay(self.model, self.sees)
 
     def _make_sampler(self, generator: Generator | None, agent: Agent | None) -> None:
         """Make what completes prompts, once the prompts and the tools are checked."""
@@ -300,50 +245,55 @@ class RolloutTrainer(Trainer):
         self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
         config = getattr(wrapping.base_model(self.model), "config", None)
         context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
-        ends = self._check_tools()
+        ends = self._ends_of_calls()
         self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)
-        if self.rollout_func is None and not self.environments.factories and images is None and agent is None:
-            room = partial(
-                setup.prompts_with_room,
-                codec=self.codec,
-                environments=self.environments,
-                context=context,
-                drops=args.long_prompts == "drop",
-            )
-            self.train_dataset = room(self.train_dataset, "train_dataset", self.layout.prompts)
-            self.eval_dataset = room(self.eval_dataset, "eval_dataset", 1)
-            invocation, refuses = invocation_tokens(self.model), args.on_bad_rows == "raise"
-            setup.check_invocation(self.train_dataset, self.codec, self.environments, invocation, refuses)
         generator = generator or make_generator(tokenizer, args, None if images is None else images.example)
         if args.max_staleness and (problem := asynchronous.engine_problem(generator)):
             raise ValueError(problem)
         self.sampler = Sampler(generator, self.codec, self.environments, images, self.dist, context)
         self.sampler.ends_of_calls = ends
-        self._scoring = Turns(args.reward_concurrency)
 
     # ------------------------------------------------------------------------------------------------ to override
 
     @classmethod
-    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
-        """Adds problems with prompts and reward functions."""
-        args = checked_args(args, RolloutConfig)
-        yield from model_problems(args, parts, "pass a causal language model, or the name of one.")
-        yield from super().preflight(args, parts)
-        yield from prompt_problems(args, parts)
-        yield from image_problems(args, parts, cls.reads_images)
-        names = [name for name in ("rollout_func", "tools", "environment_factory", "agent") if parts.others.get(name)]
-        yield from setup.turn_problems(args, names)
-        if parts.compute_metrics is not None:
-            yield (
-                f"compute_metrics is never called by {cls.__name__}: its evaluations sample and score completions, "
-                "and log the rewards. Use a reward function as a metric, or add to the record in a callback's "
-                "on_evaluate"
-            )
-        given = parts.others["reward_funcs"]
-        if cls.learns_from_rewards or given is not None:
-            makes_rewards = parts.others["environment_factory"] or parts.others.get("agent")
-            yield from reward_problems(given, args.reward_weights, makes_rewards)
-        yield from tokenizer_problems(args, parts)
+    def dataset_problems(cls, args: Any, parts: Parts) -> Iterator[Problem]:
+        """Problems with prompts, with what answers the policy, and with reward functions."""
+        yield from setup.problems(args, parts, cls.__name__, cls.reads_images, cls.learns_from_rewards)
+
+    def shows_images(self, args: Any, parts: Parts) -> bool:
+        """Whether prompts have images, or may have them in evaluations to come."""
+        may = self.reads_images and can_see(parts.model, parts.processing_class)
+        may = may and not any(getattr(args, name) for name in OF_TEXT_ALONE)
+        return may or any(map(has_images, (parts.train_dataset, parts.eval_dataset)))
+
+    def before_loading(self, args: Any, parts: Parts) -> None:
+        """Makes the environments, and loads the reward models."""
+        self.environments, self.rewards = setup.make_rewards(args, parts, self.learns_from_rewards)
+
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError for a model that does not predict next tokens."""
+        refuse_other_models(model, decodes_alone=True)
+
+    def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: Parts) -> Any:
+        """Rows stay as they are: they become tokens when completions are sampled."""
+        if self.sees:
+            check_processor(tokenizer)
+            check_model(wrapping.base_model(model))
+        prepare_policy(model, args)
+        return as_they_are
+
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        """`dataset` without prompts that leave no room for a completion."""
+        environments, drops = self.environments, self.args.long_prompts == "drop"
+        if self.rollout_func is not None or environments.factories or self.sees or self.episodes is not None:
+            return dataset
+        name, at_least = (f"{name}_dataset" if name == role else name), self.layout.prompts if role == "train" else 1
+        room = self.codec, environments, self.sampler.context, drops
+        dataset = setup.prompts_with_room(dataset, name, at_least, *room)
+        if role == "train":
+            invocation, refuses = invocation_tokens(self.model), self.args.on_bad_rows == "raise"
+            setup.check_invocation(dataset, self.codec, environments, invocation, refuses)
+        return dataset
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row."""
@@ -419,7 +369,7 @@ class RolloutTrainer(Trainer):
         if not self.uses_reference or self.reference is None:
             return rollout
         with self.reference.use() as policy:  # which chooses its own experts
-            return replace(rollout, ref_logps=self._logps_of(policy, replace(rollout, routes=None))[0])
+            return replace(rollout, ref_logps=self.rollout_maker.logps_of(policy, replace(rollout, routes=None))[0])
 
     def complete_scored(self, rollout: Rollout, samples: list[Sample], scores: Scores) -> Rollout:
         """`rollout` with whatever the loss needs that depends on the `scores` of its completions. Every process
@@ -534,7 +484,7 @@ class RolloutTrainer(Trainer):
     def _windows_of(
         self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        stream = self.source.micro_batches(lambda: self.make_rollout(batches), self._parts_of)
+        stream = self.source.micro_batches(lambda: self.make_rollout(batches), self.rollout_maker.parts_of)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             self.source.fill(plan, self.state.global_step)
             if not (window := list(islice(stream, plan.accumulation))):
@@ -605,14 +555,8 @@ class RolloutTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete and score prompts; logs rewards, ``pass@k`` and the policy loss."""
-        samples = [] if pipeline.is_filler(inputs) else self._eval_samples(inputs)
-        with self.sampler.weights_to_generate(self.model):
-            samples = self._sample(samples, self.args.eval_temperature)
-            # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
-            models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
-            with self.dist.gathered(*models):
-                if samples:
-                    self._log_evaluation(samples, self._score(samples))
+        models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
+        self.rollout_maker.evaluate([] if pipeline.is_filler(inputs) else inputs, models)
         return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -653,158 +597,12 @@ class RolloutTrainer(Trainer):
 
     def make_rollout(self, batches: Iterator[list[dict[str, Any]]]) -> Rollout | None:
         """The next rollout; None where the epoch has no more prompts."""
-        metrics, source, layout, step = self.metrics, self.source, self.layout, self.state.global_step
-        if (found := source.next(batches, metrics, self.clock)) is None:
-            return None
-        samples, scores = found
-        rollout, kl = self._with_logps(self._rollout_of(samples), samples)
-        if kl is not None:
-            kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
-        mine = Summary.of(samples, scores, kl)
-        everyone = Summary.join(self.dist.gather_object(mine), layout.dealt().argsort())
-        source.num_tokens += everyone.num_tokens
-        metrics.add_extreme("num_tokens", source.num_tokens, "max")  # the same everywhere, and it only grows
-        kl = None if everyone.kl is None else everyone.kl[0]
-        advantages = self.compute_advantages(everyone.rewards, self.num_generations, kl)
-        if self.dist.rank == 0:  # the same on every process
-            reporting.log_rollout(metrics, everyone, self.reward_func_names, self.rewards.weights, self.num_generations)
-        own = layout.numbers(self.dist.rank)
-        at_tokens = rollout.of_completions(advantages[own])
-        if self.credits_turns:
-            parts = self.dist.gather_object(
-                credit.weighted(samples, scores.rewards, scores.turns, self.rewards.weights)
-            )
-            turns = credit.Turns.of([one for part in parts for one in part]).ordered(layout.dealt().argsort())
-            by_turn = self.compute_turn_advantages(advantages, turns, self.num_generations)
-            advantages = by_turn.sum(1) / turns.lengths.clamp(min=1)
-            at_tokens = credit.of_tokens(by_turn[own], samples)
-        advantages = advantages[own]
-        if source.background is not None:
-            reporting.log_staleness(metrics, rollout, step)
-        source.log_used(samples, scores.rewards, step + 1)
-        self.reporter.report_rollout(samples, scores, advantages, step)
-        weights, tokenizer = self.rewards.weights, self.codec.tokenizer
-        self.reporter.store(samples, scores, weights, advantages, step + 1, tokenizer)
-        return self.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
-
-    def _sync_weights(self) -> None:
-        """Send the weights to the engine, if they have changed."""
-        self.sampler.sync_weights(self.model, self.state.global_step, self.clock)
-
-    def _sample(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
-        """The `samples` completed by the current weights. Every process must call it, also one that has none."""
-        with self.sampler.weights_to_generate(self.model):
-            self._sync_weights()
-            return self._complete(samples, temperature)
-
-    def _complete(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
-        """The `samples` completed by the weights that the engine has."""
-
-        def generate(some: list[Sample]) -> list[Sample]:
-            with self.clock("generate"), self.compute_loss_context_manager():
-                return self.generate(some, self.sampling(temperature)) if some else []
-
-        return self.sampler.complete(samples, generate, keeps_versions=self.source.background is not None)
-
-    def _score(self, samples: list[Sample]) -> Scores:
-        """The scores of completed samples, once for the processes that have the same ones; logs them."""
-        with self._scoring, self.clock("score"):
-            scores: Scores = self.dist.on_first(lambda: self.score(samples))
-        self.environments.give_back(samples)
-        reporting.log_scores(self.metrics, self.clock, scores, self.reward_func_names)
-        return scores
-
-    def _rollout_of(self, samples: list[Sample]) -> Rollout:
-        sequences = [one for sample in samples for one in sample.sequences]
-        known = [one.routes is not None and len(one.routes) >= one.num_read for one in sequences]
-        if self.args.router_replay and not all(known):
-            raise ValueError(
-                f"router_replay=True replays the experts chosen in sampling, and {type(self.generator).__name__} "
-                "returned none. Use the local engine without generation_kwargs that it does not know, or vLLM in this "
-                "process (use_vllm=True, vllm_mode='colocate'), or set router_replay=False."
-            )
-        return Rollout.of(samples, self.args.mask_truncated_completions, self.sampler.image_token_id)
-
-    def _with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
-        samples = [one for sample in samples for one in sample.sequences]
-        quantile = 1 - self.top_entropy_quantile
-
-        def by_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return self.get_high_entropy_mask(entropies, mask, quantile)
-
-        needs = Needs(
-            self.needs_old_logps, self.needs_kl_of_samples, self._corrects_engine, by_entropy if quantile > 0 else None
-        )
-        rollout, old = self.old_logps.of(
-            rollout,
-            all(sample.is_exact for sample in samples),
-            needs,
-            partial(self._logps_of, self.model, rollout),
-            self.model,
-            self.generator,
-            self.state.global_step,
-            self.metrics,
-        )
-        rollout, kl = self.complete_rollout(rollout, samples), None
-        self.old_logps.check_reference(rollout, self.model)
-        if self.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
-            kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
-        return rollout, kl
+        return self.rollout_maker.make(batches)
 
     @property
     def _corrects_engine(self) -> bool:
         """Whether completions of weights that are not quite the policy are weighted, by ``inputs["correction"]``."""
         return self.args.max_staleness > 0 and self.args.vllm_importance_sampling_correction
-
-    def _logps_of(self, model: nn.Module, rollout: Rollout, with_entropy: bool = False) -> list[torch.Tensor]:
-        """[(N, C) log-probabilities, (N, C) entropies] under the current `model`, without dropout; on the CPU."""
-        found: list[list[torch.Tensor]] = [[], []]
-        with eval_mode(model), torch.no_grad(), self.clock("logps"):
-            for part in self._parts_of(rollout):
-                with self.compute_loss_context_manager():
-                    values = self.logps(model, self.prepare_inputs(part), with_entropy, training=False)
-                found[0].append(values.logps)
-                found[1] += [values.entropies] if values.entropies is not None else []
-        width = rollout.loss_mask.shape[1]  # read back once, not with each part
-        whole = [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
-        return [values.cpu() for values in whole]
-
-    def _parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """The micro-batches of `rollout`."""
-        multiple = self.args.pad_to_multiple_of
-        multiple = None if multiple == "auto" else multiple
-        positions = None if self.image_prompts is None else self.image_prompts.positions
-        pad = self.codec.tokenizer.pad_token_id
-        return rollout.micro_batches(self.train_batch_size, self.shares_prompts, pad, multiple, positions)
-
-    # ------------------------------------------------------------------------------------------------ evaluation
-
-    def _eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
-        size = self.num_generations_eval
-        samples = self.new_samples([row for row in rows for _ in range(size)])
-        return [  # seeds are of the prompt, so that no batch size and no order changes them
-            replace(sample, seed=mix(self.args.seed, i % size, *_identity(sample)), is_evaluated=True)
-            for i, sample in enumerate(samples)
-        ]
-
-    def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
-        size, weights, summary = self.num_generations_eval, self.rewards.weights, Summary.of(samples, scores)
-        self.metrics.update(summary.sums(self.reward_func_names, weights, size, self.args.pass_threshold))
-        self.metrics.update(summary.extremes())
-        # Each prompt separately, so that normalization does not depend on the batch size.
-        advantages = torch.cat([self.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
-        self.reporter.collect(samples, scores, advantages, self.state.global_step)
-        rollout = self._rollout_of(samples)
-        rollout = replace(rollout, advantages=rollout.of_completions(advantages))
-        rollout = self.complete_rollout(rollout, [one for sample in samples for one in sample.sequences])
-        rollout = self.complete_scored(rollout, samples, scores)
-        for part in self._parts_of(rollout):
-            part = self.prepare_inputs(part)
-            items = self.count_items(part)
-            with torch.no_grad(), self.compute_loss_context_manager():
-                loss, _ = self.compute_loss(self.model, part, True, items)
-                self.metrics.add_sum("loss", loss * items, items)
 
     # ------------------------------------------------------------------------------------------------ what scripts read
 
@@ -813,24 +611,17 @@ class RolloutTrainer(Trainer):
         if not self.uses_reference:
             return None
         given = self.given_reference if isinstance(self.given_reference, nn.Module) else None
-        alpha = self.args.ref_model_mixup_alpha
-        if self.args.sync_ref_model and (problem := sync_problem(self.model, given, alpha)):
-            raise ValueError(problem)
-        movers = bema_reference.movers(self.callback_handler.callbacks, self.model)
-        reference = make_reference(self.model, given, fresh_adapter, self.args.sync_ref_model or bool(movers))
-        for mover in movers:
-            mover.reference = reference
         self.old_logps.starts_at_reference = given is None
-        if isinstance(reference, FrozenReference):
-            reference.place(self.dist)
-        return reference
+        movers = bema_reference.movers(self.callback_handler.callbacks, self.model)
+        return set_up_reference(self.model, given, fresh_adapter, self.args, self.dist, movers)
 
-    def _check_tools(self) -> set[int]:
+    def _ends_of_calls(self) -> set[int]:
         """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""
-        if self.rollout_func is not None:
-            return set()
-        row = None if pipeline.is_stream(self.train_dataset) else self.train_dataset[0]
-        return self.environments.check(self.codec, row)
+        return (
+            set()
+            if self.rollout_func is not None
+            else setup.ends_of_calls(self.environments, self.codec, self.train_dataset)
+        )
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
@@ -846,7 +637,7 @@ class RolloutTrainer(Trainer):
         before = list(self.environments.tools.values())
         self.environments.set_tools(tools)
         try:
-            self.sampler.ends_of_calls = self._check_tools()
+            self.sampler.ends_of_calls = self._ends_of_calls()
         except ValueError:
             self.environments.set_tools(before)
             raise
@@ -874,11 +665,6 @@ class RolloutTrainer(Trainer):
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
         return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
-
-
-def _identity(sample: Sample) -> Sequence[int]:
-    """Numbers of a prompt, or of the row where the prompt is not known yet."""
-    return sample.prompt_ids or repr(sample.row).encode()
 
 
 def as_they_are(rows: list[Any]) -> list[Any]:

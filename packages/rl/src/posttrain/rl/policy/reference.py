@@ -13,7 +13,7 @@ import contextlib
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +140,8 @@ class AdapterReference:
 
     is_gone = False
 
-    def __init__(
-        self, policy: nn.Module, adapter: str | None = None, moves: bool = False, earlier: str | None = None
-    ) -> None:
-        self.policy, self.adapter, self.moves, self._earlier = wrapping.unwrap(policy), adapter, moves, earlier
+    def __init__(self, policy: nn.Module, adapter: str | None = None, moves: bool = False) -> None:
+        self.policy, self.adapter, self.moves = wrapping.unwrap(policy), adapter, moves
         for parameter in self.weights().values():
             parameter.requires_grad_(False)
 
@@ -165,19 +163,6 @@ class AdapterReference:
             state = get_peft_model_state_dict(peft_model, adapter_name=active, save_embedding_layers=False)
             set_peft_model_state_dict(peft_model, state, adapter_name=ADAPTER)
         return cls(peft_model, ADAPTER, moves)
-
-    @classmethod
-    def without_adapter(cls, policy: nn.Module) -> AdapterReference:
-        """The policy with its adapter off, which changes nothing yet; see `changes_nothing`."""
-        peft_model = wrapping.unwrap(policy)
-        # earlier versions made a copy of it, and their checkpoints hold its fingerprint
-        [active] = peft_model.active_adapters
-        copied = {
-            name.replace(f".{active}", f".{ADAPTER}"): p
-            for name, p in peft_model.named_parameters()
-            if active in name.split(".")
-        }
-        return cls(policy, earlier=fingerprint({**copied}))
 
     @property
     def model(self) -> AdapterReference:
@@ -223,8 +208,7 @@ class AdapterReference:
 
     def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
         """As `FrozenReference.load_state_dict`."""
-        if self._earlier is None or state.get("fingerprint") != self._earlier:
-            _restore(self.weights(), state, where)
+        _restore(self.weights(), state, where)
 
 
 def _activate(policy: Any, adapters: list[str]) -> None:
@@ -295,12 +279,32 @@ def make_reference(
         return FrozenReference(given, moves)
     if wrapping.is_peft_model(policy) and len(wrapping.unwrap(policy).active_adapters) == 1:
         (config, *_) = wrapping.unwrap(policy).peft_config.values()
-        if fresh_adapter and not moves and not isinstance(vars(config).get("init_lora_weights"), str):
+        is_plain = fresh_adapter and not isinstance(vars(config).get("init_lora_weights"), str)
+        if not moves and (is_plain or changes_nothing(policy)):
             return AdapterReference(policy)
-        if not moves and changes_nothing(policy):
-            return AdapterReference(policy) if fresh_adapter else AdapterReference.without_adapter(policy)
         return AdapterReference.copy_of(policy, moves)
     return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
+
+
+def set_up_reference(
+    policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, args: Any, dist: Any, movers: Sequence[Any] = ()
+) -> MovableReference:
+    """`make_reference` for `args`, placed and sharded like the policy. Every process must call it.
+
+    Args:
+        movers: what moves it, see `posttrain.rl.policy.bema_reference`; each gets it as `reference`.
+
+    Raises:
+        ValueError: it is to be moved towards the policy, and cannot; see `sync_problem`.
+    """
+    if args.sync_ref_model and (problem := sync_problem(policy, given, args.ref_model_mixup_alpha)):
+        raise ValueError(problem)
+    reference = make_reference(policy, given, fresh_adapter, args.sync_ref_model or bool(movers))
+    for mover in movers:
+        mover.reference = reference
+    if isinstance(reference, FrozenReference):
+        reference.place(dist)
+    return reference
 
 
 def check_start(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, half: bool) -> None:

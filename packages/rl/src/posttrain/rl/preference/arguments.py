@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core import Trainer, TrainingArguments, opt
-from posttrain.core.config import JSONObject, Resolved
-from posttrain.core.data import accelerator
+from posttrain.core.config import Resolved
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
 from posttrain.lm.images.images import ImageArguments
+from posttrain.lm.loading.arguments import LanguageModelArguments
 from posttrain.rl.preference.rows import FAULTY, LONG
 
 logger = logging.getLogger(__name__)
@@ -42,28 +42,11 @@ WITH_REFERENCE: dict[str, Renamed | Removed] = WITHOUT_REFERENCE | {
 
 
 @dataclass
-class PreferenceConfig(ImageArguments, TrainingArguments):
+class PreferenceConfig(ImageArguments, LanguageModelArguments):
     """Arguments of every trainer of preferences."""
 
     learning_rate: float = opt(1e-6, "Peak learning rate. With LoRA ten times as much is usual.", min=0)
-    logging_steps: float | str = opt(
-        10, "Optimizer steps between log records; below 1 a share of all steps; or 0.5ep, 10Mtok or 30min.", above=0
-    )
-    activation_checkpointing: bool | None = opt(
-        True, "Recompute activations in the backward pass: about a third slower, far less memory."
-    )
-    bf16: Resolved[bool | None, bool] = opt(
-        None, "Compute in bfloat16 under autocast. None: on a GPU that has it, off on the CPU.", flag=True
-    )
-    model_init_kwargs: JSONObject = opt(None, "Arguments of from_pretrained, for a model given by name.")
-    trust_remote_code: bool = opt(False, "Run code from the model's repository. Only for code that you have read.")
     disable_dropout: bool = opt(True, "Set every dropout of the model and the reference to 0.")
-    activation_offloading: bool = opt(False, "Keep activations in host memory between forward and backward.")
-    router_aux_loss_coef: float | None = opt(
-        None,
-        "Weight of a mixture of experts' load-balancing loss; None: as in the model's config. 0 turns it off.",
-        min=0,
-    )
     dataset_num_proc: int | None = opt(
         None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1
     )
@@ -91,8 +74,6 @@ class PreferenceConfig(ImageArguments, TrainingArguments):
     pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
 
     def _normalize(self) -> None:
-        if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.use_cpu) and accelerator.computes_bfloat16()
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
 

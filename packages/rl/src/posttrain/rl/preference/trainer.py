@@ -245,11 +245,15 @@ class PreferenceTrainer(LanguageModelTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) log-probabilities of chosen and rejected completions; for the policy itself, those of the reference."""
+        chosen, rejected = self._logp_under(model, inputs).chunk(2)
+        return chosen, rejected
+
+    def _logp_under(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """(K,) log-probability of each completion under `model`; for the policy itself, under the reference."""
         assert self.reference is not None  # `needs_reference`
         with self.reference.use() as reference:
             asked = reference if wrapping.unwrap(model) is wrapping.unwrap(self.model) else model
-            chosen, rejected = self.completion_logp(score_completions(asked, inputs)).chunk(2)
-            return chosen, rejected
+            return self.completion_logp(score_completions(asked, inputs))
 
     def compared_logp(self, side: Completions) -> torch.Tensor:
         """(B,) what of the log-probability of a completion is compared and logged: of the whole, or of a token."""
@@ -322,9 +326,6 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
         args = references.arguments_of(self.args)
-        alpha, moves = args.ref_model_mixup_alpha, args.sync_ref_model
-        if moves and (problem := references.sync_problem(self.model, ref_model, alpha)):
-            raise ValueError(problem)
         movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
         plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
         self._starts_at_reference = ref_model is None and plain
@@ -336,16 +337,14 @@ class PreferenceTrainer(LanguageModelTrainer):
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
-        reference = references.make_reference(self.model, ref_model, fresh_adapter, moves or bool(movers))
-        self.reference = reference
-        for mover in movers:
-            mover.reference = reference
-        if isinstance(reference, references.FrozenReference):
-            reference.place(self.dist)
+        self.reference = reference = references.set_up_reference(
+            self.model, ref_model, fresh_adapter, args, self.dist, movers
+        )
         self.ref_model = reference.model
-        if moves:
+        if args.sync_ref_model:
             self.remove_callback(references.SyncReference)  # of the model before
-            self.add_callback(references.SyncReference(reference, alpha, args.ref_model_sync_steps))
+            steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
+            self.add_callback(references.SyncReference(reference, *steps))
 
     def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""

@@ -225,3 +225,10 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13.
     """
     return _SoftOverlong(max_completion_len, soft_punish_cache)
+
+
+#: Those that a config may name.
+BUILT_IN = {
+    function.__name__: function
+    for function in (accuracy_reward, math_verify_reward, reasoning_accuracy_reward, think_format_reward)
+} | {"get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256)}  # the lengths that trl's command has

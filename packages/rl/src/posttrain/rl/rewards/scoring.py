@@ -24,34 +24,10 @@ from posttrain.core.training.preflight import caught
 from posttrain.lm.loading.loading import missing_folder
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.functions import (
-    accuracy_reward,
-    get_cosine_scaled_reward,
-    get_repetition_penalty_reward,
-    get_soft_overlong_punishment,
-    math_verify_reward,
-    reasoning_accuracy_reward,
-    think_format_reward,
-)
+from posttrain.rl.rewards.functions import BUILT_IN
 from posttrain.rl.rewards.process import RemoteFunction
-from posttrain.rl.rewards.scorers import RewardModel, load_scorer, scorer
+from posttrain.rl.rewards.scorers import load_scorer, scorer
 from posttrain.rl.samples.samples import Sample
-
-__all__ = [
-    "RewardArguments",
-    "RewardError",
-    "RewardModel",
-    "Rewards",
-    "Scores",
-    "accuracy_reward",
-    "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "math_verify_reward",
-    "reasoning_accuracy_reward",
-    "reward_functions",
-    "think_format_reward",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -380,12 +356,6 @@ def _short(value: Any, length: int = 300) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
-BUILT_IN = {
-    function.__name__: function
-    for function in (accuracy_reward, math_verify_reward, reasoning_accuracy_reward, think_format_reward)
-} | {"get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256)}  # the lengths that trl's command has
-
-
 def functions_by_name(args: RewardArguments) -> list[str] | None:
     """The names that a config has, the reward model's first; None where it has none."""
     model = [args.reward_model_name_or_path] if args.reward_model_name_or_path else []
@@ -400,7 +370,7 @@ def is_function_name(name: str) -> bool:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """A reward function of this module by its name, or one of any module that can be imported, or is in this folder."""
+    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")

@@ -108,6 +108,11 @@ class Sample:
         )
 
 
+def sequences(samples: Sequence[Sample]) -> list[Sample]:
+    """The sequences of all trajectories, one after the other."""
+    return [one for sample in samples for one in sample.sequences]
+
+
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
 OF_TOKENS = (
     "advantages",
@@ -180,7 +185,7 @@ class Rollout:
         """
         numbers = [number for number, sample in enumerate(samples) for _ in sample.sequences]
         one_each = len(numbers) == len(samples)
-        samples = [one for sample in samples for one in sample.sequences]
+        samples = sequences(samples)
         prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
         completions = [torch.tensor(sample.ids) for sample in samples]
         learn = [torch.tensor(sample.learn or [True] * len(sample.ids)) for sample in samples]

@@ -1,0 +1,77 @@
+"""The log-probabilities of the policy that sampled, without a trainer: taken from the engine, or computed again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from posttrain.core.logging.metrics import Metrics
+from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.old_logps import Needs, OldLogps
+from posttrain.rl.samples.samples import Rollout, Sample
+from tests import tiny
+
+ALONE = SimpleNamespace(precision="no", device=torch.device("cpu"), is_main=True, gather_object=lambda value: [value])
+OLD = Needs(old_logps=True, kl=False, correction=False)
+
+
+@pytest.fixture
+def old(tmp_path):
+    made = OldLogps(RolloutConfig(str(tmp_path), use_cpu=True, report_to="none"), ALONE)
+    made.begin_run()
+    return made
+
+
+def rollout(*logps, **changes):
+    return Rollout.of([Sample({}, "", [1], [2] * len(row), logps=list(row), **changes) for row in logps])
+
+
+def ask(old, sampled, policys, needs=OLD, is_exact=True, step=0):
+    """(what `old` makes of it, how often it computed log-probabilities)."""
+    calls = []
+
+    def compute(with_entropy):
+        calls.append(with_entropy)
+        found = torch.tensor(policys)
+        return [found, -found] if with_entropy else [found]
+
+    generator = SimpleNamespace()
+    found = old.of(sampled, is_exact, needs, compute, tiny.causal_lm(), generator, step, Metrics())
+    return *found, len(calls)
+
+
+def test_an_engine_is_compared_once_in_a_run_and_believed_from_then_on(old):
+    sampled = rollout([-1.0, -2.0])
+    made, logps, calls = ask(old, sampled, [[-1.0, -2.0]])
+    assert calls == 1 and torch.equal(made.old_logps, sampled.sampling_logps) and torch.equal(logps, made.old_logps)
+    assert ask(old, sampled, [[9.0, 9.0]])[2] == 0 and not old.recomputes
+    old.begin_run()
+    assert ask(old, sampled, [[-1.0, -2.0]])[2] == 1
+
+
+def test_an_engine_that_is_wrong_is_not_believed(old, caplog):
+    made, _, calls = ask(old, rollout([-1.0, -2.0]), [[-1.0, -2.5]])
+    assert calls == 1 and made.old_logps.tolist() == [[-1.0, -2.5]] and old.recomputes
+    assert "are not those of the policy: they differ by 0.5" in caplog.text
+    made, _, calls = ask(old, rollout([-1.0, -2.0]), [[-3.0, -3.0]])
+    assert calls == 1 and made.old_logps.tolist() == [[-3.0, -3.0]]
+
+
+def test_nothing_is_computed_that_the_loss_does_not_read(old):
+    made, logps, calls = ask(old, rollout([-1.0]), [[-1.0]], Needs(old_logps=False, kl=False, correction=False))
+    assert calls == 0 and made.old_logps is None and logps.tolist() == [[-1.0]]
+
+
+def test_uncertain_tokens_are_marked_by_the_entropies_of_the_policy(old):
+    needs = Needs(True, False, False, entropy_mask=lambda entropies, mask: (entropies > 1.5) & mask)
+    made, _, calls = ask(old, rollout([-1.0, -2.0]), [[-1.0, -2.0]], needs)
+    assert calls == 1 and made.entropy_mask.tolist() == [[False, True]]
+
+
+def test_completions_of_earlier_weights_are_weighted(old):
+    needs = Needs(True, False, correction=True)
+    made, _, _ = ask(old, rollout([-1.0, -2.0], versions=[0, 0]), [[-1.0, -1.5]], needs, step=2)
+    assert made.correction.shape in ((1, 2), (1, 1)) and made.old_logps.tolist() == [[-1.0, -1.5]]
+    with pytest.raises(ValueError, match="returned no log-probabilities, by which they are weighted"):
+        unknown = Rollout.of([Sample({}, "", [1], [2], versions=[0])])
+        ask(old, unknown, [[-1.0]], needs, step=2)

@@ -1,0 +1,85 @@
+"""A sampler without a trainer: what it asks of the engine, and when it sends the weights."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.rl.agents.environments import Environments
+from posttrain.rl.generation import Completions, Sampling
+from posttrain.rl.online.sampler import Sampler
+from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.samples import Sample
+from tests import tiny
+
+ALONE = SimpleNamespace(cp_size=1, gather_object=lambda value: [value])
+
+
+class Engine:
+    """Repeats the first token of the prompt."""
+
+    def __init__(self):
+        self.asked, self.synced, self.fails = [], 0, 0
+
+    def sync_weights(self, model):
+        self.synced += 1
+
+    def generate(self, prompts, n, sampling, seeds):
+        self.asked.append((prompts, n, seeds))
+        if self.fails:
+            self.fails -= 1
+            raise ConnectionError("it is gone")
+        ids = [[prompt[0]] * 2 for prompt in prompts for _ in range(n)]
+        return Completions(ids, [[-1.0, -1.0]] * len(ids), [True] * len(ids), is_exact=True)
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def sampler(engine):
+    return Sampler(engine, PromptCodec(tiny.tokenizer()), Environments(None, None, None), None, ALONE, context=6)
+
+
+def test_adjacent_completions_of_a_prompt_are_asked_for_together(sampler, engine):
+    prompts = [[5], [5], [6], [6], [7]]
+    samples = [Sample({}, "", ids, seed=seed) for seed, ids in enumerate(prompts)]
+    done = sampler.converse(samples, Sampling(2), 1.0, Metrics())
+    assert sorted(engine.asked) == [([[5], [6]], 2, [0, 1, 2, 3]), ([[7]], 1, [4])]
+    assert [sample.ids for sample in done] == [[ids[0]] * 2 for ids in prompts]
+    assert all(sample.is_exact and sample.finished for sample in done) and samples[0].ids == []
+
+
+def test_log_probabilities_at_another_temperature_are_not_exact(sampler):
+    (done,) = sampler.generate_turn([Sample({}, "", [5])], Sampling(2, temperature=0.5), 1.0)
+    assert not done.is_exact and done.logps == [-1.0, -1.0]
+
+
+def test_the_weights_of_a_step_are_sent_once(sampler, engine):
+    for step in (0, 0, 1):
+        sampler.sync_weights(nn.Linear(1, 1), step, Clock())
+    assert engine.synced == 2 and sampler.version == 1
+    sampler.synced_at = None  # they may have changed since
+    sampler.sync_weights(nn.Linear(1, 1), 1, Clock())
+    assert engine.synced == 3
+
+
+def test_an_engine_with_its_own_weights_that_was_lost_is_sent_them_again(sampler, engine):
+    engine.has_own_weights, engine.fails, synced = True, 1, []
+
+    def sample(samples):
+        return sampler.generate_turn(samples, Sampling(2), 1.0)
+
+    (done,) = sampler.with_attempts(lambda: [Sample({}, "", [5])], sample, lambda: synced.append(sampler.synced_at))
+    assert done.ids == [5, 5] and len(synced) == 2 and sampler.synced_at is None
+
+
+def test_an_engine_of_the_trainers_weights_is_asked_once(sampler, engine):
+    engine.fails = 1
+    with pytest.raises(ConnectionError, match="it is gone"):
+        sampler.with_attempts(
+            lambda: [Sample({}, "", [5])], lambda some: sampler.generate_turn(some, Sampling(2), 1.0), lambda: None
+        )

@@ -1,0 +1,109 @@
+"""A source without a trainer: from batches of prompts to micro-batches, and where it stands."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.rl.online.source import Source
+from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.samples.prompts import Layout
+from posttrain.rl.samples.samples import Rollout, Sample
+
+ALONE = SimpleNamespace(rank=0, world_size=1, peer_rank=0, is_main=True, gather_object=lambda value: [value])
+
+
+class Scripted:
+    """Completes each prompt by itself, and gives the rewards of each rollout in turn."""
+
+    layout, overlap = Layout(group_size=2, per_process=4, chunk=4), False
+
+    def __init__(self, *rewards):
+        self.rewards, self.begun, self.owner = iter(rewards), [], self
+
+    def new_samples(self, rows):
+        return [Sample(row, row["prompt"], [row["number"]]) for row in rows]
+
+    def sample(self, samples):
+        self.begun.append(samples)
+        return samples
+
+    def sync(self):
+        raise AssertionError("the weights are those of the trainer")
+
+    def score(self, samples):
+        rewards = torch.tensor(next(self.rewards), dtype=torch.float32)[:, None]
+        return Scores(rewards, torch.zeros_like(rewards, dtype=torch.bool), [0.0])
+
+
+def source(rollouts, **changes):
+    args = SimpleNamespace(
+        steps_per_generation=2, num_iterations=2, max_staleness=0, dynamic_sampling=False, dynamic_sampling_rounds=2,
+        seed=1, pass_threshold=1.0,
+    )  # fmt: skip
+    vars(args).update(changes)
+    sampler = SimpleNamespace(synced_at=None, with_attempts=lambda begin, sample, sync: sample(begin()))
+    return Source(args, ALONE, sampler, torch.ones(1), rollouts)
+
+
+def batches(count):
+    for batch in range(count):
+        yield [{"prompt": f"{batch}.{i // 2}", "number": 10 * batch + i // 2} for i in range(4)]
+
+
+def scored(made, read):
+    return made.next(read, Metrics(), Clock())
+
+
+def test_a_seed_depends_on_the_rollout_and_the_place_in_it_alone():
+    made = source(Scripted([1, 2, 3, 4], [1, 2, 3, 4]))
+    read = batches(2)
+    first, second = scored(made, read)[0], scored(made, read)[0]
+    assert [(s.rollout, s.place) for s in first + second] == [(r, p) for r in range(2) for p in range(4)]
+    assert len({sample.seed for sample in first + second}) == 8
+    again, _ = scored(source(Scripted([1, 2, 3, 4])), batches(1))
+    assert [sample.seed for sample in again] == [sample.seed for sample in first]
+    assert scored(made, read) is None
+
+
+def test_groups_that_teach_nothing_are_replaced():
+    rollouts = Scripted([1, 1, 0, 1], [0, 1, 5, 5])
+    samples, scores = scored(source(rollouts, dynamic_sampling=True), batches(3))
+    assert [sample.prompt for sample in samples] == ["0.1", "0.1", "1.0", "1.0"]
+    assert scores.rewards[:, 0].tolist() == [0, 1, 0, 1] and len(rollouts.begun) == 2
+
+
+def test_the_rounds_of_dynamic_sampling_end():
+    rollouts = Scripted([1, 1, 1, 1], [2, 2, 2, 3])
+    samples, scores = scored(source(rollouts, dynamic_sampling=True), batches(3))
+    assert [sample.prompt for sample in samples] == ["1.1", "1.1", "0.0", "0.0"]  # those that teach, then the rest
+    assert scores.rewards[:, 0].tolist() == [2, 3, 1, 1] and len(rollouts.begun) == 2
+
+
+@pytest.mark.parametrize("used", [1, 3, 4])
+def test_a_source_goes_on_where_another_stood(used):
+    rollout = Rollout.of([Sample({}, "", [1], [2], logps=[0.5])])
+    parts = [{"part": 0}, {"part": 1}]
+
+    def stream(made, rollouts):
+        return made.micro_batches(lambda: next(rollouts, None), lambda _: parts)
+
+    made = source(Scripted())
+    whole = [part["part"] for part in stream(made, iter([rollout]))]
+    assert whole == [0, 1, 0, 1]  # gone through num_iterations times
+    made = source(Scripted())
+    running = stream(made, iter([rollout]))
+    begun = [next(running)["part"] for _ in range(used)]
+    state, other = made.state_dict([4, 1, 2]), source(Scripted())
+    other.load_state_dict(state, [4, 1, 2], step=0)
+    assert begun + [part["part"] for part in stream(other, iter([]))] == whole
+    assert ("rollout" in state) == (used < 4)
+
+
+def test_a_rollout_that_was_distributed_otherwise_is_skipped(caplog):
+    made = source(Scripted())
+    next(made.micro_batches(lambda: Rollout.of([Sample({}, "", [1], [2])]), lambda _: [{}, {}]))
+    other = source(Scripted())
+    other.load_state_dict(made.state_dict([4, 1, 2]), [2, 2, 2], step=0)
+    assert other.rollout is None and "distributed differently" in caplog.text
