@@ -239,7 +239,7 @@ class Clock:
     def __init__(self, device: torch.device | None = None, peak_flops: float | None = None) -> None:
         self._phases: dict[str, float] = {}
         self._tokens = self._slots = self._flops = 0.0
-        self._device = device if device is not None and accelerator.has_memory(device) else None
+        self._device: Any = device if device is not None and accelerator.has_memory(device) else None
         self._peak_flops = peak_flops
         self._laps: list[tuple[str, Any, Any]] = []
         self._mark: Any = None  # outside of steps

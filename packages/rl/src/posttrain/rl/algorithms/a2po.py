@@ -146,8 +146,9 @@ class A2POTrainer(RolloutTrainer):
             ]
             samples = self.rollout_maker.sample(samples)  # by every process, also one that has none
             if samples:
-                scores = self.rollout_maker.score(samples)
-                rewards = total_rewards(scores.rewards, self.rewards.weights).nan_to_num(nan=0.0)
+                rewards = total_rewards(self.rollout_maker.score(samples).rewards, self.rewards.weights).nan_to_num(
+                    nan=0.0
+                )
                 keys = [key_of(row["prompt"]) for row in some]
                 found += zip(keys, rewards.view(-1, n).tolist(), strict=True)
         everyone = [one for part in self.dist.gather_object(found) for one in part]

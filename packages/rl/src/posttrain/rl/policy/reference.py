@@ -292,7 +292,7 @@ def set_up_reference(
     """`make_reference` for `args`, placed and sharded like the policy. Every process must call it.
 
     Args:
-        movers: what moves it, see `posttrain.rl.policy.bema_reference`; each gets it as `reference`.
+        movers: callbacks that move it, which are given it as `reference`.
 
     Raises:
         ValueError: it is to be moved towards the policy, and cannot; see `sync_problem`.

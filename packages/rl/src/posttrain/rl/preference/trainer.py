@@ -337,9 +337,8 @@ class PreferenceTrainer(LanguageModelTrainer):
         if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
             self.reference = references.PolicyAsReference(self.model)
             return
-        self.reference = reference = references.set_up_reference(
-            self.model, ref_model, fresh_adapter, args, self.dist, movers
-        )
+        reference = references.set_up_reference(self.model, ref_model, fresh_adapter, args, self.dist, movers)
+        self.reference = reference
         self.ref_model = reference.model
         if args.sync_ref_model:
             self.remove_callback(references.SyncReference)  # of the model before

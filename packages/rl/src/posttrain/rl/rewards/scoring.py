@@ -142,14 +142,14 @@ class Rewards:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
-        num_turns: Sequence[int] | None = None,
+        num_turns: Callable[[int], int] | None = None,
     ) -> Scores:
         """Score N completions.
 
         Args:
             prompts, completions: as the dataset has them: texts, or lists of messages.
             columns: of the dataset, N values each. extra: further arguments for reward functions.
-            num_turns: of the policy in each completion; None: they are not counted.
+            num_turns: of the policy in the completion at a place; None: they are not counted.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
@@ -186,7 +186,7 @@ class Rewards:
             [sample.ids for sample in samples],
             columns,
             {"trainer_state": trainer_state, "environments": [sample.environment for sample in samples]},
-            [sample.num_turns for sample in samples],
+            lambda place: samples[place].num_turns,
         )
 
     def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -205,7 +205,7 @@ class Rewards:
         number: int,
         given: Mapping[str, list[Any]],
         shared: Mapping[str, Any],
-        num_turns: Sequence[int] | None,
+        num_turns: Callable[[int], int] | None,
     ) -> tuple[list[float], list[bool], float, dict[int, TurnRewards]]:
         """(rewards, which failed, seconds, rewards of turns by completions) of one function."""
         function, name, started = self.functions[number], self.names[number], time.perf_counter()
@@ -288,7 +288,7 @@ class Rewards:
 
 
 def with_totals(
-    returned: Sequence[Any], num_turns: Sequence[int] | None
+    returned: Sequence[Any], num_turns: Callable[[int], int] | None
 ) -> tuple[list[float | None], dict[int, TurnRewards]]:
     """(the reward of each completion, the rewards of turns of those that have any) of what a function `returned`.
 
@@ -303,9 +303,9 @@ def with_totals(
         if not isinstance(value, TurnRewards):
             values.append(_number(value))
             continue
-        if num_turns is not None and len(value.turns) != num_turns[place]:
+        if num_turns is not None and len(value.turns) != num_turns(place):
             raise ValueError(
-                f"it returned {len(value.turns)} rewards of turns for a completion of {num_turns[place]} turns of the "
+                f"it returned {len(value.turns)} rewards of turns for a completion of {num_turns(place)} turns of the "
                 "policy; give one for each, and None for those without"
             )
         turns[place] = TurnRewards([_number(reward) for reward in value.turns], float(value.outcome))
