@@ -13,7 +13,7 @@ with the divergences of `posttrain.rl.algorithms.self_distillation`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,8 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
         """Adds what the teacher reads: of each group, its first completion that succeeded."""
         rewards = total_rewards(scores.rewards, self.rewards.weights).nan_to_num(nan=0.0).tolist()
         texts = [self.codec.tokenizer.decode(sample.ids, skip_special_tokens=True) for sample in samples]
-        everyone, numbers, size = list(zip(rewards, texts, strict=True)), range(len(samples)), self.num_generations_eval
+        everyone, numbers = list(zip(rewards, texts, strict=True)), [*range(len(samples))]
+        size = self.num_generations_eval
         if not samples[0].is_evaluated:
             dealt = [one for part in self.dist.gather_object(everyone) for one in part]
             everyone, size = [dealt[place] for place in self.layout.dealt().argsort()], self.num_generations
@@ -148,7 +149,7 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
         uses_feedback = uses_feedback and not (args.environment_feedback_only_without_solution and solution is not None)
         if solution is None and not uses_feedback:
             return None
-        parts: Mapping[str, str] = {"solution": "", "feedback": ""}
+        parts = {"solution": "", "feedback": ""}
         if solution is not None:
             text = THINKING.sub("", solution).strip() if args.remove_thinking_from_demonstration else solution
             parts |= {"solution": args.solution_template.format(successful_previous_attempt=text)}

@@ -23,6 +23,7 @@ from posttrain.core.data.host_copies import host_copy, know, places_of
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.fields.old_names import Removed
+from posttrain.core.training.preflight import Parts
 from posttrain.lm.loss.distillation import divergence_terms
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.teachers import rows_to_read
@@ -107,10 +108,12 @@ class SelfDistillationTrainer(RolloutTrainer):
     reads_images = False
     signature_columns = ("prompt", "privileged_context")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def look_at_model(self, parts: Parts) -> None:
+        """As the base's; the reference is the teacher."""
+        super().look_at_model(parts)
         self.teacher_model = self.model if self.reference is None else self.reference.model
         if self.reference is not None and self.args.teacher_model_kind == "ema":
+            self.remove_callback(SyncReference)  # of the model before
             rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
             self.add_callback(SyncReference(self.reference, rate, every))
 
