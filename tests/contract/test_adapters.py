@@ -23,7 +23,7 @@ IDS = torch.arange(5, 25)[None]
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
 #: Every trainer that adds adapters: by its own constructor, with the rows that it takes.
 ADDING = [SFTTrainer, *(getattr(rl, name) for name in rl.__all__ if name.endswith("Trainer"))]
-SAMPLING = (rl.GRPOTrainer, rl.RLOOTrainer, rl.ReinforcePlusPlusTrainer, rl.OnlineDPOTrainer)
+SAMPLING = (rl.GRPOTrainer, rl.RLOOTrainer, rl.ReinforcePlusPlusTrainer, rl.OnlineDPOTrainer, rl.A2POTrainer)
 TAUGHT = (rl.DistillationTrainer, rl.GKDTrainer)
 SERVED = (rl.ServerDistillationTrainer, rl.AsyncDistillationTrainer)
 
@@ -46,6 +46,8 @@ def make(trainer_class, model, folder, peft_config, **changes):
     if issubclass(trainer_class, SAMPLING):
         rows, kwargs["reward_funcs"] = [{"prompt": row["prompt"]} for row in rows], trainers.digit_sum
         usual["num_generations"] = 2
+        if trainer_class is rl.SDPOTrainer:
+            usual["success_reward_threshold"] = 0.0  # each completion is one that its teacher may be shown
     elif issubclass(trainer_class, rl.SDFTTrainer):
         rows = [{"prompt": row["prompt"], "privileged_context": "the"} for row in rows]
         usual |= {"max_completion_length": 4, "num_generations": 2}

@@ -60,6 +60,9 @@ class RowReport:
     dropped: Faults = field(default_factory=dict)
     _logged: int = field(default=0, repr=False, compare=False)
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     @staticmethod
     def count(faults: Faults, reason: str, rows: Iterable[int]) -> None:
         """Add `rows` to those of `reason`."""

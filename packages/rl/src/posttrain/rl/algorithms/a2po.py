@@ -70,9 +70,12 @@ class A2POTrainer(RolloutTrainer):
     args: A2POConfig
     tag_names = ("posttrain", "a2po")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.reference_rewards: dict[str, list[float]] = {}
+    reference_rewards: dict[str, list[float]]
+
+    def before_loading(self, args: Any, parts: Parts) -> None:
+        """As the base's."""
+        super().before_loading(args, parts)
+        self.reference_rewards = {}
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:

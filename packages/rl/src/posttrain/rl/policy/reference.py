@@ -194,7 +194,7 @@ class AdapterReference:
         """As `FrozenReference.sync`, of factors, whose mean is not the adapter of the mean; see `sync_problem`."""
         [active], own = self.policy.active_adapters, dict(self.policy.named_parameters())
         for name, parameter in self.weights().items():
-            parameter.lerp_(own[name.replace(f".{self.adapter}", f".{active}")], alpha)
+            parameter.lerp_(own[name.replace(f".{self.adapter}", f".{active}")].to(parameter), alpha)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What makes the reference: the frozen adapter, or all that belongs to no adapter."""
