@@ -1,6 +1,7 @@
 """Reward functions, tools and environments in a process of their own."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -53,6 +54,21 @@ def test_async_rewards_are_awaited_there(process):
         return [os.getpid()] * len(completions)
 
     assert score(process, judge).rewards[0, 0] != os.getpid()
+
+
+class Judge:
+    def __call__(self, completions):
+        return [1.0] * len(completions)
+
+
+def test_functions_have_the_names_that_they_have_here(process):
+    def judge(completions, bonus):
+        return [len(text) + bonus for text in completions]
+
+    for function in (judge, functools.partial(judge, bonus=1), Judge()):
+        assert Rewards([process.reward(function)]).names == Rewards([function]).names
+    assert score(process, functools.partial(judge, bonus=1)).rewards.tolist() == [[2.0], [3.0]]
+    assert score(process, Judge()).rewards.tolist() == [[1.0], [1.0]]
 
 
 def test_its_errors_come_with_their_traceback(process):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.report.columns import aligned
 from posttrain.lm.generate.trajectories import Trajectory, read
 
 PAGE = "trajectories.html"
@@ -47,10 +48,7 @@ def lines(found: Sequence[Trajectory]) -> str:
         ]
         for one in found
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    )
+    return aligned([head, *rows])
 
 
 def text(one: Trajectory) -> str:

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from posttrain.cli import parse
+from posttrain.cli.report.columns import aligned
 from posttrain.core.errors import CheckpointError, ConfigError, did_you_mean
 
 HELP = """posttrain new                 list the recipes
@@ -111,7 +112,4 @@ def table(found: list[Recipe]) -> str:
     """The recipes for people, a line each."""
     rows = [("recipe", "", "trains", "GiB, estimated")]
     rows += [(r.name, r.title, r.model, "not estimated" if r.memory is None else f"{r.memory:.1f}") for r in found]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows)

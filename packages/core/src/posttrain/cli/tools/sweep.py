@@ -12,6 +12,7 @@ from typing import Any
 
 from posttrain.cli import parse
 from posttrain.cli.method import of_words
+from posttrain.cli.report.columns import aligned
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError, NonFiniteError, require
@@ -261,9 +262,7 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
 
 def table(study: Any, sweep: Sweep) -> str:
     """The trials for people, a line each."""
-    rows = _rows(study, sweep)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(width) for c, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(_rows(study, sweep))
 
 
 def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:

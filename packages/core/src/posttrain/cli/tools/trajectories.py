@@ -7,7 +7,7 @@ from pathlib import Path
 from posttrain.cli import parse
 from posttrain.cli.report import trajectories
 from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.lm.generate.trajectories import Filter, read
+from posttrain.lm.generate.trajectories import Filter, files_of, read
 
 USAGE = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
 
@@ -44,7 +44,7 @@ def run(words: list[str]) -> None:
     kinds = {"show": str, "page": bool, **FILTERS}
     (folder,), given = parse.typed_flags("trajectories", words, kinds, 1, what="the output folder of a run")
     show, page = given.pop("show", None), given.pop("page", False)
-    if not any(Path(folder).glob("trajectories-*.jsonl")):
+    if not files_of(folder):
         raise CheckpointError(
             f"{folder} holds no trajectories; a run with log_trajectories=N stores N of each rollout."
         )

@@ -28,6 +28,11 @@ def path_of(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"trajectories-{rank}.jsonl"
 
 
+def files_of(folder: str | Path) -> list[Path]:
+    """The files of all processes that are there."""
+    return sorted(Path(folder).glob("trajectories-*.jsonl"))
+
+
 def append(trajectories: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Add lines to the file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +76,7 @@ def read(folder: str | Path, wanted: Filter | None = None) -> list[Trajectory]:
     """
     wanted = wanted or Filter()
     found: dict[tuple[int, int], Trajectory] = {}
-    for path in sorted(Path(folder).glob("trajectories-*.jsonl")):
+    for path in files_of(folder):
         for one in _lines(path):
             key = one["rollout"], one["sample"]
             found.pop(key, None)

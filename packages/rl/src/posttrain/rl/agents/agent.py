@@ -27,7 +27,8 @@ from posttrain.rl.agents.recorder import Recorder, Written
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.scoring import RewardArguments, name_of
+from posttrain.rl.rewards.background import name_of
+from posttrain.rl.rewards.scoring import RewardArguments
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
 

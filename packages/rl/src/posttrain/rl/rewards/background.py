@@ -45,6 +45,13 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def name_of(function: Any) -> str:
+    """The name of a function of the user in the log and in errors."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
     """``function()``, awaited where it is async.
 

@@ -75,7 +75,7 @@ class RolloutProcess:
 
         A stand-in has the methods of the environment's class; other attributes are read from the environment.
         """
-        key = self._keep(make, f"The environment factory {_name_of(make)!r}")
+        key = self._keep(make, f"The environment factory {background.name_of(make)!r}")
 
         def make_remote() -> Any:
             worker = self._current()
@@ -92,7 +92,7 @@ class RolloutProcess:
                 self._worker.end("the trainer has closed it")
 
     def _remote(self, function: Callable[..., Any], timeout: float | None) -> RemoteFunction:
-        key = self._keep(function, f"The function {_name_of(function)!r}")
+        key = self._keep(function, f"The function {background.name_of(function)!r}")
         is_async = background.is_async(function)
         kind = AsyncRemoteFunction if is_async else RemoteFunction
         return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async))
@@ -131,10 +131,9 @@ class RolloutProcess:
 class RemoteFunction:
     """A function of the user with its name, signature and docstring, which runs in the rollout process."""
 
-    __name__: str
-
     def __init__(self, function: Callable[..., Any], call: Callable[[Any], Future[Any]]) -> None:
         functools.update_wrapper(self, function)
+        self.__name__ = background.name_of(function)  # which partial functions and objects do not have
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,10 +268,6 @@ class _Worker:
         except (EOFError, OSError):
             code = self._process.wait()
             self.end(f"it ended with exit code {code}{' (killed by a signal)' if code < 0 else ''}")
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 class _Pickler(pickle.Pickler):

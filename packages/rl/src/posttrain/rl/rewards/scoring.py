@@ -123,7 +123,7 @@ class Rewards:
         from_environments: int = 0,
     ) -> None:
         self.functions, self.options = list(functions), options or RewardArguments()
-        self.names = [name_of(function) for function in self.functions]
+        self.names = [background.name_of(function) for function in self.functions]
         weights = self.options.reward_weights
         if weights is not None and len(weights) == len(self.functions) - from_environments:
             weights = [*weights, *[1.0] * from_environments]
@@ -320,13 +320,6 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def name_of(function: Any) -> str:
-    """The name of a reward function in the log."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``.
 
@@ -414,7 +407,7 @@ def _of_folder(name: str | os.PathLike[str]) -> list[Exception]:
 
 
 def _named_as(function: Any) -> str:
-    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else name_of(function)
+    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else background.name_of(function)
 
 
 def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
