@@ -614,8 +614,12 @@ class _OneKernel(torch.autograd.Function):
         return None, None, *(_active._wrap(part.contiguous(), {}) for part in found)
 
 
-def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable_gqa=False):
+def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable_gqa=False, kernel_options=None):
     """What flex attention computes, from the rule alone, for rows that are short."""
+    if min(query.shape[3], value.shape[3]) < 16 or (query.shape[2] < 128 and not kernel_options):
+        raise NotImplementedError(
+            "flex attention has no kernel for heads that small, or chooses none for a row that short"
+        )
     places = torch.arange(query.shape[2], device=query.device)
     counted = _active.dispatched
     seen = block_mask.mask_mod(None, None, places[:, None], places[None, :]).host
@@ -695,7 +699,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state": lambda *a: None,
         "get_rng_state": lambda *a: torch.get_rng_state(), "manual_seed_all": lambda seed: None,
         "manual_seed": lambda seed: None, "set_rng_state_all": lambda states: None,
-        "device": lambda d: contextlib.nullcontext(),
+        "device": lambda d: contextlib.nullcontext(), "is_current_stream_capturing": lambda: False,
     }  # fmt: skip
     accelerator = {
         "is_available": lambda: True, "device_count": lambda: 1,

@@ -24,7 +24,7 @@ from tests.kernels.absent_gpu import AbsentGpu
 
 def flex(
     gpu: AbsentGpu, size: int, *, dtype: str = "bfloat16", groups: int = 2, trained: bool = True,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, lengths: tuple[int, ...] = (64, 48), prompt: int = 256,
 ) -> None:  # fmt: skip
     """Segments' attention on a GPU, forward and backward, with 8 heads of `size`."""
     import torch
@@ -33,7 +33,7 @@ def flex(
     from posttrain.lm.attention import varlen_attention
     from posttrain.lm.attention.segments import Segments
 
-    segments = Segments.groups([(256, [64, 48])])
+    segments = Segments.groups([(prompt, list(lengths))])
     shapes = [(1, heads, segments.num_tokens, size) for heads in (8, groups, groups)]
     tensors = [torch.randn(shape, dtype=getattr(torch, dtype), requires_grad=trained) for shape in shapes]
     compiled = varlen_attention._flex_attention
@@ -82,6 +82,8 @@ CASES: dict[str, Callable[[AbsentGpu], None]] = {
     **{f"flex-{size}-float32": partial(flex, size=size, dtype="float32") for size in (64, 128, 256)},
     "flex-128-window-softcap": partial(flex, size=128, window=100, softcap=50.0),
     "flex-128-no-groups": partial(flex, size=128, groups=8),
+    "flex-64-short": partial(flex, size=64, prompt=20, lengths=(8, 6)),  # torch has another kernel below 128 tokens
+    "flex-64-short-evaluated": partial(flex, size=64, prompt=20, lengths=(8, 6), trained=False),
     "flex-128-evaluated": partial(flex, size=128, trained=False),
     **{f"layers-{family}": partial(layers, family=family) for family in ("qwen3", "llama", "gemma2")},
     **{f"liger-{family}": partial(liger, family=family) for family in ("qwen3", "llama", "gemma2")},

@@ -179,7 +179,7 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_is_saved(checkpointing):
     model = tiny.causal_lm(hidden_size=512, intermediate_size=2048, num_hidden_layers=8).to(device).train()
     if checkpointing:
         gradient_checkpointing.enable_gradient_checkpointing(model)
-    inputs = {name: value.to(device) for name, value in batch(8, 512).items()}
+    inputs = {name: value.to(device) for name, value in batch(32, 512).items()}
     expected, peaks = gradients(model, **inputs), []
     for offload in (None, OffloadActivations(model, device, [model.get_output_embeddings()])):
         torch.cuda.reset_peak_memory_stats()

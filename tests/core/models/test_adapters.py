@@ -120,8 +120,8 @@ def test_an_adapter_on_quantized_weights_trains_with_the_loss_in_the_head(bits, 
     gradient_checkpointing.enable_gradient_checkpointing(model)
     assert lm_head.supports_loss_in_head(model) is None
     assert torch.equal(base.model.layers[0].self_attn.q_proj.base_layer.weight.data, stored)  # asking changed no layout
-    ids, labels = batch()
-    with lm_head.loss_in_head(model, labels), torch.autocast("cpu", torch.bfloat16):
+    ids, labels = (tensor.to(base.device) for tensor in batch())  # a GPU, where there is one
+    with lm_head.loss_in_head(model, labels), torch.autocast(base.device.type, torch.bfloat16):
         loss = model(input_ids=ids).logits[0]
     loss.backward()
     assert len(gradients(model)) == sum(p.requires_grad for p in model.parameters()) > 0

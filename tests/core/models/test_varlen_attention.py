@@ -288,7 +288,7 @@ def test_every_accelerator_is_given_flex_attention(device, monkeypatch):
     monkeypatch.setattr(varlen_attention, "block_mask", lambda *args: None)
     monkeypatch.setattr(document_kernels.torch.cuda, "get_device_capability", lambda: (7, 0))
     with FakeTensorMode():
-        heads = [torch.empty(1, 2, 8, 4, device=device) for _ in range(3)]
+        heads = [torch.empty(1, 2, 8, 16, device=device) for _ in range(3)]
         segment_attention(*heads, Segments.documents([5, 3]), scale=1.0)
     assert [one.device.type for one in given] == [device]
 

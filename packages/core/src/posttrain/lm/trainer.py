@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
+from posttrain.core.distributed import environment
 from posttrain.core.trainer import Trainer
 from posttrain.core.training import preflight as checks
 from posttrain.lm.attention.activation_offloading import offloading, with_offloading
@@ -19,6 +20,7 @@ from posttrain.lm.images.images import has_images
 from posttrain.lm.images.vision import CountedBatch
 from posttrain.lm.loading import adapters, loading
 from posttrain.lm.loading.preflight import model_problems, tokenizer_problems
+from posttrain.lm.loading.quantization import asked_bits
 from posttrain.lm.preparation.pipeline import TokenReport
 from posttrain.lm.text import chat_template
 
@@ -116,8 +118,11 @@ class LanguageModelTrainer(Trainer):
     ) -> tuple[nn.Module, Any]:
         """(model, tokenizer), loaded where they are given by name, with the adapter of `peft_config`."""
         if isinstance(model, (str, os.PathLike)):
-            options = (args.model_init_kwargs, quantization_config, args.trust_remote_code, self._auto_classes[0])
-            model = loading.load_causal_lm(model, *options)
+            kwargs = dict(args.model_init_kwargs or {})
+            if asked_bits(kwargs, quantization_config):  # where no device is named, it is loaded on the first GPU
+                kwargs.setdefault("device_map", {"": str(environment.device(args.use_cpu))})
+            options = (quantization_config, args.trust_remote_code, self._auto_classes[0])
+            model = loading.load_causal_lm(model, kwargs, *options)
         self.check_model(model)
         if tokenizer is None:
             tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])

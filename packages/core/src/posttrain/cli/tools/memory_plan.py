@@ -25,6 +25,7 @@ from posttrain.cli.tools.communication import Exchange, Traffic
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
 from posttrain.core.data.collators import IGNORE_INDEX
+from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, wrapping
@@ -179,8 +180,7 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
 
 def device_type(config: Any) -> str:
     """Where a run with `config` would train here."""
-    found = None if config.use_cpu else torch.accelerator.current_accelerator()
-    return found.type if found is not None else "cpu"
+    return environment.device(config.use_cpu).type
 
 
 def load_config(run: Run) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
+import types
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str | None:
-    """Replace layers by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
+    """Replace layers of `model`, and of no other, by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
 
     Returns:
         None, or the reason why the model was not changed.
@@ -33,13 +37,39 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
     if not torch.accelerator.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "use_liger_kernel=True has no effect: Triton kernels need a GPU and none is visible."
     before = {name: _forward_of(module) for name, module in base.named_modules()}
-    _apply_liger_kernel_to_instance(model=base, **(config or {}))
+    with _in_this_model_alone(base):
+        _apply_liger_kernel_to_instance(model=base, **(config or {}))
     changed = Counter(type(m).__name__ for name, m in base.named_modules() if _forward_of(m) != before.get(name))
     listed = (
         ", ".join(f"{kind} x {count}" for kind, count in changed.items()) or "functions of the modelling code alone"
     )
     logger.info("Liger's kernels replace the forward of: %s.", listed)
     return None
+
+
+@contextlib.contextmanager
+def _in_this_model_alone(model: nn.Module) -> Iterator[None]:
+    """Take back what Liger changes in the files of the model's classes within this context: it replaces classes and
+    functions there, for every model that is made or called later, those on the CPU too. Forwards of `model` that call
+    such a function are bound to the new one.
+    """
+    files = {name: sys.modules[name] for name in {type(module).__module__ for module in model.modules()}}
+    before = {name: dict(vars(file)) for name, file in files.items()}
+    yield
+    for name, file in files.items():
+        changed = {key: value for key, value in vars(file).items() if before[name].get(key) is not value}
+        if not changed:
+            continue
+        names = {**vars(file)}
+        vars(file).update({key: before[name][key] for key in changed})
+        for module in model.modules():
+            forward = module.forward
+            code = getattr(forward, "__code__", None)
+            if code is not None and forward.__globals__ is vars(file) and set(changed) & set(code.co_names):
+                function = forward.__func__
+                own = types.FunctionType(code, names, code.co_name, function.__defaults__, function.__closure__)
+                own.__kwdefaults__, own.__module__ = function.__kwdefaults__, function.__module__
+                module.forward = types.MethodType(own, module)
 
 
 def _forward_of(module: nn.Module) -> Any:

@@ -21,7 +21,7 @@ from torch import nn
 from posttrain.core.models.wrapping import base_model, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
-from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem
+from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem, tolerance
 from posttrain.lm.images.image_positions import ImageExample, SeenPrompt
 from posttrain.lm.loss.lm_head import packed_head
 from posttrain.rl.generation.decoder_step import DecoderStep
@@ -177,7 +177,7 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) ->
     finally:
         if base.config._attn_implementation != before:
             base.set_attn_implementation(before)
-    gap, limit = _gap({place: expected[place[0]][place[1]] for place in found}, found), _tolerance(parameter)
+    gap, limit = _gap({place: expected[place[0]][place[1]] for place in found}, found), tolerance(base)
     if not gap < limit:
         return f"the logits of {name} differ by {gap:.2g} of the largest from those of the whole text."
     return None
@@ -200,7 +200,7 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
         if step is not None and key not in tried:
             trial = _Trial.of(base_model(model))
             gap = _gap(_written(model, trial, parameter.device), _written(model, trial, parameter.device, step))
-            tried[key] = gap < _tolerance(parameter)
+            tried[key] = gap < tolerance(base_model(model))
     except Exception as error:  # its modules are called instead, which know what they hold
         name = type(base_model(model)).__name__
         logger.info(
@@ -239,11 +239,6 @@ class _Trial:
             prompt = self.read.prompts[number // 2]
             numbers = {name: torch.tensor([[*row, *[0] * _NEW]]) for name, row in prompt.numbers.items()}
             yield {"input_ids": torch.tensor([[*prompt.ids, *completion]]), **numbers, **prompt.tensors}
-
-
-def _tolerance(parameter: torch.Tensor) -> float:
-    exact = parameter.dtype in (torch.float32, torch.float64)
-    return 5e-5 if exact and not torch.is_autocast_enabled(parameter.device.type) else 5e-2
 
 
 def _gap(expected: dict[Any, torch.Tensor], found: dict[Any, torch.Tensor]) -> float:
