@@ -74,5 +74,5 @@ def test_a_window_does_not_wait_for_the_device(name, tmp_path, monkeypatch):
             trainer.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+    waits = [f"{warning.filename}:{warning.lineno}" for warning in caught if "a synchronizing" in str(warning.message)]
     assert len(waits) <= allowed, waits

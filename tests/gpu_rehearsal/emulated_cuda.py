@@ -663,6 +663,12 @@ def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, windo
     return _OneKernel.apply(attend, pairs, query, key, value)
 
 
+def _captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+    """A graph that does the work again; tests/rl/test_step_graph.py has the addresses."""
+    result = work()
+    return lambda: result.copy_(work()), result
+
+
 def _encode(encoder: Any, value: Any, where: str, path: tuple[Any, ...], _original=codec._Encoder.encode) -> Any:
     """What a checkpoint does with a tensor, for it takes no subclass."""
     return (
@@ -725,6 +731,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
         stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda kind: _flex))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
+        stack.enter_context(mock.patch("posttrain.rl.generation.step_graph._Cuda", lambda: _captured))
         _forget_device()
         stack.callback(_forget_device)
         swaps = torch.__future__.get_swap_module_params_on_conversion()

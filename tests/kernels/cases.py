@@ -74,6 +74,19 @@ def liger(gpu: AbsentGpu, family: str) -> None:
     model(input_ids=rows).logits.float().sum().backward()
 
 
+def scores(gpu: AbsentGpu, dtype: str = "bfloat16", softcap: float | None = None) -> None:
+    """Losses, statistics and gradients of a tile of logits."""
+    import torch
+
+    from posttrain.lm.loss import fused_scores
+
+    tile = torch.randn(8, 151_936, dtype=getattr(torch, dtype))
+    found, rule = torch.empty(5, 8), {"softcap": softcap, "scale": 1.0, "temperature": 1.0, "smoothing": 0.0}
+    labels = torch.zeros(8, dtype=torch.long)
+    for with_gradient in (True, False):
+        fused_scores.score(tile, labels, found, fused_scores.STATS, **rule, with_gradient=with_gradient)
+
+
 CASES: dict[str, Callable[[AbsentGpu], None]] = {
     **{f"flex-{size}": partial(flex, size=size) for size in (64, 128, 256)},
     **{f"flex-{size}-window": partial(flex, size=size, window=100) for size in (64, 128, 256)},
@@ -85,6 +98,8 @@ CASES: dict[str, Callable[[AbsentGpu], None]] = {
     "flex-64-short": partial(flex, size=64, prompt=20, lengths=(8, 6)),  # torch has another kernel below 128 tokens
     "flex-64-short-evaluated": partial(flex, size=64, prompt=20, lengths=(8, 6), trained=False),
     "flex-128-evaluated": partial(flex, size=128, trained=False),
+    "scores": scores,
+    "scores-softcap-float32": partial(scores, dtype="float32", softcap=30.0),
     **{f"layers-{family}": partial(layers, family=family) for family in ("qwen3", "llama", "gemma2")},
     **{f"liger-{family}": partial(liger, family=family) for family in ("qwen3", "llama", "gemma2")},
 }

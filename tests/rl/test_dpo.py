@@ -476,7 +476,7 @@ def test_a_model_that_cannot_share_prompts_is_trained_all_the_same(tmp_path, mon
     from posttrain.lm.attention import varlen_attention
 
     expected = logs(make(tmp_path / "shared"))
-    monkeypatch.setattr(varlen_attention, "segments_problem", lambda model, example: "It reads from both ends.")
+    monkeypatch.setattr(varlen_attention, "segments_problem", lambda *args, **options: "It reads from both ends.")
     caplog.set_level("INFO", logger="posttrain")
     trainer = make(tmp_path / "plain")
     told = [record.getMessage() for record in caplog.records if "It reads from both ends." in record.getMessage()]

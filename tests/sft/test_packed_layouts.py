@@ -91,7 +91,7 @@ def test_packed_documents_train_as_if_alone(tmp_path, arch, implementation, rows
         calls = stand_in_for_flash_attention(monkeypatch, any_dtype=True)
         monkeypatch.setattr(flash_attention, "precision_problem", lambda *args: None)  # compared in float32
     elif implementation != "segments":
-        monkeypatch.setattr(varlen_attention, "segments_problem", lambda model, example: "masks are tried here")
+        monkeypatch.setattr(varlen_attention, "segments_problem", lambda *args, **options: "masks are tried here")
     masks = "eager" if arch == "gemma2" else "sdpa"
     plain = masks if implementation == "segments" else implementation
     trainer = trainer_of(tmp_path, model_of(arch, plain), rows)
@@ -150,7 +150,7 @@ def test_flash_attention_in_float32_is_refused_at_construction(tmp_path, monkeyp
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("arch", ["qwen3", "mistral", "gemma2"])
 def test_packed_documents_are_read_as_if_alone_under_flex_attention(tmp_path, arch, rows, monkeypatch):
-    monkeypatch.setattr(varlen_attention, "segments_problem", lambda model, example: "masks are tried here")
+    monkeypatch.setattr(varlen_attention, "segments_problem", lambda *args, **options: "masks are tried here")
     trainer = trainer_of(tmp_path, model_of(arch, "flex_attention"), rows)
     reference = model_of(arch, "eager" if arch == "gemma2" else "sdpa").eval()  # sdpa knows no softcap
     batch = next(iter(trainer.get_train_dataloader()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
@@ -37,8 +38,11 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
     if not torch.accelerator.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         return "use_liger_kernel=True has no effect: Triton kernels need a GPU and none is visible."
     before = {name: _forward_of(module) for name, module in base.named_modules()}
+    options, head = dict(config or {}), "fused_linear_cross_entropy"
+    if not hasattr(base, "lm_head") and head in inspect.signature(SUPPORTED[model_type]).parameters:
+        options.setdefault(head, False)  # it has the forward of a language model
     with _in_this_model_alone(base):
-        _apply_liger_kernel_to_instance(model=base, **(config or {}))
+        _apply_liger_kernel_to_instance(model=base, **options)
     changed = Counter(type(m).__name__ for name, m in base.named_modules() if _forward_of(m) != before.get(name))
     listed = (
         ", ".join(f"{kind} x {count}" for kind, count in changed.items()) or "functions of the modelling code alone"

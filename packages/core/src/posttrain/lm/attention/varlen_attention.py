@@ -43,7 +43,7 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def enable_segments(model: nn.Module, example: ImageExample | None = None) -> None:
+def enable_segments(model: nn.Module, example: ImageExample | None = None, shared: bool = True) -> None:
     """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
     Registers an attention function with transformers and sets it as ``segments_<previous one>``, of a model that sees
@@ -52,12 +52,12 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None) -> No
     Raises:
         ValueError: for a problem from `segments_problem`.
     """
-    if problem := segments_problem(model, example):
+    if problem := segments_problem(model, example, shared):
         raise ValueError(problem)
     _set_implementation(text_part(base_model(model)), PREFIX + _underlying(model))
 
 
-def segments_problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
+def segments_problem(model: nn.Module, example: ImageExample | None = None, shared: bool = True) -> str | None:
     """Why `model` cannot compute `Segments` rightly, as a sentence; None if it can.
 
     Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a
@@ -67,6 +67,7 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
 
     Args:
         example: of a model that sees, what it is tried with instead. Without one, such a model has a problem.
+        shared: prompts that completions share are tried too, for which a GPU compiles a kernel.
     """
     base = base_model(model)
     name = type(base).__name__
@@ -91,14 +92,14 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = device.type, _underlying(model), autocast
+    key = device.type, _underlying(model), autocast, shared or example is not None
     if key not in tried:
         from torch._subclasses.fake_tensor import FakeTensor
 
         if isinstance(next(base.parameters()), FakeTensor):  # of a memory plan, without numbers
             tried[key] = None
         else:
-            tried[key] = _try(unwrap(model), base, _texts(base) if example is None else _prompts(base, example))
+            tried[key] = _try(unwrap(model), base, _texts(base, shared) if example is None else _prompts(base, example))
     return tried[key]
 
 
@@ -115,7 +116,7 @@ def reading_problem(base: PretrainedModel, example: ImageExample | None = None) 
     return None
 
 
-_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None, bool], str | None]] = WeakKeyDictionary()
 
 
 def _underlying(model: nn.Module) -> str:
@@ -172,8 +173,8 @@ class _Trial:
         return replace(self, row=row, alone=alone)
 
 
-def _texts(base: PretrainedModel) -> _Trial:
-    lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2)
+def _texts(base: PretrainedModel, shared: bool) -> _Trial:
+    lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2) if shared else (-1,) * 5
     row = torch.arange(1, 1 + sum(lengths)).mul(7).remainder(base.config.vocab_size)
     return _Trial.of(parents, {"input_ids": [piece.tolist() for piece in row.split(lengths)]})
 

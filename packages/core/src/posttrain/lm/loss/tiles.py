@@ -10,17 +10,19 @@ size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs)
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from posttrain.core.losses.logits import dynamic_weights, statistics_dtype
-from posttrain.lm.loss import vocabulary_slices
+from posttrain.lm.loss import fused_scores, vocabulary_slices
 from posttrain.lm.loss.vocabulary_slices import Slice
 
 BLOCK_ELEMENTS = 2**19  # logits of a tile that are scored at a time on a CPU, whose cache they should not leave
 BLOCK_ELEMENTS_ON_DEVICES = 2**23  # and on others, which should be kept busy
+TILE_ELEMENTS_ON_DEVICES = 2**28  # of a tile there: its products with the hidden size then fill a large GPU
 ARGMAX_WIDTH = 128
 VOCAB_ROWS = 8192  # rows of a 16 bit weight gradient that are added to the float32 sum at a time
 
@@ -52,8 +54,8 @@ class Tiles:
     """Computes ``hidden @ weight.T + bias`` in large tiles and processes them in small blocks.
 
     A tile has enough rows for efficient matrix products: `chunk_size` in float32, twice as many in 16 bits; on a GPU
-    at least a block. It is scored and overwritten in blocks that fit in the cache, in the type of the statistics. All
-    tiles and blocks of a call share their buffers.
+    those of half a GiB in 16 bits. It is scored and overwritten in blocks that fit in the cache, in the type of the
+    statistics, or by one kernel. All tiles and blocks of a call share their buffers.
     """
 
     def __init__(
@@ -73,16 +75,25 @@ class Tiles:
         on_cpu = hidden.device.type == "cpu"
         block_rows = max((BLOCK_ELEMENTS if on_cpu else BLOCK_ELEMENTS_ON_DEVICES) // vocabulary, 1)
         tile_rows = options.chunk_size * (2 if self.dtype.itemsize == 2 else 1)
-        if not on_cpu:  # of a small vocabulary a tile would be too little work
-            tile_rows = max(tile_rows, block_rows)
+        if not on_cpu:
+            tile_rows = max(tile_rows, TILE_ELEMENTS_ON_DEVICES // vocabulary)
         self.tile_rows = min(tile_rows, max(num_rows, 1))
         self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
         # Each block of a slice of the vocabulary is an exchange between processes.
         self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
-        block = self.block_rows, vocabulary
         self.statistics_dtype = statistics_dtype(self.dtype)
-        self.probabilities = new(block, dtype=self.statistics_dtype)
-        self.converted = None if self.dtype == self.statistics_dtype else new(block, dtype=self.statistics_dtype)
+        #: Whether one kernel scores a tile; not where it would also sum gradients over rows, or weigh them.
+        self.fuses = options.part is None and bias is None and not options.dft and fused_scores.can_score(self.tile)
+
+    @functools.cached_property
+    def probabilities(self) -> torch.Tensor:
+        """Of a block."""
+        return self.hidden.new_empty(self.block_rows, self.tile.shape[1], dtype=self.statistics_dtype)
+
+    @functools.cached_property
+    def converted(self) -> torch.Tensor | None:
+        """For the products of a block in the type of the statistics; None where they have it."""
+        return None if self.dtype == self.statistics_dtype else torch.empty_like(self.probabilities)
 
     def __iter__(self):
         """(start, stop) of each tile, counted in labelled rows."""
@@ -275,6 +286,35 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
 
 
+def _score_tile(
+    tiles: Tiles,
+    tile: torch.Tensor,
+    labels: torch.Tensor,
+    stats: tuple[str, ...],
+    scores: torch.Tensor,
+    gradients: Gradients | None,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """Write the losses of a tile of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
+
+    Args:
+        gradients: overwrite the tile with its gradient. weights: (n,) for those of `dynamic_weights`; None: without.
+    """
+    options = tiles.options
+    if tiles.fuses:
+        rule = {"softcap": options.softcap, "scale": options.scale, "temperature": options.temperature}
+        smoothing, with_gradient = options.label_smoothing, gradients is not None
+        fused_scores.score(tile, labels, scores, stats, **rule, smoothing=smoothing, with_gradient=with_gradient)
+        return
+    for a, b in tiles.blocks(tile):
+        logits, slope = tiles.logits(tile[a:b], with_slope=gradients is not None)
+        _score(logits, tiles, labels[a:b], stats, scores[:, a:b])
+        if weights is not None:
+            weights[a:b] = dynamic_weights(scores[0, a:b])
+        if gradients is not None:
+            gradients.of_block(tiles, tile[a:b], labels[a:b], slope, None if weights is None else weights[a:b])
+
+
 class SummedLoss(torch.autograd.Function):
     """Sum of the losses, with gradients computed in the forward. Returns (sum, losses (M,), and each of `stats`
     (M,)).
@@ -291,17 +331,11 @@ class SummedLoss(torch.autograd.Function):
             for start, stop in tiles:
                 states = tiles.hidden_at(start, stop)
                 tile = tiles.multiply(states)
-                for a, b in tiles.blocks(tile):
-                    rows_here = slice(start + a, start + b)
-                    logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
-                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
-                    if weights is not None:
-                        weights[rows_here] = dynamic_weights(scores[0, rows_here])
-                    if any(needs):
-                        of_rows = None if weights is None else weights[rows_here]
-                        gradients.of_block(tiles, tile[a:b], labels[rows_here], slope, of_rows)
+                here = slice(start, stop)
+                of_rows = None if weights is None else weights[here]
+                written = gradients if any(needs) else None
+                _score_tile(tiles, tile, labels[here], stats, scores[:, here], written, of_rows)
                 if any(needs):
-                    of_rows = None if weights is None else weights[start:stop]
                     gradients.of_tile(tiles, start, stop, states, tile, of_rows)
             if weights is not None:
                 scores[0] *= weights
@@ -332,10 +366,7 @@ class TokenLosses(torch.autograd.Function):
             scores = tiles.scores(1 + len(stats))
             for start, stop in tiles:
                 tile = tiles.multiply(tiles.hidden_at(start, stop))
-                for a, b in tiles.blocks(tile):
-                    rows_here = slice(start + a, start + b)
-                    logits, _ = tiles.logits(tile[a:b], with_slope=False)
-                    _score(logits, tiles, labels[rows_here], stats, scores[:, rows_here])
+                _score_tile(tiles, tile, labels[start:stop], stats, scores[:, start:stop], None)
             losses, *found = (column.clone() for column in scores)
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
         ctx.options, ctx.needs = options, needs
@@ -354,7 +385,9 @@ class TokenLosses(torch.autograd.Function):
             for start, stop in tiles:
                 states, factor = tiles.hidden_at(start, stop), factors[start:stop]
                 tile = tiles.multiply(states)
-                for a, b in tiles.blocks(tile):
+                if tiles.fuses:
+                    _score_tile(tiles, tile, labels[start:stop], (), tiles.scores(1)[:, start:stop], gradients)
+                for a, b in () if tiles.fuses else tiles.blocks(tile):
                     logits, slope = tiles.logits(tile[a:b], with_slope=True)
                     tiles.softmax(logits)
                     gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])

@@ -1,7 +1,7 @@
 """A block for a GPU, where the number of operations decides and not the number of additions in them.
 
 The cache has a fixed size until it is full, tokens that are not yet written are masked, and which one is written is a
-tensor. So the operations of all tokens are the same, at the same addresses: `torch.compile` takes a token as one graph.
+tensor. So the operations of all tokens are the same, at the same addresses: `step_graph` replays them.
 
 Rows lie in a grid of prompts, head groups and copies, in this order. There the queries of a head group are one matrix
 for the product with the keys of their prompt, and are already split by row for that with each row's own keys.
@@ -37,9 +37,14 @@ class _Views(NamedTuple):
 
 
 class FixedBlock(Block):
-    """A `Block` whose shapes do not depend on how many tokens are written. `own` has (B, slots, D) for each layer."""
+    """A `Block` whose shapes do not depend on how many tokens are written. `own` has (B, slots, D) for each layer.
+
+    Attributes:
+        changes: how often a tensor that a token reads was replaced by another.
+    """
 
     def __init__(self, lengths, copies: int, device: torch.device, max_new: int = sys.maxsize) -> None:
+        self.changes = 0
         self._shape, self._cells = (0, 0), torch.empty(0, dtype=torch.long)  # (P, copies); (R,) in P * copies
         self._grids: dict[int, _Grid] = {}  # by the number of head groups
         self._views: dict[int, _Views] = {}
@@ -106,6 +111,7 @@ class FixedBlock(Block):
 
     def _look_up(self, *layers: int) -> None:
         """Find again what a token reads, of these layers or of all."""
+        self.changes += 1
         for layer in layers or self.own:
             (keys, values), (own_keys, own_values) = self.prompts[layer], self.own[layer]
             own_keys = own_keys.transpose(1, 2)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.data.host_copies import send
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
@@ -22,6 +23,7 @@ from posttrain.lm.images.vision import join_tensors
 from posttrain.rl.generation.group_cache import Decoding
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
+from posttrain.rl.generation.step_graph import StepGraph
 from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class LocalSteps:
     ) -> None:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.decoding, self._step = Decoding(next(model.parameters()).device), step
+        if step is not None and self.decoding.device.type == accelerator.CUDA:
+            self._step = StepGraph(step, self.decoding)
         self._calls: list[Call] = []
 
     def __bool__(self) -> bool:
@@ -271,7 +275,11 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def next_logits(
-    model: nn.Module, step: DecoderStep | None, decoding: Decoding, tokens: torch.Tensor, positions: torch.Tensor
+    model: nn.Module,
+    step: DecoderStep | StepGraph | None,
+    decoding: Decoding,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
     """(R, V) logits behind one more token of each row."""
     if step is not None:

@@ -1,0 +1,97 @@
+"""Replays one token of all rows as a CUDA graph: one launch for the hundreds of kernels of a decoder's layers.
+
+A graph reads and writes the addresses that it was captured with. Those of a `FixedBlock` and of a `DecoderStep` stay
+until rows leave, a cache grows or a table of positions does; then the step is captured again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.rl.generation.fixed_block import FixedBlock
+
+if TYPE_CHECKING:
+    from posttrain.rl.generation.decoder_step import Attend, DecoderStep
+    from posttrain.rl.generation.group_cache import Decoding
+
+logger = logging.getLogger(__name__)
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], Any], torch.Tensor]]
+
+
+class StepGraph:
+    """A `DecoderStep` that is called as it is while its addresses are new, and replayed from the third token on.
+
+    Args:
+        capture: ``work -> (replay, result)``; None: that of CUDA.
+    """
+
+    def __init__(self, step: DecoderStep, decoding: Decoding, capture: Capture | None = None) -> None:
+        self.step, self.decoding, self.prepare = step, decoding, step.prepare
+        self._capture: Capture | None = capture or _Cuda()
+        self._addresses: tuple[Any, ...] | None = None
+        self._replay: Callable[[], Any] | None = None
+        self._times = 0
+        self.replayed = 0
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """As that of `DecoderStep`; the logits are overwritten by the next call."""
+        if (addresses := self._now(tokens)) != self._addresses:
+            self._addresses, self._replay, self._times = addresses, None, 0
+        self._times += 1
+        if self._replay is None and self._times == 3:  # a capture for fewer costs more than it saves
+            self._try_to_capture(tokens, positions, attend)
+        if addresses is None or self._replay is None:
+            return self.step(tokens, positions, attend)
+        self._tokens.copy_(tokens)
+        self._positions.copy_(positions)
+        self._replay()
+        self.replayed += 1
+        return self._logits
+
+    def _try_to_capture(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> None:
+        if self._addresses is None or self._capture is None:
+            return
+        self._tokens, self._positions = tokens.clone(), positions.clone()
+        try:
+            self._replay, self._logits = self._capture(lambda: self.step(self._tokens, self._positions, attend))
+        except RuntimeError as error:
+            self._capture = None
+            logger.warning("Each token's kernels are launched one by one, which is slower: no CUDA graph (%s).", error)
+
+    def _now(self, tokens: torch.Tensor) -> tuple[Any, ...] | None:
+        """What changes where an address does; None for a step whose operations depend on the position."""
+        blocks, turns = self.decoding.blocks, self.step.turns
+        longest = max(block.longest for block in blocks)
+        if turns is None or any(layer.window is not None and longest >= layer.window for layer in self.step.layers):
+            return None
+        if not all(isinstance(block, FixedBlock) for block in blocks):
+            return None
+        return len(tokens), len(turns[0]), *((block, block.changes) for block in blocks)
+
+
+class _Cuda:
+    """Captures in a stream of its own, and in one pool of memory, which each graph takes over from the one before.
+
+    Without ``torch.cuda.graph``, which waits for the device and gives its free memory back at each capture.
+    """
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            # Another thread may train meanwhile: what it asks of CUDA does not end this capture.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        outside.wait_stream(self._stream)
+        return graph.replay, result
