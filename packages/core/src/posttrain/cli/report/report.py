@@ -131,20 +131,20 @@ class _Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._repeats = terminal.Repeats()
-        self._kept: list[tuple[str, logging.LogRecord]] = []
+        self._kept: list[tuple[str, str]] = []  # no record: its arguments may hold an error, and that a whole cache
         self.left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._repeats.count(record) > 1:
             return
         if len(self._kept) < MOST_MESSAGES:
-            self._kept.append((f"{record.levelname}: {redact(record.getMessage())}", record))
+            self._kept.append((f"{record.levelname}: {redact(record.getMessage())}", record.getMessage()))
         else:
             self.left_out += 1
 
     @property
     def texts(self) -> list[str]:
-        times = ((text, self._repeats.times(record)) for text, record in self._kept)
+        times = ((text, self._repeats.times(message)) for text, message in self._kept)
         return [text if number == 1 else f"{text} ({number:,} times)" for text, number in times]
 
 

@@ -48,14 +48,14 @@ class Repeats:
 
     def count(self, record: logging.LogRecord) -> int:
         """How many times the message of `record` has come, this time included."""
-        self.counts[self._text(record)] += 1
-        return self.times(record)
+        self.counts[self._text(record.getMessage())] += 1
+        return self.times(record.getMessage())
 
-    def times(self, record: logging.LogRecord) -> int:
-        return self.counts[self._text(record)]
+    def times(self, message: str) -> int:
+        return self.counts[self._text(message)]
 
-    def _text(self, record: logging.LogRecord) -> str:
-        return re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "0", record.getMessage())
+    def _text(self, message: str) -> str:
+        return re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "0", message)
 
 
 class Handler(logging.StreamHandler):

@@ -417,7 +417,14 @@ def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
 
 
 def _on_gpu(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
-    """Documents in 16 bits by flash-attn or torch's own kernel, all else by flex attention."""
+    """Documents of one length as a batch, others in 16 bits by flash-attn or torch's own kernel, all else by flex
+    attention.
+    """
+    count, longest = len(segments.lengths), max(segments.lengths)
+    if max(segments.parents) < 0 and count * longest == segments.num_tokens and window is None and not softcap:
+        q, k, v = (tensor[0].unflatten(1, (count, longest)).transpose(0, 1) for tensor in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
     half = query.dtype in (torch.bfloat16, torch.float16)
     if (
         half
@@ -425,7 +432,7 @@ def _on_gpu(query, key, value, segments, scale, window, softcap) -> torch.Tensor
         and max(segments.parents) < 0
         and (kernel := document_kernel(bool(softcap))) is not None
     ):
-        bounds, longest = bounds_of(segments, query.device), max(segments.lengths)
+        bounds = bounds_of(segments, query.device)
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return kernel(*rows, bounds, longest, scale, window, softcap or 0.0)[None].transpose(1, 2)
     # Of itself torch takes its kernel for decoding where a row is short, and finds none that fits these blocks.

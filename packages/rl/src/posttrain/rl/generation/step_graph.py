@@ -61,7 +61,9 @@ class StepGraph:
             self._replay, self._logits = self._capture(lambda: self.step(self._tokens, self._positions, attend))
         except RuntimeError as error:
             self._capture = None
-            logger.warning("Each token's kernels are launched one by one, which is slower: no CUDA graph (%s).", error)
+            logger.warning(
+                "Each token's kernels are launched one by one, which is slower: no CUDA graph (%s).", str(error)
+            )
 
     def _now(self, tokens: torch.Tensor) -> tuple[Any, ...] | None:
         """What changes where an address does; None for a step whose operations depend on the position."""
@@ -75,23 +77,26 @@ class StepGraph:
 
 
 class _Cuda:
-    """Captures in a stream of its own, and in one pool of memory, which each graph takes over from the one before.
+    """Captures in a stream of its own, and in the memory of the graph before, which must live until then.
 
     Without ``torch.cuda.graph``, which waits for the device and gives its free memory back at each capture.
     """
 
     def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._last: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
         graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
             # Another thread may train meanwhile: what it asks of CUDA does not end this capture.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            pool = None if self._last is None else self._last.pool()
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 result = work()
             finally:
                 graph.capture_end()
         outside.wait_stream(self._stream)
+        self._last = graph
         return graph.replay, result
