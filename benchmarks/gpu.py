@@ -568,7 +568,8 @@ def table(record: dict[str, Any]) -> str:
     lines += [""] + [
         f"- left out: {row['task']}, {row['contestant']}: {row['left_out']}" for row in rows if "left_out" in row
     ]
-    return "\n".join([*lines, "", REFERENCES, ""])
+    notes = [f"- {note}" for note in record.get("notes", [])]
+    return "\n".join([*lines, *notes, "", REFERENCES, ""])
 
 
 def main(arguments: list[str] | None = None) -> int:

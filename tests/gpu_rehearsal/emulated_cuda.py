@@ -731,7 +731,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
         stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda kind: _flex))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
-        stack.enter_context(mock.patch("posttrain.rl.generation.step_graph._Cuda", lambda: _captured))
+        stack.enter_context(mock.patch("posttrain.core.data.accelerator.CaptureGraphs", lambda: _captured))
         _forget_device()
         stack.callback(_forget_device)
         swaps = torch.__future__.get_swap_module_params_on_conversion()

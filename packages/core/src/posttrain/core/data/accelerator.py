@@ -5,6 +5,7 @@ What one kind alone can do is named here; all else goes through `torch.accelerat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,3 +56,30 @@ def name(device: torch.device) -> str:
 def history(device: torch.device) -> Any:
     """Torch's record of the allocations on `device`, which CUDA alone has; else None."""
     return torch.cuda.memory if device.type == CUDA else None
+
+
+class CaptureGraphs:
+    """Captures CUDA graphs, one after the other: ``work -> (replay, result)``. The one before is not replayed any more.
+
+    Each in a stream of its own, and in the memory of the one before, which must live until then. Without
+    ``torch.cuda.graph``, which waits for the device and gives its free memory back at each capture.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            pool = None if self._last is None else self._last.pool()
+            # Another thread may train meanwhile: what it asks of CUDA does not end this capture.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        outside.wait_stream(self._stream)
+        self._last = graph
+        return graph.replay, result

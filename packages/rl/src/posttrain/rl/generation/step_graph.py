@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.rl.generation.fixed_block import FixedBlock
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class StepGraph:
 
     def __init__(self, step: DecoderStep, decoding: Decoding, capture: Capture | None = None) -> None:
         self.step, self.decoding, self.prepare = step, decoding, step.prepare
-        self._capture: Capture | None = capture or _Cuda()
+        self._capture: Capture | None = capture or accelerator.CaptureGraphs()
         self._addresses: tuple[Any, ...] | None = None
         self._replay: Callable[[], Any] | None = None
         self._times = 0
@@ -74,29 +75,3 @@ class StepGraph:
         if not all(isinstance(block, FixedBlock) for block in blocks):
             return None
         return len(tokens), len(turns[0]), *((block, block.changes) for block in blocks)
-
-
-class _Cuda:
-    """Captures in a stream of its own, and in the memory of the graph before, which must live until then.
-
-    Without ``torch.cuda.graph``, which waits for the device and gives its free memory back at each capture.
-    """
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._last: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
-            # Another thread may train meanwhile: what it asks of CUDA does not end this capture.
-            pool = None if self._last is None else self._last.pool()
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
-        outside.wait_stream(self._stream)
-        self._last = graph
-        return graph.replay, result
