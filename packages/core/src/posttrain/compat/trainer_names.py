@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -372,3 +372,34 @@ def renamed_arguments(trainer_class: type[TrainerNames], given: dict[str, Any], 
         warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
         renamed[new] = given[old]
     return renamed
+
+
+C = TypeVar("C", bound=type)
+
+
+class FromArguments:
+    """Reads a field of the trainer's ``args``, and sets it there, so that the two never disagree.
+
+    Args:
+        field: its name in the arguments.
+    """
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else getattr(instance.args, self.field)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(instance.args, self.field, value)
+
+
+def reads_from_arguments(*names: str, **renamed: str) -> Callable[[C], C]:
+    """Give a trainer class an attribute for each field in `names`, and those in `renamed`, ``{attribute: field}``."""
+
+    def decorate(trainer_class: C) -> C:
+        for attribute, field in {**dict(zip(names, names, strict=True)), **renamed}.items():
+            setattr(trainer_class, attribute, FromArguments(field))
+        return trainer_class
+
+    return decorate

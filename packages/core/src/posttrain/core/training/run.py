@@ -21,9 +21,8 @@ from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
 from posttrain.core.training import ema, guards, nonfinite, override_checks, preemption
 from posttrain.core.training.ema import EMA
-from posttrain.core.training.guards import Guard
+from posttrain.core.training.guards import BatchSplitter, Guard
 from posttrain.core.training.loss_spikes import SpikeWatch
-from posttrain.core.training.oom import BatchSplitter
 from posttrain.core.training.owner import Owner
 from posttrain.core.training.plan import Plan, Progress
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
