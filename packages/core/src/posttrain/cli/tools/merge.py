@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,8 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import PretrainedModel, base_model
 from posttrain.lm.loading import loading
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
+else:
+    PretrainedModel = nn.Module
+
 
 def unwrap(model: nn.Module) -> PretrainedModel:
     """`model` without the wrappers of torch.compile, DDP, FSDP and DeepSpeed; adapters stay."""

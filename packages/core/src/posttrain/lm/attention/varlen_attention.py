@@ -17,23 +17,20 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.lm.attention.block_mask import block_mask
 from posttrain.lm.attention.document_kernels import bounds_of, document_kernel
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, shared_positions
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 # ---------------------------------------------------------------------------------------- how a model is made to use it
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +25,7 @@ from posttrain.core.data.samplers import EpochSampler, is_stream
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import unwrap
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
+from posttrain.core.models.wrapping import PretrainedModel, unwrap
 
 logger = logging.getLogger(__name__)
 

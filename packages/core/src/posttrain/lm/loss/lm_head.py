@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed.collectives import whole_rows
 from posttrain.core.losses.logits import shift_labels
-from posttrain.core.models.wrapping import base_model, has_virtual_tokens, output_embedding, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, has_virtual_tokens, output_embedding, unwrap
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
@@ -24,9 +24,6 @@ from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_div
 from posttrain.lm.loss.language_modeling import labelled_places, linear_cross_entropy, token_logps
 from posttrain.lm.loss.tiles import product_dtype
 from posttrain.lm.loss.vocabulary_slices import Slice
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")

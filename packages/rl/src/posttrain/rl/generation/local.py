@@ -12,13 +12,13 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem
@@ -30,9 +30,6 @@ from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_lo
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
 from posttrain.rl.generation.routes import Routes
 from posttrain.rl.generation.transformers import TransformersGenerator, evaluating, rope_limit
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 logger = logging.getLogger(__name__)
 

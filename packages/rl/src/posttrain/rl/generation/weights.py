@@ -6,19 +6,16 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
 from posttrain.core.distributed import is_in_pieces, sharding, whole, whole_shape
-from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.transformers import evaluating, is_float32
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 Value = TypeVar("Value")
 
