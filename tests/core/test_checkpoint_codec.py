@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.checkpoint import load_tree, save_tree
+from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.config import Choice
 from posttrain.core.errors import CheckpointError
 

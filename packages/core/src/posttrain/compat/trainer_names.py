@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from posttrain.compat import old_hooks
-from posttrain.core import hub
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
+from posttrain.core.hub import uploads
+from posttrain.core.hub.card import hyperparameters, method_of, names, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
 from posttrain.core.models import wrapping
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.data.loaders import Loaders
-    from posttrain.core.distributed import Distributed
+    from posttrain.core.distributed.strategies import Distributed
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run
@@ -50,7 +51,7 @@ class TrainerNames:
     _keep_columns: Callable[..., tuple[Any, Any]]
     metrics: Metrics
     model_wrapped: nn.Module
-    uploader: hub.Uploader
+    uploader: uploads.Uploader
     state: TrainerState
     callback_handler: CallbackHandler
     evaluation_loop: Callable[..., EvalLoopOutput]
@@ -317,7 +318,7 @@ class TrainerNames:
         self.create_model_card(**card)
         if not self.dist.is_main:
             return None
-        [(folder, path, ignore)] = hub.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
+        [(folder, path, ignore)] = uploads.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
         upload = self.uploader.push(
             folder, path, commit_message, ignore, blocking, revision=revision, token=token, private=private
         )
@@ -331,17 +332,17 @@ class TrainerNames:
         """Write a README.md about the model into the output directory, unless a person wrote one there.
 
         Args:
-            card: fields of `posttrain.core.hub.model_card`; those that describe the run are filled in.
+            card: fields of `posttrain.core.hub.card.model_card`; those that describe the run are filled in.
         """
         base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
         about = {"log_history": self.state.log_history, "base_model": base or None}
-        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size, self.model)}
-        about |= {"method": hub.method_of(self.args)}
+        about |= {"hyperparameters": hyperparameters(self.args, self.dist.world_size, self.model)}
+        about |= {"method": method_of(self.args)}
         about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
         own = getattr(wrapping.base_model(self.model), "model_tags", None)
-        tags = [*hub.names(card.pop("tags", None)), *(own or ())]
+        tags = [*names(card.pop("tags", None)), *(own or ())]
         if self.dist.is_main:
-            hub.write_model_card(
+            write_model_card(
                 self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
             )
 

@@ -91,8 +91,8 @@ def face(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], li
     """
     module = sys.modules[package]
     body = ast.parse(inspect.getsource(module)).body
-    blocks = [node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    homes = {alias.name: node.module for block in blocks for node in block for alias in node.names}
+    [block] = [node for node in body if isinstance(node, ast.If)]
+    homes = {one.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for one in node.names}
     names = sorted(homes)
 
     def first_use(name: str) -> Any:

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, sharded, weights
+from posttrain.core.checkpoint import codec, elastic, foreign, sharded, weights
+from posttrain.core.checkpoint.arguments import asked_for
+from posttrain.core.checkpoint.disk import check_space
 from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest, run_of
 from posttrain.core.checkpoint.store import Store, number_of
 from posttrain.core.checkpoint.transaction import Outcome, Saver
@@ -75,7 +77,7 @@ class CheckpointManager:
 
     Args:
         args: `CheckpointArguments` with seeds and timeouts; see `TrainingArguments`.
-        dist: the processes, `posttrain.core.distributed.Distributed`.
+        dist: the processes, `posttrain.core.distributed.strategies.Distributed`.
 
     Attributes:
         run: the id of the run, in the manifest of each of its checkpoints.

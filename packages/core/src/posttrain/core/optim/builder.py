@@ -16,9 +16,8 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from posttrain.core import distributed
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed
+from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.optim.by_name import (
     OPTIMIZERS,
@@ -116,9 +115,9 @@ def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
         yield f"{why} cannot make up for a smaller batch by accumulation: set auto_find_batch_size=False"
     if args.fp16:
         yield f"{why} would use gradients that still carry the loss scale of fp16: set bf16=True instead"
-    if distributed.world_size() > 1:
+    if environment.world_size() > 1:
         alternative = f"; use {name.removesuffix('_layerwise')!r}" if name.endswith("_layerwise") else ""
-        yield f"{why} before gradients are averaged over the {distributed.world_size()} processes{alternative}"
+        yield f"{why} before gradients are averaged over the {environment.world_size()} processes{alternative}"
 
 
 def parse_optim_args(text: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.distributed import is_in_pieces
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
 from posttrain.lm.images.image_positions import ImageExample
 from posttrain.rl.generation.local import LocalGenerator

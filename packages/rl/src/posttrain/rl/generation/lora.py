@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.distributed import is_in_pieces, whole
+from posttrain.core.distributed.sharding import is_in_pieces, whole
 from posttrain.core.models import wrapping
 from posttrain.rl.generation.server import Server
 from posttrain.rl.generation.transfer import everywhere, set_version, version_of

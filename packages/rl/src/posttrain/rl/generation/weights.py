@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from posttrain.core.distributed import is_in_pieces, sharding, whole, whole_shape
+from posttrain.core.distributed import sharding
+from posttrain.core.distributed.sharding import is_in_pieces, whole, whole_shape
 from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainerCallback, opt
-from posttrain.core.distributed import fill, is_in_pieces, whole
+from posttrain.core.distributed.sharding import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models import wrapping

@@ -18,7 +18,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import codec
 from posttrain.core.data import accelerator
-from posttrain.core.distributed import is_in_pieces
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
