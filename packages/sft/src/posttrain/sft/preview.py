@@ -84,7 +84,8 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     first = [rows[i] for i in range(min(count, len(rows)))] if is_sized else list(islice(iter(rows), count))
     report, shown = DataReport("train"), []
     for number, row in enumerate(first):
-        by_number = {part.get(ROW_NUMBER, number): _bare(part) for part in row.get(PACKED, [row])}
+        parts = {part.get(ROW_NUMBER, number): part for part in row.get(PACKED, [row])}
+        by_number = {n: {k: v for k, v in part.items() if k != ROW_NUMBER} for n, part in parts.items()}
         drafts = prepare(list(by_number.values()), list(by_number))
         report.add(**counts_of(drafts, prepare))
         documents = [_document(draft, by_number[draft.row], prepare) for draft in drafts if not draft.fault]
@@ -102,10 +103,6 @@ def _config_of(run: Run) -> Any:
 
     where = {"trust_remote_code": run.config.trust_remote_code, "revision": run.model.model_revision}
     return SimpleNamespace(config=AutoConfig.from_pretrained(run.model.model_name_or_path, **where))
-
-
-def _bare(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != ROW_NUMBER}
 
 
 def _document(draft: Draft, row: Mapping[str, Any], prepare: VisionPreparation) -> preview.Document:

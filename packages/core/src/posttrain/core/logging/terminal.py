@@ -88,7 +88,8 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
     texts = {name: f"{v:.4g}" if isinstance(v := record[name], float) else str(v) for name in names}
     texts = {name: f"{name} {v if len(v) <= max_length else v[:max_length] + '...'}" for name, v in texts.items()}
     chosen: list[str] = []
-    room = _width() - len("(99 more in log.jsonl)")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000  # unlimited for a file
+    room = columns - len("(99 more in log.jsonl)")
     for name in sorted(names, key=_distance)[:SHOWN]:
         room -= len(texts[name]) + 2
         if room < 0 and chosen:
@@ -115,11 +116,6 @@ def summary(logs: dict[str, Any]) -> str:
         minutes, seconds = divmod(int(logs["perf/time_left_seconds"]), 60)
         parts.append(f"{minutes}:{seconds:02d} left")
     return ", ".join(parts)
-
-
-def _width() -> int:
-    """Columns of the terminal; unlimited for a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 def _distance(name: str) -> int:

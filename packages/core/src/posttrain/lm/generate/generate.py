@@ -298,7 +298,9 @@ def predict_batch(
         prompts, labels = split_prompts(inputs, pad_token_id)
         tokens = whole.generate(**prompts, **({"pad_token_id": pad_token_id} | generate_options))
         return loss, tokens[:, prompts["input_ids"].shape[1] :], labels
-    if labels is not None and _made_of_labels(inputs.get("decoder_input_ids"), labels):
+    begun = inputs.get("decoder_input_ids")
+    # A collator shifted the labels into them: generation must not begin with the answer.
+    if labels is not None and begun is not None and begun.shape == labels.shape:
         inputs = {name: inputs[name] for name in inputs if name not in ("decoder_input_ids", "decoder_attention_mask")}
     inputs = {name: value for name, value in inputs.items() if name not in label_names}
     if encoded is None:
@@ -307,11 +309,6 @@ def predict_batch(
     if tokens is None:
         tokens = whole.generate(**inputs, encoder_outputs=copy.copy(encoded), **generate_options)
     return loss, tokens, labels
-
-
-def _made_of_labels(decoder_input_ids: Any, labels: torch.Tensor) -> bool:
-    """Whether a collator shifted the labels into the decoder's inputs: generation must not begin with the answer."""
-    return decoder_input_ids is not None and decoder_input_ids.shape == labels.shape
 
 
 def encode(model: PretrainedModel, inputs: Mapping[str, Any]) -> Any:

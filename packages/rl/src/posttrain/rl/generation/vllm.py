@@ -102,17 +102,14 @@ class VLLMServerGenerator:
         written: dict[Server, Written] = {}
         probe: Callable[[], None] = lambda: written.update(self._probe(model))  # noqa: E731
         error = self._lost_in(lambda: self._send_weights(model), model)
-        if error is None and not self._may_skip_check(model):
+        # Servers that were found right twice would answer after all that they write at present.
+        skips = error is None and self.updates_in_flight and self._found_right > 1 and self._api.is_writing
+        if error is None and _greatest(0 if skips else 1, model):
             error = self._lost_in(probe, model) or self._lost_in(lambda: self._check(model, written), model)
             self._found_right += 1
         if error is not None:
             self._found_right = 0
         return error
-
-    def _may_skip_check(self, model: nn.Module) -> bool:
-        """Whether the servers have been found right twice, and would answer after all that they write at present."""
-        skips = self.updates_in_flight and self._found_right > 1 and self._api.is_writing
-        return not _greatest(0 if skips else 1, model)
 
     def _send_weights(self, model: nn.Module) -> None:
         """The first process sends them, and the others help to gather them."""

@@ -144,7 +144,8 @@ class ResponseMarks:
         if self._form is not None:
             if self._form.field is None:
                 raise DataError(f"a response template cannot describe calls in this format ({self._form.name})")
-            fields["tool_calls"] = _with_ends(self._form.field, self.ends)
+            field = {k: v.replace(END, self.ends) if isinstance(v, str) else v for k, v in self._form.field.items()}
+            fields["tool_calls"] = field
         return {"defaults": {"role": "assistant"}, "start_anchor_pattern": anchor, "fields": fields}
 
     # ------------------------------------------------------------------------------------------------ the marks
@@ -304,7 +305,3 @@ def _without_ids(message: Message) -> Message:
 def _words(message: Message) -> list[str]:
     """The words of a message that its rendering must hold."""
     return re.findall(r"posttrain\w+", str(message))
-
-
-def _with_ends(field: dict[str, Any], ends: str) -> dict[str, Any]:
-    return {key: value.replace(END, ends) if isinstance(value, str) else value for key, value in field.items()}
