@@ -101,7 +101,8 @@ class LanguageModelTrainer(Trainer):
     @classmethod
     def dataset_problems(cls, args: Any, parts: checks.Parts) -> Iterator[checks.Problem]:
         """Problems with the datasets, before anything is loaded."""
-        yield from checks.no_dataset_problems(parts)
+        if parts.train_dataset is None and parts.eval_dataset is None:
+            yield ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
 
     def shows_images(self, args: Any, parts: checks.Parts) -> bool:
         """Whether the model and the tokenizer are those of a model that sees: rows have images."""

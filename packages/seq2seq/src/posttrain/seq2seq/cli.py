@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from posttrain.cli.source import sets_for
@@ -33,18 +32,15 @@ def run(run: Run) -> None:
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
     text |= {"max_target_length": config.max_target_length, "on_bad_rows": config.on_bad_rows}
     columns = (config.source_column, config.target_column)
-    resume = {"true": True, "false": None}.get(
-        str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
-    )
     trainer = Seq2SeqTrainer(
         model=model,
-        args=dataclasses.replace(config, resume_from_checkpoint=None),
+        args=config,
         train_dataset=tokenize(train_rows, tokenizer, *columns, **text),
         eval_dataset=None if eval_rows is None else tokenize(eval_rows, tokenizer, *columns, **text, name="eval"),
         processing_class=tokenizer,
         compute_metrics=text_metrics(tokenizer, config.text_metrics) if config.predict_with_generate else None,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     trainer.save_model()
 
 

@@ -252,10 +252,6 @@ class Store:
         finally:
             self.abort(temp)
 
-    def is_remote(self, path: str | Path) -> bool:
-        """Whether the remote place has a whole checkpoint of the name of `path`."""
-        return self.remote is not None and Path(path).name in self.remote.whole()
-
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
         """The problems of the checkpoint at `path`, a sentence each; empty if it is intact.
 

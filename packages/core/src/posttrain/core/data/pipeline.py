@@ -227,7 +227,7 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
         place |= {"rank": 0, "world_size": 1}
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         logger.info("Batches of the given %s are taken as they come; resuming reads them again.", type(loader).__name__)
-        adopted = Loader(_Batches(loader), batch_size=None, collate_fn=_unchanged, **place)
+        adopted = Loader(_Batches(loader), batch_size=None, collate_fn=unchanged, **place)
         adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
         return adopted
     place |= {
@@ -269,7 +269,8 @@ class _Batches(IterableDataset[Any]):
         return len(self.loader)
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """The collator of what is a batch already, such as prompts as a list of rows."""
     return batch
 
 

@@ -92,7 +92,7 @@ class Evaluator:
                 num_batches=len(loader) if pipeline.has_length(loader) else None,
                 accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
-                order=eval_loop.reading_order(loader),
+                order=getattr(getattr(loader, "sampler", None), "rows_to_restore", None),
                 fill=owner.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None

@@ -226,12 +226,6 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
             )
 
 
-def no_dataset_problems(parts: Parts) -> Iterator[ValueError]:
-    """Problem: there is nothing to train or to evaluate on."""
-    if parts.train_dataset is None and parts.eval_dataset is None:
-        yield ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
-
-
 def named_sets(eval_dataset: Any) -> dict[str, Any]:
     """``{name in messages: dataset}`` of one or several sets to evaluate on."""
     if isinstance(eval_dataset, Mapping):

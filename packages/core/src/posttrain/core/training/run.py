@@ -246,7 +246,8 @@ class Run:
 
     def _end_epoch(self) -> None:
         owner, progress, is_over = self.owner, self.progress, self.is_over
-        has_rest = self.is_inside_epoch and not owner.control.should_epoch_stop
+        length = self.plan.batches_per_epoch  # None: not known, and more is assumed to come
+        has_rest = (length is None or progress.batches < length) and not owner.control.should_epoch_stop
         # Stopped by a callback, or at the end of the run: a resumed one trains the rest of the epoch.
         is_left, is_cut = has_rest and owner.control.should_training_stop and not is_over, has_rest and is_over
         if progress.batches == 0 and not is_over and not owner.control.should_training_stop:
@@ -271,12 +272,6 @@ class Run:
         self.agree()
         if is_left and owner.control.should_save:
             self._save_inside_epoch()
-
-    @property
-    def is_inside_epoch(self) -> bool:
-        """Whether micro-batches of the epoch are left; so it is assumed of data without a known length."""
-        length = self.plan.batches_per_epoch
-        return length is None or self.progress.batches < length
 
     def _save_inside_epoch(self) -> None:
         """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""

@@ -179,7 +179,8 @@ class Saving:
             if check:
                 reload.check(model, directory, whole, logits=dist.cp_size == 1)
             elif args.check_saved_model is None and not writes_itself and whole is None:
-                if not of_checkpoint or owner.checkpoints.is_first_save(model):
+                is_first = owner.checkpoints.saved_step is None and not args.save_async
+                if not of_checkpoint or (is_first and not wrapping.is_peft_model(model)):
                     reload.check_if_cheap(model, directory, logits=not of_checkpoint and dist.cp_size == 1)
 
     def write(self, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:

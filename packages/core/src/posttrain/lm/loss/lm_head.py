@@ -149,8 +149,6 @@ def logps_in_head(
     *,
     shifted: bool = False,
     temperature: float = 1.0,
-    ignore_index: int = IGNORE_INDEX,
-    chunk_size: int = 256,
     return_entropy: bool = False,
     stats: tuple[str, ...] = (),
 ) -> Iterator[None]:
@@ -159,20 +157,17 @@ def logps_in_head(
     With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats. With S names of
     `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T).
     """
-    targets = labels if shifted else shift_labels(labels, ignore_index)
+    targets = labels if shifted else shift_labels(labels)
 
     def logps(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
-        aligned = _aligned(model, targets, hidden, ignore_index, part)
         weight, bias, of_vocabulary = head.own()
         scores = token_logps(
             hidden,
             weight,
-            aligned,
+            _aligned(model, targets, hidden, IGNORE_INDEX, part),
             bias=bias,
             part=of_vocabulary,
             temperature=temperature,
-            ignore_index=ignore_index,
-            chunk_size=chunk_size,
             softcap=head.softcap,
             scale=head.scale,
             return_entropy=return_entropy,
@@ -188,9 +183,7 @@ def logps_in_head(
 
 
 @contextlib.contextmanager
-def states_in_head(
-    model: nn.Module, labels: torch.Tensor, *, ignore_index: int = IGNORE_INDEX
-) -> Iterator[list[HeadStates]]:
+def states_in_head(model: nn.Module, labels: torch.Tensor) -> Iterator[list[HeadStates]]:
     """Within this context the model's head computes no logits. What they would come from is left in the list.
 
     Args:
@@ -200,8 +193,7 @@ def states_in_head(
     shares = _is_sharded(model)  # the weight is whole during the forward alone
 
     def keep(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _aligned(model, labels, hidden, ignore_index)
-        rows = labelled_places(aligned, ignore_index).to(hidden.device)
+        rows = labelled_places(_aligned(model, labels, hidden)).to(hidden.device)
         states = hidden.detach().reshape(-1, hidden.shape[-1])[rows]
         own = [None if part is None else part.detach() for part in (head.weight, head.bias)]
         weight, bias = (part.clone() if shares and part is not None else part for part in own)
@@ -214,13 +206,7 @@ def states_in_head(
 
 @contextlib.contextmanager
 def divergence_in_head(
-    model: nn.Module,
-    labels: torch.Tensor,
-    teacher: HeadStates | TopK,
-    measure: Measure,
-    *,
-    ignore_index: int = IGNORE_INDEX,
-    chunk_size: int = 256,
+    model: nn.Module, labels: torch.Tensor, teacher: HeadStates | TopK, measure: Measure, *, chunk_size: int = 256
 ) -> Iterator[None]:
     """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
     positions that have a label, with its graph; and the summed entropy in nats, detached. See
@@ -231,21 +217,9 @@ def divergence_in_head(
     """
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _aligned(model, labels, hidden, ignore_index)
-        options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
-        return torch.stack(
-            linear_divergence(
-                hidden,
-                head.weight,
-                aligned,
-                teacher,
-                measure,
-                bias=head.bias,
-                softcap=head.softcap,
-                scale=head.scale,
-                **options,
-            )
-        )
+        compared = hidden, head.weight, _aligned(model, labels, hidden), teacher, measure
+        options = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "chunk_size": chunk_size}
+        return torch.stack(linear_divergence(*compared, **options))
 
     with _head_replaced(model, loss):
         yield
@@ -292,7 +266,7 @@ def _aligned(
     model: nn.Module,
     targets: torch.Tensor,
     hidden: torch.Tensor,
-    ignore_index: int,
+    ignore_index: int = IGNORE_INDEX,
     part: RowSlice | None = None,
 ) -> torch.Tensor:
     """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs; of

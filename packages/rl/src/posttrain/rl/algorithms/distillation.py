@@ -221,7 +221,8 @@ class DistillationTrainer(RolloutTrainer):
             for name in ("teacher_model_server_url", "teacher_server_urls", "teacher_tokenizer_name_or_path"):
                 if getattr(args, name):
                     yield f"{name} is not supported for prompts with images, which the teacher reads too"
-        if args.lmbda < 1 and not args.seq_kd and not has_completions(parts.train_dataset):
+        row = _first(parts.train_dataset)
+        if args.lmbda < 1 and not args.seq_kd and row is not None and row.get("completion") is None:
             yield DataError(
                 f"lmbda={args.lmbda} learns from the dataset's completions too, and the first row has none. Give rows "
                 "of prompt and completion, or of messages; or set lmbda=1, or seq_kd=True."
@@ -444,12 +445,6 @@ def prompt_and_completion(row: Mapping[str, Any]) -> dict[str, Any]:
     if messages[-1]["role"] != "assistant":
         return rest | {"prompt": messages, "completion": None}
     return rest | {"prompt": messages[:-1], "completion": messages[-1:]}
-
-
-def has_completions(dataset: Any) -> bool:
-    """Whether the first row of `dataset` has a completion; True where no row can be looked at."""
-    row = _first(dataset)
-    return row is None or row.get("completion") is not None
 
 
 def _first(dataset: Any) -> Any:

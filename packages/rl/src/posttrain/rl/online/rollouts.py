@@ -138,9 +138,9 @@ class Rollouts:
         """The next rollout; None where the epoch has no more prompts."""
         owner, metrics, source, layout = self.owner, self.owner.metrics, self.owner.source, self.owner.layout
         dist, step, size = owner.dist, owner.state.global_step, owner.num_generations
-        if (found := source.next(batches, metrics, owner.clock)) is None:
+        if (scored := source.next(batches, metrics, owner.clock)) is None:
             return None
-        samples, scores = found
+        samples, scores = scored
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
@@ -150,7 +150,8 @@ class Rollouts:
         kl = None if everyone.kl is None else everyone.kl[0]
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
         if dist.rank == 0:  # the same on every process
-            reporting.log_rollout(metrics, everyone, owner.rewards.names, owner.rewards.weights, size)
+            found = everyone.metrics(owner.rewards.names, owner.rewards.weights, size)
+            metrics.update({name: (value, 1) for name, value in found.items()} | everyone.extremes())
         own = layout.numbers(dist.rank)
         at_tokens = rollout.of_completions(advantages[own])
         if owner.credits_turns:
@@ -254,10 +255,10 @@ class Rollouts:
         """Samples without completions of prompts to evaluate on."""
         size = self.owner.num_generations_eval
         samples = self.owner.new_samples([row for row in rows for _ in range(size)]) if rows else []
-        return [  # seeds are of the prompt, so that no batch size and no order changes them
-            replace(sample, seed=mix(self.args.seed, i % size, *_identity(sample)), is_evaluated=True)
-            for i, sample in enumerate(samples)
-        ]
+        # Seeds are of the prompt, or of the row where that is not known yet: no batch size and no order changes them.
+        known = (sample.prompt_ids or repr(sample.row).encode() for sample in samples)
+        seeds = [mix(self.args.seed, i % size, *numbers) for i, numbers in enumerate(known)]
+        return [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         owner, rewards, size = self.owner, self.owner.rewards, self.owner.num_generations_eval
@@ -277,8 +278,3 @@ class Rollouts:
             with torch.no_grad(), owner.compute_loss_context_manager():
                 loss, _ = owner.compute_loss(owner.model, part, True, items)
                 owner.metrics.add_sum("loss", loss * items, items)
-
-
-def _identity(sample: Sample) -> Sequence[int]:
-    """Numbers of a prompt, or of the row where the prompt is not known yet."""
-    return sample.prompt_ids or repr(sample.row).encode()

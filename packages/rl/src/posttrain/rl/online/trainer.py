@@ -280,7 +280,7 @@ class RolloutTrainer(LanguageModelTrainer):
             check_processor(tokenizer)
             check_model(wrapping.base_model(model))
         prepare_policy(model, args)
-        return as_they_are
+        return pipeline.unchanged
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
         """`dataset` without prompts that leave no room for a completion."""
@@ -665,8 +665,3 @@ class RolloutTrainer(LanguageModelTrainer):
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
         return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
-
-
-def as_they_are(rows: list[Any]) -> list[Any]:
-    """The collator: a batch of prompts is a list of rows."""
-    return rows
