@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli.report import report, run_record
-from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint import Store
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words
 

@@ -17,9 +17,9 @@ import torch
 
 from posttrain.compat import ray_search
 from posttrain.core.callbacks import CallbackHandler, TrainerCallback
-from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint import Store
 from posttrain.core.data.pipeline import set_seed
-from posttrain.core.distributed.strategies import make_strategy
+from posttrain.core.distributed import make_strategy
 from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
     from posttrain.core.callbacks import CallbackHandler
     from posttrain.core.data.loaders import Loaders
-    from posttrain.core.distributed.strategies import Distributed
+    from posttrain.core.distributed import Distributed
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run

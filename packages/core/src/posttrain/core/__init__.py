@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         ProgressCallback,
         TrainerCallback,
     )
-    from posttrain.core.checkpoint.store import get_last_checkpoint
+    from posttrain.core.checkpoint import get_last_checkpoint
     from posttrain.core.config import opt
     from posttrain.core.data.collators import (
         DataCollatorForLanguageModeling,

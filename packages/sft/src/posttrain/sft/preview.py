@@ -14,9 +14,8 @@ from posttrain.lm.images.vision import VisionProcessor, place_images
 from posttrain.lm.loading import loading
 from posttrain.lm.preparation.pipeline import counts_of
 from posttrain.lm.text import chat_template, layouts
-from posttrain.sft.dataset import prepare_sets
+from posttrain.sft.dataset import DataReport, prepare_sets
 from posttrain.sft.mixture import named_sets
-from posttrain.sft.report import DataReport
 from posttrain.sft.rows import Draft
 from posttrain.sft.vision import PACKED, TALKS, VisionDraft, VisionPreparation, check_config, preparation
 from posttrain.sft.vision_packing import ready_rows

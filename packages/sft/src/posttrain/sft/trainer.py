@@ -39,10 +39,9 @@ from posttrain.lm.loss.language_modeling import group_sums
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
-from posttrain.sft.dataset import check_ready, prepare_sets, shuffled
+from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, shuffled
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
 from posttrain.sft.packing import refuse_leaks
-from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
 from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.core.checkpoint import sharded, weights
-from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint import Store, sharded, weights
 from posttrain.core.errors import CheckpointError, ConfigError
 
 HELP = """posttrain consolidate CHECKPOINT FOLDER

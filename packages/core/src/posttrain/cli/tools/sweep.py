@@ -12,10 +12,10 @@ from typing import Any
 
 from posttrain.cli import parse
 from posttrain.cli.method import of_words
-from posttrain.cli.report.columns import aligned
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError, NonFiniteError, require
+from posttrain.core.logging.terminal import aligned
 from posttrain.core.registry import Method
 
 USAGE = """usage: posttrain sweep [<method>] run.yaml ... [--n_trials N] [--name value ...]

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 #: How many numbers of a record a line shows.
@@ -125,3 +125,11 @@ def _distance(name: str) -> int:
     if any(part in name for part in ("entropy", "std", "num_")):
         return 3
     return 1 if "/" not in name else 2 if "rewards/" in name else 4
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each of the `rows`, of which there is at least one, with their cells below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
