@@ -167,7 +167,7 @@ class Saving:
         """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
-        check, should_save = bool(args.check_saved_model) and not of_checkpoint, args.should_save
+        check, should_save = bool(args.check_saved_model) and not of_checkpoint, owner.checkpoints.should_save
         alone = dist.num_processes == 1 or check or args.save_on_each_node or writes_itself
         if not alone and shares.save(model, directory, dist, args.max_shard_size):
             if should_save:

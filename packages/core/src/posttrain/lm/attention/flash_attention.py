@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of
 
 
 def reads_boundaries(model: nn.Module) -> bool:
@@ -48,5 +48,5 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _is_flash(model: nn.Module) -> bool:
-    config = getattr(base_model(model), "config", None)
+    config = config_of(model)
     return "flash" in (getattr(config, "_attn_implementation", None) or "")

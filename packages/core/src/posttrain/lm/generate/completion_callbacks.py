@@ -15,7 +15,7 @@ from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, is_encoder_decoder, unwrap
 from posttrain.lm.generate import samples
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, described, has_images, read_images
 from posttrain.lm.images.vision import Shown, VisionProcessor, join_tensors, place_images
@@ -90,8 +90,7 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[Prompt], generation_c
         options = {"generation_config": copy.copy(generation_config)}
         options["generation_config"].pad_token_id = pad
     out = model.generate(input_ids=ids, attention_mask=mask, **inputs, **options)
-    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return tokenizer.batch_decode(out[:, 1 if has_encoder else width :], skip_special_tokens=True)
+    return tokenizer.batch_decode(out[:, 1 if is_encoder_decoder(model) else width :], skip_special_tokens=True)
 
 
 def _first(dataset: Any, number: int | None) -> list[Any]:

@@ -25,7 +25,7 @@ from posttrain.core.data.samplers import EpochSampler, is_stream
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import PretrainedModel, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, is_encoder_decoder, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -231,11 +231,6 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
     message = "The longest label of the evaluation set has %d tokens, so up to that many are generated, not %s. Set  "
     logger.info(message + "generation_max_length to choose another length.", longest, who)
     return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
-
-
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether `model` has an encoder, so that its output excludes the input."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def padding_id(processing_class: Any, model: nn.Module) -> int:

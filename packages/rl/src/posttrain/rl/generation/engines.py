@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed.sharding import is_in_pieces
-from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.core.models.wrapping import config_of, is_peft_model, unwrap
 from posttrain.lm.images.image_positions import ImageExample
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Completions, Generator, Sampling
@@ -88,7 +88,7 @@ def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.T
     Args:
         settings: of the engine. lengths: (N,) tokens of each prompt. wrong: (N,) whether those of its completion are.
     """
-    config, short = getattr(base_model(model), "config", None), lengths < lengths.max()
+    config, short = config_of(model), lengths < lengths.max()
     if settings:
         return f"The cause may be generation_kwargs, which change logits: {', '.join(sorted(settings))}."
     if rope_limit(model) < math.inf:

@@ -342,11 +342,8 @@ def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = Non
         return ""
     columns = [name for name in shown[0] if name != "images"]
     cells = [[_cell(row.get(column), width) for column in columns] for row in shown]
-    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(columns)]
-    lines = ["  ".join(name.ljust(size) for name, size in zip(columns, widths, strict=True))]
-    lines.append("  ".join("-" * size for size in widths))
-    lines += ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([title, *(line.rstrip() for line in lines)])
+    rule = ["-" * max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    return f"{title}\n{terminal.aligned([columns, rule, *cells])}"
 
 
 def _cell(value: Any, width: int) -> str:

@@ -23,6 +23,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
@@ -241,9 +242,9 @@ class RolloutTrainer(LanguageModelTrainer):
         """Make what completes prompts, once the prompts and the tools are checked."""
         args, images, processor = self.args, self.image_prompts, self.processing_class
         kwargs = images.vision.template_kwargs(args.chat_template_kwargs) if images else None
-        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer = tokenizer_of(processor)
         self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
-        config = getattr(wrapping.base_model(self.model), "config", None)
+        config = wrapping.config_of(self.model)
         context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
         ends = self._ends_of_calls()
         self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)

@@ -57,7 +57,7 @@ def router_coefficient(model: nn.Module, given: float | None) -> float:
     Raises:
         ValueError: `model` is no mixture of experts, and a weight is given.
     """
-    config: Any = getattr(wrapping.base_model(model), "config", None)
+    config: Any = wrapping.config_of(model)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if hasattr(config, "output_router_logits"):
         return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given

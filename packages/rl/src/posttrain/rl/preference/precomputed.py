@@ -48,7 +48,7 @@ def of_model(model: nn.Module) -> str:
         values = flat[:: max(1, len(flat) // SAMPLED)].double()
         sums = torch.stack([flat.sum(dtype=torch.float64), values.dot(values)])
         digest.update(torch.cat([values, sums]).cpu().numpy().tobytes())
-    config: Any = getattr(wrapping.base_model(model), "config", None)
+    config: Any = wrapping.config_of(model)
     digest.update(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
     digest.update(repr(sorted(getattr(model, "peft_config", {}).items(), key=str)).encode())
     return digest.hexdigest()

@@ -193,11 +193,12 @@ class Rewards:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once = self.options.reward_concurrency
         waits = [background.is_async(function) for function in self.functions]
+        if at_once == 1 and not any(waits):  # here, in the main thread, where signals and the debugger work
+            return [call() for call in calls]
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
         with pool_of(max(sum(waits), 1)) as waiting, pool_of(at_once) as working:
             pools = [waiting if wait else working if at_once > 1 else None for wait in waits]
             begun = [None if pool is None else pool.submit(call) for pool, call in zip(pools, calls, strict=True)]
-            # One at a time they run here, in the main thread, where signals and the debugger work.
             return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
 
     def _score(

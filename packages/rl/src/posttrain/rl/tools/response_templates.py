@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from posttrain.core.errors import DataError
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text.chat_template import Message, Template
 from posttrain.rl.tools.fields import END
 from posttrain.rl.tools.formats import Form
@@ -51,7 +52,7 @@ def add_response_schema(processing_class: Any) -> Any:
     Raises:
         ValueError: there is no chat template, or what it renders is not parsed back.
     """
-    words = getattr(processing_class, "tokenizer", processing_class)
+    words = tokenizer_of(processing_class)
     if has_parser(words):
         return processing_class
     source = _chat_template(processing_class)
@@ -69,7 +70,7 @@ def add_response_schema(processing_class: Any) -> Any:
 
 def supports_tool_calling(processing_class: Any) -> bool:
     """Whether the chat template shows calls of the assistant and what tools answer, and the trainers can parse them."""
-    words, source = getattr(processing_class, "tokenizer", processing_class), _chat_template(processing_class)
+    words, source = tokenizer_of(processing_class), _chat_template(processing_class)
     try:
         return source is not None and bool(ToolProtocol(words, {"chat_template": source}).example)
     except ValueError:
@@ -78,7 +79,7 @@ def supports_tool_calling(processing_class: Any) -> bool:
 
 def _chat_template(processing_class: Any) -> str | None:
     """The chat template of a tokenizer or processor; of named ones, that for tools."""
-    words = getattr(processing_class, "tokenizer", processing_class)
+    words = tokenizer_of(processing_class)
     source = getattr(processing_class, "chat_template", None) or getattr(words, "chat_template", None)
     return source.get("tool_use", source.get("default")) if isinstance(source, dict) else source or None
 
