@@ -334,7 +334,7 @@ class TrainerNames:
         Args:
             card: fields of `posttrain.core.hub.card.model_card`; those that describe the run are filled in.
         """
-        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
+        base = finetuned_from or wrapping.base_name(self.model)
         about = {"log_history": self.state.log_history, "base_model": base or None}
         about |= {"hyperparameters": hyperparameters(self.args, self.dist.world_size, self.model)}
         about |= {"method": method_of(self.args)}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
+from posttrain.core.models import trainable
 from posttrain.core.trainer import Trainer
 from posttrain.core.training import preflight as checks
 from posttrain.core.training.preflight import Parts, Problem, caught
@@ -65,7 +66,7 @@ class LanguageModelTrainer(Trainer):
         self.run_preflight(args, parts)
         self.before_loading(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
-        model = parts.model if parts.model_init is None else loading.model_of(parts.model_init)
+        model = parts.model if parts.model_init is None else trainable.model_of(parts.model_init)
         model, tokenizer = self.load(model, parts.processing_class, args, parts.quantization_config, parts.peft_config)
         self.data_reports: dict[str, Any] = {}
         self._prepared: list[Any] = []

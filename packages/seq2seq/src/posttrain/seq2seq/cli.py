@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.cli.source import sets_for
+from posttrain.core.models.wrapping import is_encoder_decoder
 from posttrain.core.registry import Method, Run
 
 
@@ -26,8 +27,7 @@ def run(run: Run) -> None:
     tokenizer = loading.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
     special_tokens.ensure_pad_token(tokenizer)
     if (adapter := options.peft_config()) is not None:
-        encodes = getattr(model.config, "is_encoder_decoder", False)
-        adapter.task_type = "SEQ_2_SEQ_LM" if encodes else "CAUSAL_LM"
+        adapter.task_type = "SEQ_2_SEQ_LM" if is_encoder_decoder(model) else "CAUSAL_LM"
         model = adapters.add_adapter(model, adapter)
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
     text |= {"max_target_length": config.max_target_length, "on_bad_rows": config.on_bad_rows}

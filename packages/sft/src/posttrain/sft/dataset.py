@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.samplers import columns_of, has_places
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import TokenReport, prepare_rows
 from posttrain.lm.text import layouts
@@ -45,7 +46,7 @@ def shuffled(dataset: Any, seed: int) -> Any:
     """
     if hasattr(dataset, "shuffle"):
         return dataset.shuffle(seed=seed)
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if not has_places(dataset):
         raise DataError(
             f"shuffle_dataset=True, and a stream of type {type(dataset).__name__} has no shuffle(). Shuffle it where "
             "it is made, or pass a datasets.IterableDataset; or set shuffle_dataset=False."
@@ -151,7 +152,7 @@ def prepare_dataset(
 
 def check_ready(dataset: Any, name: str) -> None:
     """Reject rows with masks but no labels if preparation, which makes labels from masks, is skipped."""
-    columns = getattr(dataset, "column_names", None) or []
+    columns = columns_of(dataset)
     masks = sorted({"completion_mask", "assistant_masks"} & set(columns))
     if masks and "labels" not in columns:
         raise DataError(

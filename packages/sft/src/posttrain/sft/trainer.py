@@ -24,7 +24,7 @@ from posttrain.core.losses.logits import cross_entropy, dynamic_weights
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.preflight import Parts, Problem
@@ -232,7 +232,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """As the core's; of rows with images, the tokens that their images become are counted too."""
-        columns = getattr(dataset, "column_names", None) or (dataset[0] if len(dataset) else ())
+        columns = columns_of(dataset) or (dataset[0] if len(dataset) else ())
         if self._image_rows is None or self.args.length_column_name in columns:
             return super().row_lengths(dataset)
         return row_lengths(dataset, self._image_rows)
@@ -275,8 +275,8 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model that is no causal language model."""
         base = base_model(model)
-        config, name = getattr(base, "config", None), type(base).__name__
-        if config is None or getattr(config, "is_encoder_decoder", False) or loading.has_other_head(base):
+        config, name = config_of(base), type(base).__name__
+        if config is None or is_encoder_decoder(base) or loading.has_other_head(base):
             raise TypeError(
                 f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
                 "posttrain.core.Trainer for other models."

@@ -31,6 +31,7 @@ from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
 from posttrain.core.hub import card
 from posttrain.core.models import wrapping
+from posttrain.core.models.wrapping import base_name
 from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class RunRecordCallback(TrainerCallback):
         card.write_model_card(
             args.output_dir,
             log_history=state.log_history,
-            base_model=base_name(base),
+            base_model=base_name(base) or None,
             method=card.method_of(args),
             hyperparameters=card.hyperparameters(args, args.world_size, model),
             library_name="peft" if wrapping.is_peft_model(model) else "transformers",
@@ -237,15 +238,10 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
     parameters = list(model.parameters())
     return {
         "class": type(model).__name__,
-        "name": base_name(model),
+        "name": base_name(model) or None,
         "parameters": sharding.count(parameters),
         "trained": sharding.count(parameter for parameter in parameters if parameter.requires_grad),
     }
-
-
-def base_name(model: torch.nn.Module) -> str | None:
-    """The name under which `model` was loaded."""
-    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
 
 
 def of_rows(rows: Any) -> dict[str, Any]:

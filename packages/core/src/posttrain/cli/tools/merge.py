@@ -17,7 +17,7 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
-from posttrain.core.models.wrapping import PretrainedModel, base_model
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_encoder_decoder
 from posttrain.lm.loading import loading
 
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
@@ -252,7 +252,7 @@ def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:
     }
     rows = tokenizer(list(PROBE), **options)
     batch = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
-    if getattr(model.config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         batch["decoder_input_ids"] = rows["input_ids"]
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # a classifier looks for the last real token by it

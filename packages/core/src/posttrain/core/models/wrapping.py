@@ -54,6 +54,16 @@ def config_of(model: nn.Module) -> Any:
     return getattr(base_model(model), "config", None)
 
 
+def text_config(config: Any) -> Any:
+    """What `config` says of the part that reads text; `config` itself where a model has no other."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def base_name(model: nn.Module) -> str:
+    """The name under which `model` was loaded; empty where it was made."""
+    return getattr(config_of(model), "_name_or_path", None) or ""
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether `model` reads with an encoder and writes with a decoder."""
     return bool(getattr(config_of(model), "is_encoder_decoder", False))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,29 +15,18 @@ from posttrain.core.logging import memory
 from posttrain.core.models import compiling
 from posttrain.core.training import loss_spikes, nonfinite, nonfinite_report, override_checks
 from posttrain.core.training.nonfinite import Update
-from posttrain.core.training.owner import Owner
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-class Guard(Protocol):
-    """Looks at each optimizer step before it is applied."""
-
-    def may_step(self, optimizer: Any, update: Update, loss_scale: Callable[[], float] | None = None) -> bool:
-        """Whether `optimizer` may apply `update`.
-
-        Args:
-            loss_scale: returns the scale of an active loss scaler.
-        """
-
-    def settle(self) -> Any:
-        """Check all steps that were applied unchecked: before a log record, an evaluation or a checkpoint."""
-
-    def logged(self) -> dict[str, int]:
-        """Counts since the last call, of a record."""
+#: What looks at each optimizer step before it is applied.
+Guard = nonfinite.FiniteGuard | loss_spikes.SpikeWatch
 
 
-def make(owner: Owner) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | None]:
+def make(owner: Trainer) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | None]:
     """(the guard against steps that are not finite, that against spikes of the loss where `on_loss_spike` asks)."""
     args, dist, policy = owner.args, owner.dist, owner.args.on_nonfinite
     if policy == "stop" and dist.scaler is None and nonfinite.has_float16(owner.model):
@@ -57,14 +46,14 @@ def make(owner: Owner) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | 
     return finite, loss_spikes.watch(args, total, dist.world_size, report.named)
 
 
-def rows_of(owner: Owner, epoch: int, number: int) -> list[int] | None:
+def rows_of(owner: Trainer, epoch: int, number: int) -> list[int] | None:
     """Indices of the dataset in micro-batch `number` of `epoch`; None where batches are made in some other way."""
     if not all(override_checks.is_from(owner, method, "Trainer") for method in ("windows", "get_batch_samples")):
         return None
     return owner.run.loader.rows_of(epoch, number)
 
 
-def find_fault(owner: Owner, update: Update) -> str | None:
+def find_fault(owner: Trainer, update: Update) -> str | None:
     """Where the numbers of `update` go bad, found by running it again; nothing of that is kept."""
     objective, run = owner.scaling.objective, owner.run
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,8 +23,10 @@ from posttrain.core.training import ema, guards, nonfinite, override_checks, pre
 from posttrain.core.training.ema import EMA
 from posttrain.core.training.guards import BatchSplitter, Guard
 from posttrain.core.training.loss_spikes import SpikeWatch
-from posttrain.core.training.owner import Owner
 from posttrain.core.training.plan import Plan, Progress
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Run:
         window_size: micro-batches of the accumulation window, while they are trained; else 0.
     """
 
-    owner: Owner
+    owner: Trainer
     plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))
     loader: Any = None
     trial: Any = None
@@ -96,7 +98,7 @@ class Run:
     _total_rows: int | None = None
 
     @classmethod
-    def make(cls, owner: Owner, plan: Plan, loader: Any, trial: Any, ignore_keys: list[str] | None) -> Run:
+    def make(cls, owner: Trainer, plan: Plan, loader: Any, trial: Any, ignore_keys: list[str] | None) -> Run:
         """A run of `owner`, whose model and optimizer are there, over `loader`."""
         args, dist, rows = owner.args, owner.dist, owner.train_batch_size
         limit = preemption.seconds(args.max_time) if args.max_time else None

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,9 @@ from posttrain.core.checkpoint.manager import Contents
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
-from posttrain.core.training.owner import Owner
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Saving:
     """Writes checkpoints and models of the trainer that owns it."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trainer) -> None:
         self.owner = owner
 
     # ---- checkpoints ----

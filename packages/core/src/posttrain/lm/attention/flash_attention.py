@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of
 
 
@@ -21,7 +22,7 @@ def reads_boundaries(model: nn.Module) -> bool:
 def precision_problem(model: nn.Module, precision: str) -> str | None:
     """Why `model` cannot run in `precision` ("no", "bf16" or "fp16", of autocast), as a sentence; None if it can."""
     base = base_model(model)
-    if precision != "no" or not _is_flash(model) or getattr(base, "is_quantized", False):
+    if precision != "no" or not _is_flash(model) or is_quantized(base):
         return None
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in base.parameters()):
         return None
@@ -36,7 +37,7 @@ def precision_problem(model: nn.Module, precision: str) -> str | None:
 def plain_attention(model: nn.Module) -> Iterator[None]:
     """Within this context `model` does not use flash attention."""
     base = base_model(model)
-    before = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    before = getattr(config_of(base), "_attn_implementation", None)
     if not _is_flash(model):
         yield
         return

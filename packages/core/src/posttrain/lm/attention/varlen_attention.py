@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.lm.attention.block_mask import block_mask
@@ -66,7 +66,7 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
     """
     base = base_model(model)
     name = type(base).__name__
-    config = getattr(base, "config", None)
+    config = config_of(base)
     if config is None or not hasattr(base, "set_attn_implementation"):
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:

@@ -15,7 +15,7 @@ from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import base_model, is_encoder_decoder, unwrap
+from posttrain.core.models.wrapping import base_model, base_name, is_encoder_decoder, unwrap
 from posttrain.lm.generate import samples
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, described, has_images, read_images
 from posttrain.lm.images.vision import Shown, VisionProcessor, join_tensors, place_images
@@ -222,11 +222,7 @@ class WeaveCallback(_Answers):
         answers = self.answer()
         if not state.is_world_process_zero:
             return
-        name = (
-            self.model_name
-            or getattr(getattr(unwrap(self.trainer.model), "config", None), "_name_or_path", "")
-            or "model"
-        )
+        name = self.model_name or base_name(self.trainer.model) or "model"
         if self.scorers:
             self._evaluate(name, state.global_step, answers)
             return

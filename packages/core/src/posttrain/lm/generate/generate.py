@@ -21,7 +21,7 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.data.samplers import EpochSampler, is_stream
+from posttrain.core.data.samplers import EpochSampler, is_stream, transforms_rows
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.special_tokens import tokenizer_of
@@ -150,7 +150,6 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
         pad_token_id: not counted in labels, like -100; None if the id does not identify padding.
     """
     columns = getattr(dataset, "column_names", None)
-    layout = getattr(dataset, "format", None)
     if is_stream(dataset):
         return None
     if isinstance(dataset, (list, tuple)):
@@ -159,7 +158,7 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
         read: Callable[[str], Any] = lambda name: [row.get(name) for row in dataset]  # noqa: E731
         columns = list(dataset[0])
     elif isinstance(columns, list) and hasattr(dataset, "__getitem__") and main_input in columns:
-        if isinstance(layout, dict) and layout.get("type") == "custom":
+        if transforms_rows(dataset):
             return None
         read = dataset.__getitem__
     else:

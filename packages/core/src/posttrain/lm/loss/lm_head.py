@@ -15,7 +15,9 @@ from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed.collectives import whole_rows
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.losses.logits import shift_labels
+from posttrain.core.models import wrapping
 from posttrain.core.models.wrapping import PretrainedModel, base_model, has_virtual_tokens, output_embedding, unwrap
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
@@ -405,7 +407,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
 
     ids = torch.tensor([[0, 1]], device=linear.weight.device)
     inputs = {"input_ids": ids}
-    if getattr(base.config, "is_encoder_decoder", False):
+    if wrapping.is_encoder_decoder(base):
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
     body = getattr(base, "base_model", base)
@@ -441,9 +443,7 @@ def _is_sharded(model: nn.Module) -> bool:
     """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
     parallelism."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or any(
-        hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in model.parameters()
-    )
+    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())
 
 
 def _whole(tensor: Any) -> torch.Tensor:

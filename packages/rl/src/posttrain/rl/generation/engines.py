@@ -96,9 +96,7 @@ def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.T
     if short.any() and wrong[short].any() and not wrong[~short].any():
         return "The cause may be padding: completions of the longest prompts are right, and those of others are not."
     if is_peft_model(model):
-        kinds = sorted(
-            {str(getattr(one.peft_type, "value", one.peft_type)) for one in unwrap(model).peft_config.values()}
-        )
+        kinds = sorted({one.peft_type for one in unwrap(model).peft_config.values()})
         return f"The cause may be the adapter ({', '.join(kinds)})."
     if hasattr(config, "output_router_logits"):
         return "The cause may be the routers, which choose other experts in sampling than in training."

@@ -2,86 +2,32 @@
 
     new_samples -> sample -> score -> make (log-probabilities, advantages) -> parts_of (micro-batches)
 
-It knows no trainer class: `Owner` describes what it reads of one, and the hooks that it calls.
+It imports no trainer: `owner` is the one whose hooks it calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from posttrain.core.data.samplers import mix
-from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.logging.metrics import Clock, Metrics
-from posttrain.rl.generation import Sampling
 from posttrain.rl.losses import credit
 from posttrain.rl.online import reporting
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Turns
-from posttrain.rl.online.old_logps import Needs, OldLogps
-from posttrain.rl.online.reporting import Reporter, Summary
-from posttrain.rl.online.sampler import Sampler
-from posttrain.rl.policy.logprobs import CompletionLogps
-from posttrain.rl.rewards.scoring import Rewards, Scores
-from posttrain.rl.samples.images import ImagePrompts
-from posttrain.rl.samples.prompts import Layout
+from posttrain.rl.online.old_logps import Needs
+from posttrain.rl.online.reporting import Summary
+from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
 if TYPE_CHECKING:
-    from posttrain.core.state import TrainerState
-    from posttrain.rl.online.source import Source
-
-
-class Owner(Protocol):
-    """An online trainer, as `Rollouts` sees it."""
-
-    args: RolloutConfig
-    dist: Distributed
-    state: TrainerState
-    metrics: Metrics
-    clock: Clock
-    model: nn.Module
-    sampler: Sampler
-    source: Source
-    rewards: Rewards
-    old_logps: OldLogps
-    reporter: Reporter
-    image_prompts: ImagePrompts | None
-    layout: Layout
-    train_batch_size: int
-    num_generations: int
-    num_generations_eval: int
-    shares_prompts: bool
-    episodes: Any
-
-    # What the algorithm needs.
-    needs_old_logps: bool
-    needs_kl_of_samples: bool
-    credits_turns: bool
-    top_entropy_quantile: float
-    _corrects_engine: bool
-
-    # Hooks, which a subclass may override.
-    new_samples: Callable[[Sequence[Mapping[str, Any]]], list[Sample]]
-    generate: Callable[[list[Sample], Sampling], list[Sample]]
-    sampling: Callable[[float | None], Sampling]
-    score: Callable[[list[Sample]], Scores]
-    compute_advantages: Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-    compute_turn_advantages: Callable[[torch.Tensor, credit.Turns, int], torch.Tensor]
-    complete_rollout: Callable[[Rollout, list[Sample]], Rollout]
-    complete_scored: Callable[[Rollout, list[Sample], Scores], Rollout]
-    logps: Callable[..., CompletionLogps]
-    get_high_entropy_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    compute_loss: Callable[..., Any]
-    count_items: Callable[[Any], Any]
-    prepare_inputs: Callable[[Any], Any]
-    compute_loss_context_manager: Callable[[], Any]
+    from posttrain.rl.online.trainer import RolloutTrainer
 
 
 class Rollouts:
@@ -91,7 +37,7 @@ class Rollouts:
         owner: the trainer, by a weak reference: one that is dropped must free its memory at once.
     """
 
-    def __init__(self, owner: Owner, args: RolloutConfig) -> None:
+    def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
         self.owner, self.args = owner, args
         self._scoring = Turns(args.reward_concurrency)
 

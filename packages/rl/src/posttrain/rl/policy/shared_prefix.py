@@ -137,9 +137,9 @@ class Encoder:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> Encoder | None:
         """That of `model`; None where it has no encoder."""
-        config: Any = wrapping.config_of(model)
-        if not getattr(config, "is_encoder_decoder", False):
+        if not wrapping.is_encoder_decoder(model):
             return None
+        config: Any = wrapping.config_of(model)
         start = config.decoder_start_token_id
         if start is None:
             raise ValueError(

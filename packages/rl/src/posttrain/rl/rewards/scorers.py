@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.collators import pad_rows
-from posttrain.core.models.wrapping import sees
+from posttrain.core.models.wrapping import base_name, config_of, sees
 from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.lm.images.vision import Shown
@@ -31,12 +31,11 @@ class RewardModel:
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 8) -> None:
         self.model, self.tokenizer, self.batch_size = model.eval().requires_grad_(False), tokenizer, batch_size
-        config: Any = getattr(model, "config", None)
-        self.__name__ = (getattr(config, "_name_or_path", "") or type(model).__name__).split("/")[-1]
-        if getattr(config, "num_labels", 1) != 1:
+        self.__name__ = (base_name(model) or type(model).__name__).split("/")[-1]
+        if getattr(config_of(model), "num_labels", 1) != 1:
             raise ValueError(
-                f"The reward model {self.__name__} gives {config.num_labels} numbers for a text; it must give one. "
-                "Load it with num_labels=1."
+                f"The reward model {self.__name__} gives {model.config.num_labels} numbers for a text; it must give "
+                "one. Load it with num_labels=1."
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
