@@ -276,7 +276,7 @@ def slices(arch, batch):
     from posttrain.lm.attention.segments import Segments
     from posttrain.lm.attention.varlen_attention import enable_segments
     from posttrain.lm.loss.lm_head import logps_in_head
-    from tests.core.models.test_varlen_attention import model_of
+    from tests.core.lm.attention.test_varlen_attention import model_of
 
     model = model_of(arch).eval()
     ids = torch.randint(2, 384, (3, 9), generator=torch.Generator().manual_seed(0))
