@@ -25,7 +25,6 @@ from posttrain.core.distributed.accelerator_config import AcceleratorArguments
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
-from posttrain.core.fields.durations import NEVER
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
 from posttrain.core.hub.uploads import HubArguments
@@ -244,7 +243,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 f"save_steps={self.save_steps} saves no step but the last: a run that is ended before has no "
                 "checkpoint. Set a number of steps, or save_strategy='no' if none is wanted."
             )
-            self.save_steps = NEVER
+            self.save_steps = durations.NEVER
         for name, strategy, unused in (
             ("logging_steps", self.logging_strategy, 500),
             ("eval_steps", self.eval_strategy, None),
