@@ -335,7 +335,7 @@ class TrainerNames:
             card: fields of `posttrain.core.hub.card.model_card`; those that describe the run are filled in.
         """
         base = finetuned_from or wrapping.base_name(self.model)
-        about = {"log_history": self.state.log_history, "base_model": base or None}
+        about: dict[str, Any] = {"log_history": self.state.log_history, "base_model": base or None}
         about |= {"hyperparameters": hyperparameters(self.args, self.dist.world_size, self.model)}
         about |= {"method": method_of(self.args)}
         about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}

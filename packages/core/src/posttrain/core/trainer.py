@@ -153,6 +153,7 @@ class Trainer(TrainerNames):
         self.model_init = model_init
         self._made_optimizer: Any = None  # what this trainer made itself; anything else is the user's, used as it is
         self._made_scheduler: Any = None
+        self._owns_optimizer = self._owns_scheduler = True
         owner = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         lifetime.find_owners(owner)
         self.run, self.loaders = Run(owner), Loaders(owner)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, is_peft_model
+from posttrain.core.models.wrapping import adapters_of, base_model, is_peft_model
 
 
 def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
@@ -44,7 +44,7 @@ def check_trainable(model: nn.Module) -> None:
     """
     base = base_model(model)
     adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
-    for config in model.peft_config.values() if is_peft_model(model) else ():  # type: ignore[operator, union-attr]
+    for config in adapters_of(model).values() if is_peft_model(model) else ():
         check_base_can_be_found_again(config)
     for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
     if is_quantized(model) and not adapted and not for_training:

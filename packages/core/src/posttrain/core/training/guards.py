@@ -59,7 +59,8 @@ def find_fault(owner: Trainer, update: Update) -> str | None:
 
     def again(batch: Any) -> torch.Tensor:
         if not owner.scaling.steps_in_backward:
-            return owner.training_step(*(owner.model, batch, update.num_items)[: run.step_takes])
+            given: Any = owner.model, batch, update.num_items
+            return owner.training_step(*given[: run.step_takes])
         with torch.no_grad(), owner.compute_loss_context_manager():
             inputs = owner.prepare_inputs(batch)
             return objective(owner.compute_loss, owner.model, inputs, update.num_items)[0]

@@ -220,8 +220,8 @@ def divergence_in_head(
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
         compared = hidden, head.weight, _aligned(model, labels, hidden), teacher, measure
-        options = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale, "chunk_size": chunk_size}
-        return torch.stack(linear_divergence(*compared, **options))
+        options: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
+        return torch.stack(linear_divergence(*compared, **options, chunk_size=chunk_size))
 
     with _head_replaced(model, loss):
         yield

@@ -224,7 +224,7 @@ def _each_once(parts: Iterator[_Part]) -> list[_Part]:
     return list(kept.values())
 
 
-def _in_use(wrapper: PretrainedModel) -> nn.Module:
+def _in_use(wrapper: Any) -> nn.Module:
     """The module that `wrapper` calls."""
     if hasattr(wrapper, "token_adapter"):
         return wrapper.token_adapter

@@ -34,8 +34,8 @@ class RewardModel:
         self.__name__ = (base_name(model) or type(model).__name__).split("/")[-1]
         if getattr(config_of(model), "num_labels", 1) != 1:
             raise ValueError(
-                f"The reward model {self.__name__} gives {model.config.num_labels} numbers for a text; it must give "
-                "one. Load it with num_labels=1."
+                f"The reward model {self.__name__} gives {config_of(model).num_labels} numbers for a text; it must "
+                "give one. Load it with num_labels=1."
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
