@@ -84,6 +84,12 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def body_of(model: nn.Module) -> Any:
+    """The part of a model of transformers that has its layers, without the head."""
+    base = base_model(model)
+    return getattr(base, "base_model", base)
+
+
 def text_part(base: PretrainedModel) -> PretrainedModel:
     """The part of `base`, a model of transformers, that reads text: all of it, or the decoder of a model that sees."""
     return base if base.config.get_text_config() is base.config else base.get_decoder()

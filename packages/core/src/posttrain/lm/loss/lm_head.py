@@ -410,7 +410,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
     if wrapping.is_encoder_decoder(base):
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
-    body = getattr(base, "base_model", base)
+    body = wrapping.body_of(base)
     skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
     training = [module for module in base.modules() if module.training]
     handle = linear.register_forward_hook(put, prepend=True)
