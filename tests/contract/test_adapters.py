@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weig
 from posttrain import rl
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import DPOTrainer, GRPOTrainer
-from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from posttrain.core import TrainerCallback
-from posttrain.core.checkpoint import Store, blocks, disk
+from posttrain.core.checkpoint import blocks, disk
 from posttrain.core.checkpoint import weights as weight_files
+from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError
 from posttrain.lm.loading.loading import load_causal_lm
 from tests import tiny

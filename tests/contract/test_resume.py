@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from posttrain.core import EarlyStoppingCallback, TrainerCallback
-from posttrain.core.checkpoint import Store, blocks, codec
+from posttrain.core.checkpoint import blocks, codec
+from posttrain.core.checkpoint.store import Store
 from posttrain.core.logging.metrics import is_timing
 from tests import programs, tiny
 from tests.contract.trainers import ROWS, TRAINERS, pad, weights

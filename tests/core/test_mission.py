@@ -28,7 +28,7 @@ from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, Trai
 from posttrain.core.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.contract.trainers import classification_rows, pad
-from tests.core.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
+from tests.core.hub.test_hub import TOKEN, hub, on_hub  # noqa: F401  (hub is a fixture)
 from tests.programs import together
 
 PARTS = """

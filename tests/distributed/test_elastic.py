@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain.core import TrainingArguments
-from posttrain.core.checkpoint import Store
 from posttrain.core.checkpoint.elastic import starting_point
+from posttrain.core.checkpoint.store import Store
 from posttrain.core.distributed import arguments, attempts
 from posttrain.core.errors import CheckpointError, ConfigError
 from tests.distributed import elastic

@@ -3,7 +3,7 @@ and the run resumes to the same bits."""
 
 import json
 
-from posttrain.core.checkpoint import Store
+from posttrain.core.checkpoint.store import Store
 from tests.programs import ROOT, together
 
 

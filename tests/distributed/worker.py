@@ -20,7 +20,8 @@ from unittest import mock
 import torch
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
-from posttrain.core.checkpoint import get_last_checkpoint, weights
+from posttrain.core.checkpoint import weights
+from posttrain.core.checkpoint.store import get_last_checkpoint
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
@@ -275,7 +276,7 @@ def slices(arch, batch):
     from posttrain.lm.attention.segments import Segments
     from posttrain.lm.attention.varlen_attention import enable_segments
     from posttrain.lm.loss.lm_head import logps_in_head
-    from tests.core.models.test_varlen_attention import model_of
+    from tests.core.lm.attention.test_varlen_attention import model_of
 
     model = model_of(arch).eval()
     ids = torch.randint(2, 384, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -493,7 +494,7 @@ def stream_weights(out, **changes):
     """Weights in pieces as an engine is sent them, on each process, beside the model put together by a checkpoint."""
     import weakref
 
-    from posttrain.core.distributed import is_in_pieces
+    from posttrain.core.distributed.sharding import is_in_pieces
     from posttrain.rl.generation.weights import Weights
 
     trainer = TRAINERS["grpo"](out, max_steps=1, **split(2), **changes)
@@ -543,7 +544,7 @@ def send_weights(name, out, **changes):
 
 def reference(name, out, **changes):
     """Train against a reference that is a copy of the policy; how each process holds it."""
-    from posttrain.core.distributed import is_in_pieces
+    from posttrain.core.distributed.sharding import is_in_pieces
 
     changes = (
         split(dealt(changes.get("parallelism_config") or {}))

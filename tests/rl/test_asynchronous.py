@@ -21,7 +21,7 @@ from posttrain.rl import (
     RLOOTrainer,
 )
 from posttrain.rl.generation import Sampling
-from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.online.asynchronous import Turns, Worker

@@ -24,7 +24,7 @@ from posttrain.rl import (
     ServerDistillationConfig,
     ServerDistillationTrainer,
 )
-from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.online.teachers import translate
 from tests import tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from posttrain.core.distributed import Distributed
+from posttrain.core.distributed.strategies import Distributed
 from posttrain.core.errors import CheckpointError
 from posttrain.rl import DPOTrainer, GRPOTrainer
 from posttrain.rl.policy.reference import (

@@ -7,8 +7,7 @@ import torch
 import transformers
 
 from posttrain.seq2seq.decoder import Unsupported, read_decoder
-from posttrain.seq2seq.decoding import LeanGenerator
-from posttrain.seq2seq.search import best_of_each_row, top_of_each_row
+from posttrain.seq2seq.decoding import LeanGenerator, best_of_each_row, top_of_each_row
 from tests import tiny
 
 VOCABULARY = 512

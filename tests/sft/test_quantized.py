@@ -8,7 +8,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from posttrain.cli import main
-from posttrain.lm.loading import loading, quantization
+from posttrain.core.models import trainable
+from posttrain.lm.loading import loading
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -192,7 +193,7 @@ def test_two_descriptions_that_differ_are_refused(base):
         with pytest.raises(ValueError, match="load_in_4bit=True, which contradicts quantization_config"):
             loading.load_causal_lm(base, {"load_in_4bit": True}, config)
     plain = loading.load_causal_lm(base, {"load_in_4bit": False, "load_in_8bit": False})
-    assert not quantization.is_quantized(plain)
+    assert not trainable.is_quantized(plain)
 
 
 def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_path):
@@ -215,7 +216,7 @@ def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_pat
         return SFTTrainer(base, args, train_dataset=ROWS, peft_config=LORA, quantization_config=quantized)
 
     straight, resumed = run(), run()
-    assert quantization.is_quantized(straight.model)
+    assert trainable.is_quantized(straight.model)
     straight.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(resumed) == losses(straight) and losses(straight)[-1] < losses(straight)[0]

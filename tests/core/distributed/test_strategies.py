@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from posttrain.core import Trainer, TrainingArguments
-from posttrain.core.distributed import make_strategy, strategies
-from posttrain.core.distributed.strategies import DDP, FSDP, DeepSpeed, Distributed, ModelParallel, base
+from posttrain.core.distributed import strategies
+from posttrain.core.distributed.strategies import DDP, FSDP, DeepSpeed, Distributed, ModelParallel, base, make_strategy
 from posttrain.core.errors import ConfigError
 from tests import tiny
 from tests.contract.trainers import pad

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.rl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from tests import tiny
 

@@ -24,7 +24,7 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
-from posttrain.rl.generation.copied import CopiedGenerator
+from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
 from tests import tiny

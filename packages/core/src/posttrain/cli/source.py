@@ -259,6 +259,22 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
     return train, held_out
 
 
+def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None:
+    """Train `trainer_class` as `run` is configured, and save the final model and its tokenizer in ``output_dir``."""
+    config, model = run.config, run.model
+    extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
+    trainer = trainer_class(
+        model=model.model_name_or_path,
+        args=dataclasses.replace(config, model_init_kwargs=model.model_init_kwargs() | extra),
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=model.peft_config(),
+        quantization_config=model.quantization_config(),
+    )
+    trainer.train()
+    trainer.save_model()
+
+
 def read(path: str | list[str], config: str | None, streaming: bool, part: str | None = None, **where: Any) -> Any:
     """The rows of files, a folder or a hub dataset, by split: a `Dataset`, an `IterableDataset`, or a dict of them.
 

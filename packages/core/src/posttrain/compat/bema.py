@@ -18,7 +18,7 @@ from torch import nn
 
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint import codec
-from posttrain.core.distributed import is_in_pieces
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models.wrapping import unwrap
 from posttrain.core.state import TrainerControl, TrainerState
 

@@ -24,8 +24,8 @@ from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, req
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
+from posttrain.core.models.trainable import takes_trial
 from posttrain.core.state import TrainerControl, TrainerState, has_state
-from posttrain.lm.loading.loading import takes_trial
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer

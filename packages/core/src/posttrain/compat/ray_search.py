@@ -134,7 +134,8 @@ class _Search:
         theirs = list(self._options.pop("callbacks", None) or [])
         usual: dict[str, Any] = {"resources_per_trial": {"cpu": 1}, "max_concurrent_trials": 1, "verbose": 0}
         usual |= {"raise_on_failed_trial": False}
-        if not {"metric", "mode"} & _of_scheduler(self._options):
+        scheduler = self._options.get("scheduler")  # what it has already, `ray.tune.run` must not be given again
+        if all(getattr(scheduler, f"_{name}", None) is None for name in ("metric", "mode")):
             usual |= {"metric": "objective", "mode": self._mode}
         try:
             self._analysis = tune.run(
@@ -165,12 +166,6 @@ class _Search:
                     raise RuntimeError("The search is over.")
 
         return Listener()
-
-
-def _of_scheduler(options: dict[str, Any]) -> set[str]:
-    """Which of metric and mode a scheduler has already, and ``ray.tune.run`` must not be given again."""
-    scheduler = options.get("scheduler")
-    return {name for name in ("metric", "mode") if getattr(scheduler, f"_{name}", None) is not None}
 
 
 def _asking(questions: Any) -> Callable[[dict[str, Any]], None]:

@@ -7,16 +7,17 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from posttrain.compat import old_hooks
-from posttrain.core import hub
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
+from posttrain.core.hub import uploads
+from posttrain.core.hub.card import hyperparameters, method_of, names, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
 from posttrain.core.models import wrapping
@@ -50,7 +51,7 @@ class TrainerNames:
     _keep_columns: Callable[..., tuple[Any, Any]]
     metrics: Metrics
     model_wrapped: nn.Module
-    uploader: hub.Uploader
+    uploader: uploads.Uploader
     state: TrainerState
     callback_handler: CallbackHandler
     evaluation_loop: Callable[..., EvalLoopOutput]
@@ -317,7 +318,7 @@ class TrainerNames:
         self.create_model_card(**card)
         if not self.dist.is_main:
             return None
-        [(folder, path, ignore)] = hub.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
+        [(folder, path, ignore)] = uploads.jobs(self.args.hub_strategy, None, self.args.output_dir, at_end=True)
         upload = self.uploader.push(
             folder, path, commit_message, ignore, blocking, revision=revision, token=token, private=private
         )
@@ -331,17 +332,17 @@ class TrainerNames:
         """Write a README.md about the model into the output directory, unless a person wrote one there.
 
         Args:
-            card: fields of `posttrain.core.hub.model_card`; those that describe the run are filled in.
+            card: fields of `posttrain.core.hub.card.model_card`; those that describe the run are filled in.
         """
-        base = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None)
-        about = {"log_history": self.state.log_history, "base_model": base or None}
-        about |= {"hyperparameters": hub.hyperparameters(self.args, self.dist.world_size, self.model)}
-        about |= {"method": hub.method_of(self.args)}
+        base = finetuned_from or wrapping.base_name(self.model)
+        about: dict[str, Any] = {"log_history": self.state.log_history, "base_model": base or None}
+        about |= {"hyperparameters": hyperparameters(self.args, self.dist.world_size, self.model)}
+        about |= {"method": method_of(self.args)}
         about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
         own = getattr(wrapping.base_model(self.model), "model_tags", None)
-        tags = [*hub.names(card.pop("tags", None)), *(own or ())]
+        tags = [*names(card.pop("tags", None)), *(own or ())]
         if self.dist.is_main:
-            hub.write_model_card(
+            write_model_card(
                 self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
             )
 
@@ -372,3 +373,34 @@ def renamed_arguments(trainer_class: type[TrainerNames], given: dict[str, Any], 
         warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
         renamed[new] = given[old]
     return renamed
+
+
+C = TypeVar("C", bound=type)
+
+
+class FromArguments:
+    """Reads a field of the trainer's ``args``, and sets it there, so that the two never disagree.
+
+    Args:
+        field: its name in the arguments.
+    """
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else getattr(instance.args, self.field)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(instance.args, self.field, value)
+
+
+def reads_from_arguments(*names: str, **renamed: str) -> Callable[[C], C]:
+    """Give a trainer class an attribute for each field in `names`, and those in `renamed`, ``{attribute: field}``."""
+
+    def decorate(trainer_class: C) -> C:
+        for attribute, field in {**dict(zip(names, names, strict=True)), **renamed}.items():
+            setattr(trainer_class, attribute, FromArguments(field))
+        return trainer_class
+
+    return decorate

@@ -1,12 +1,8 @@
-"""The base trainer and its extension points.
-
-Names are imported on first use, so ``--help`` on the command line does not import torch.
-"""
+"""The base trainer and its extension points."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.core import registry
 
@@ -77,75 +73,6 @@ if TYPE_CHECKING:
     from posttrain.lm.loading.clone_template import clone_chat_template, setup_chat_format
     from posttrain.lm.text.training_template import get_training_chat_template
 
-_HOMES = {
-    "core.arguments": ("TrainingArguments",),
-    "compat.bema": ("BEMACallback",),
-    "core.callbacks": (
-        "CallbackHandler",
-        "DefaultFlowCallback",
-        "EarlyStoppingCallback",
-        "PrinterCallback",
-        "ProgressCallback",
-        "TrainerCallback",
-    ),
-    "core.checkpoint": ("get_last_checkpoint",),
-    "compat.completion_only": ("DataCollatorForCompletionOnlyLM",),
-    "core.data.collators": (
-        "DataCollatorForLanguageModeling",
-        "DataCollatorForSeq2Seq",
-        "DataCollatorForTokenClassification",
-        "DataCollatorWithFlattening",
-        "DataCollatorWithPadding",
-        "default_data_collator",
-    ),
-    "compat.row_formats": (
-        "apply_chat_template",
-        "is_conversational",
-        "is_conversational_from_value",
-        "maybe_apply_chat_template",
-        "maybe_convert_to_chatml",
-        "prepare_multimodal_messages",
-    ),
-    "lm.text.training_template": ("get_training_chat_template",),
-    "lm.generate.completion_callbacks": ("LogCompletionsCallback", "WeaveCallback"),
-    "lm.generate.win_rate": ("WinRateCallback",),
-    "core.data.pipeline": ("enable_full_determinism", "set_seed"),
-    "core.evaluation.eval_loop": ("StreamingMetric",),
-    "core.config": ("opt",),
-    "lm.loading.arguments": ("ModelConfig",),
-    "lm.loading.clone_template": ("clone_chat_template", "setup_chat_format"),
-    "core.logging.monitors": (
-        "ActivationMonitorCallback",
-        "MemorySnapshotCallback",
-        "ParameterMonitorCallback",
-        "ProfilerCallback",
-        "UtilizationCallback",
-    ),
-    "compat.rich_progress": ("RichProgressCallback",),
-    "cli.mixture": ("DatasetConfig", "DatasetMixtureConfig", "get_dataset"),
-    "cli.scripts": (
-        "ScriptArguments",
-        "ScriptParser",
-        "TrlParser",
-        "get_kbit_device_map",
-        "get_peft_config",
-        "get_quantization_config",
-    ),
-    "core.state": (
-        "EvalLoopOutput",
-        "EvalPrediction",
-        "ExportableState",
-        "PredictionOutput",
-        "TrainOutput",
-        "TrainerControl",
-        "TrainerState",
-    ),
-    "core.trainer": ("Trainer",),
-}
-_HOME_OF = {name: f"posttrain.{home}" for home, names in _HOMES.items() for name in names}
-# Names that scripts import besides the trainer.
-_HOME_OF |= dict.fromkeys(("HfArgumentParser", "IntervalStrategy", "SchedulerType"), "transformers")
-
 registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"
 registry.ARGUMENT_SETTERS = "posttrain.compat.argument_setters:ArgumentSetters"
 registry.CALLBACKS += [
@@ -153,20 +80,4 @@ registry.CALLBACKS += [
     "posttrain.cli.report.report:RunReportCallback",
 ]
 
-__all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        if name.startswith("__"):
-            raise AttributeError(f"module 'posttrain.core' has no attribute {name!r}")
-        from posttrain.compat.absent_names import missing_name
-
-        raise missing_name("posttrain.core", name, __all__)
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = registry.face(__name__)

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from posttrain.core import distributed, registry
-from posttrain.core.checkpoint import CheckpointArguments, disk
+from posttrain.core import registry
+from posttrain.core.checkpoint import disk
+from posttrain.core.checkpoint.arguments import CheckpointArguments
 from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate
 from posttrain.core.data.pipeline import DataArguments
-from posttrain.core.distributed import DistributedArguments
+from posttrain.core.distributed import environment, strategies
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
+from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
-from posttrain.core.fields.durations import NEVER
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
-from posttrain.core.hub import HubArguments
+from posttrain.core.hub.uploads import HubArguments
 from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
@@ -166,7 +167,7 @@ class RunArguments:
                     yield f"{name}={problem}"
         if self.max_steps == 0:
             yield "max_steps=0 would train nothing; give a positive number, or -1 to follow num_train_epochs"
-        if self.auto_find_batch_size and distributed.world_size() > 1:
+        if self.auto_find_batch_size and environment.world_size() > 1:
             yield (
                 "auto_find_batch_size=True works in one process: of several, the others would wait for ever for the "
                 "one that has run out of memory. Find the size with one process, then set per_device_train_batch_size"
@@ -242,7 +243,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 f"save_steps={self.save_steps} saves no step but the last: a run that is ended before has no "
                 "checkpoint. Set a number of steps, or save_strategy='no' if none is wanted."
             )
-            self.save_steps = NEVER
+            self.save_steps = durations.NEVER
         for name, strategy, unused in (
             ("logging_steps", self.logging_strategy, 500),
             ("eval_steps", self.eval_strategy, None),
@@ -384,22 +385,22 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return distributed.world_size()
+        return environment.world_size()
 
     @property
     def process_index(self) -> int:
         """Number of this process among all."""
-        return distributed.rank()
+        return environment.rank()
 
     @property
     def local_process_index(self) -> int:
         """Number of this process on its machine."""
-        return distributed.local_rank()
+        return environment.local_rank()
 
     @property
     def device(self) -> torch.device:
         """Device of this process."""
-        return distributed.device(self.use_cpu)
+        return environment.device(self.use_cpu)
 
     @property
     def n_gpu(self) -> int:
@@ -468,7 +469,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             return
         logging.getLogger(__name__).debug("The main process goes first with: %s", desc)
         # Starts the process group if there is none; the trainer uses it later.
-        with distributed.make_strategy(self).main_first(local):
+        with strategies.make_strategy(self).main_first(local):
             yield
 
     # ---- as plain data ----

@@ -1,4 +1,4 @@
-"""Finds the training methods of installed packages by entry points.
+"""Finds the training methods of installed packages by entry points, and the names of the four packages on first use.
 
 A package adds a method with two lines in its ``pyproject.toml`` and nothing in this one::
 
@@ -8,9 +8,12 @@ A package adds a method with two lines in its ``pyproject.toml`` and nothing in 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -79,6 +82,28 @@ def load(path: str) -> Any:
     """What the import path ``"module:name"`` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def face(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """(``__all__``, ``__getattr__``, ``__dir__``) of `package`: the names that its file imports under TYPE_CHECKING.
+
+    Each is imported when it is first asked for, so that ``--help`` on the command line does not import torch.
+    """
+    module = sys.modules[package]
+    body = ast.parse(inspect.getsource(module)).body
+    [block] = [node for node in body if isinstance(node, ast.If)]
+    homes = {one.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for one in node.names}
+    names = sorted(homes)
+
+    def first_use(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in homes:
+            raise load("posttrain.compat.absent_names:missing_name")(package, name, names)
+        setattr(module, name, load(f"{homes[name]}:{name}"))
+        return vars(module)[name]
+
+    return names, first_use, lambda: names
 
 
 @cache

@@ -22,7 +22,7 @@ import torch
 
 from posttrain.cli.tools import verify_resume
 from posttrain.core.callbacks import TrainerCallback
-from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint import Store
 
 #: The texts that the tokenizer is trained on.
 CORPUS = [

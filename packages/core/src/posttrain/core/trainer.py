@@ -35,7 +35,7 @@ from posttrain.core.logging import trackers
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in
 from posttrain.core.losses import normalization
-from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, wrapping
+from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, trainable, wrapping
 from posttrain.core.optim import builder, lr_scheduler, schedule
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import lifetime, nonfinite, override_checks, preflight, resume
@@ -46,7 +46,6 @@ from posttrain.core.training.record import Record
 from posttrain.core.training.run import Run
 from posttrain.core.training.saving import Saving
 from posttrain.core.training.scaling import Scaling
-from posttrain.lm.loading import adapters, loading
 
 if TYPE_CHECKING:
     from posttrain.compat.trainer_names import TrainerNames
@@ -154,6 +153,7 @@ class Trainer(TrainerNames):
         self.model_init = model_init
         self._made_optimizer: Any = None  # what this trainer made itself; anything else is the user's, used as it is
         self._made_scheduler: Any = None
+        self._owns_optimizer = self._owns_scheduler = True
         owner = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         lifetime.find_owners(owner)
         self.run, self.loaders = Run(owner), Loaders(owner)
@@ -212,7 +212,7 @@ class Trainer(TrainerNames):
     def set_model(self, model: nn.Module) -> None:
         """Take `model` as the one to train, and look up once what the run needs to know of it."""
         if self.train_dataset is not None:
-            adapters.check_trainable(model)
+            trainable.check_trainable(model)
             nonfinite.check_float16(model, self.dist.precision, self.dist.uses_deepspeed)
         self.model = self.model_wrapped = model
         self._look_up(model, wrapping.base_model(model))
@@ -606,7 +606,7 @@ class Trainer(TrainerNames):
         """A fresh model from ``model_init``, called with the trial where it takes one."""
         if self.model_init is None:
             raise ValueError("The trainer was built without model_init; pass a function that makes a model.")
-        return loading.model_of(self.model_init, trial)
+        return trainable.model_of(self.model_init, trial)
 
     # ----------------------------------------------------------------------------------------------------- optimization
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from posttrain.core import registry
 
 if TYPE_CHECKING:
     from posttrain.rl.agents.agent import Agent
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
     from posttrain.rl.policy.bema_reference import BEMACallback
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
-    from posttrain.rl.preference.row_formats import (
+    from posttrain.rl.preference.rows import (
         extract_prompt,
         maybe_extract_prompt,
         maybe_unpair_preference_dataset,
@@ -52,63 +53,4 @@ if TYPE_CHECKING:
     from posttrain.rl.tools.protocol import parse_response
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
-_HOMES = {
-    "agents.agent": ("Agent",),
-    "agents.command": ("AgentCommand",),
-    "algorithms.a2po": ("A2POConfig", "A2POTrainer"),
-    "algorithms.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
-    "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
-    "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
-    "algorithms.dpo": ("DPOConfig", "DPOTrainer"),
-    "algorithms.gkd": ("GKDConfig", "GKDTrainer"),
-    "algorithms.gmpo": ("GMPOConfig", "GMPOTrainer"),
-    "algorithms.grpo": ("GRPOConfig", "GRPOTrainer"),
-    "algorithms.iw_opd": ("IWOPDConfig", "IWOPDTrainer"),
-    "algorithms.kto": ("KTOConfig", "KTOTrainer"),
-    "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
-    "algorithms.orpo": ("ORPOConfig", "ORPOTrainer"),
-    "policy.bema_reference": ("BEMACallback",),
-    "policy.reference": ("SyncRefModelCallback", "create_reference_model"),
-    "algorithms.reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
-    "tools.response_templates": ("add_response_schema", "supports_tool_calling"),
-    "rewards.functions": (
-        "accuracy_reward",
-        "get_cosine_scaled_reward",
-        "get_repetition_penalty_reward",
-        "get_soft_overlong_punishment",
-        "reasoning_accuracy_reward",
-        "think_format_reward",
-    ),
-    "rewards.rubrics": ("RubricReward",),
-    "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
-    "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
-    "algorithms.sdpo": ("SDPOConfig", "SDPOTrainer"),
-    "algorithms.server_distillation": (
-        "AsyncDistillationConfig",
-        "AsyncDistillationTrainer",
-        "ServerDistillationConfig",
-        "ServerDistillationTrainer",
-    ),
-    "preference.row_formats": (
-        "extract_prompt",
-        "maybe_extract_prompt",
-        "maybe_unpair_preference_dataset",
-        "unpair_preference_dataset",
-    ),
-    "tools.protocol": ("parse_response",),
-    "algorithms.sdft": ("SDFTConfig", "SDFTTrainer"),
-    "algorithms.tpo": ("TPOConfig", "TPOTrainer"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        if name.startswith("__"):
-            raise AttributeError(f"module 'posttrain.rl' has no attribute {name!r}")
-        from posttrain.compat.absent_names import missing_name
-
-        raise missing_name("posttrain.rl", name, __all__)
-    return getattr(importlib.import_module(f"posttrain.rl.{_HOME_OF[name]}"), name)
+__all__, __getattr__, __dir__ = registry.face(__name__)

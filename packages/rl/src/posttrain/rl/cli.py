@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.cli.source import sets_for
-from posttrain.core.registry import Method, Run
+from posttrain.cli.source import sets_for, train
+from posttrain.core.registry import Method, Run, load
 
 
 def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], None]:
@@ -20,26 +18,10 @@ def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], Non
     """
 
     def run(run: Run) -> None:
-        module, _, name = trainer.partition(":")
-        config, model = run.config, run.model
-        train_rows, eval_rows = sets_for(run)
+        rows = sets_for(run)
         if reads_prompts:
-            train_rows, eval_rows = _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
-        extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
-        # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
-        given = config.resume_from_checkpoint
-        resume = {"true": True, "false": None}.get(str(given).lower(), given)
-        changes = {"model_init_kwargs": model.model_init_kwargs() | extra, "resume_from_checkpoint": None}
-        made = getattr(importlib.import_module(module), name)(
-            model=model.model_name_or_path,
-            args=dataclasses.replace(config, **changes),
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            peft_config=model.peft_config(),
-            quantization_config=model.quantization_config(),
-        )
-        made.train(resume_from_checkpoint=resume)
-        made.save_model()
+            rows = _prompts(run, rows[0], "train"), _prompts(run, rows[1], "eval")
+        train(run, load(trainer), *rows)
 
     return run
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from posttrain.cli.source import sets_for
+from posttrain.core.models.wrapping import is_encoder_decoder
 from posttrain.core.registry import Method, Run
 
 
@@ -27,24 +27,20 @@ def run(run: Run) -> None:
     tokenizer = loading.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
     special_tokens.ensure_pad_token(tokenizer)
     if (adapter := options.peft_config()) is not None:
-        encodes = getattr(model.config, "is_encoder_decoder", False)
-        adapter.task_type = "SEQ_2_SEQ_LM" if encodes else "CAUSAL_LM"
+        adapter.task_type = "SEQ_2_SEQ_LM" if is_encoder_decoder(model) else "CAUSAL_LM"
         model = adapters.add_adapter(model, adapter)
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
     text |= {"max_target_length": config.max_target_length, "on_bad_rows": config.on_bad_rows}
     columns = (config.source_column, config.target_column)
-    resume = {"true": True, "false": None}.get(
-        str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
-    )
     trainer = Seq2SeqTrainer(
         model=model,
-        args=dataclasses.replace(config, resume_from_checkpoint=None),
+        args=config,
         train_dataset=tokenize(train_rows, tokenizer, *columns, **text),
         eval_dataset=None if eval_rows is None else tokenize(eval_rows, tokenizer, *columns, **text, name="eval"),
         processing_class=tokenizer,
         compute_metrics=text_metrics(tokenizer, config.text_metrics) if config.predict_with_generate else None,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     trainer.save_model()
 
 

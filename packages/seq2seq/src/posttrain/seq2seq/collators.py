@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
+from posttrain.core.data.samplers import has_places
 from posttrain.core.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def unclear_rows(dataset: Any, rows: int = 1000) -> bool | None:
     The first unambiguous one of up to `rows` rows decides; otherwise whole texts are trained. None for a stream, which
     is not read ahead.
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if not has_places(dataset):
         return None
     for i in range(min(rows, len(dataset))):
         row = dataset[i]

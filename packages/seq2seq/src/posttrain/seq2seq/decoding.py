@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import nn
 
 from posttrain.core.data.host_copies import host_copy, know, send
 from posttrain.seq2seq.decoder import DecoderWeights, Steps, Unsupported, read_decoder
-from posttrain.seq2seq.search import Search, beam, greedy
 
 logger = logging.getLogger(__name__)
 
@@ -164,3 +164,164 @@ class LeanGenerator:
 def _first_rows(values: torch.Tensor) -> torch.Tensor:
     copy = host_copy(values)
     return know(values[:TRIAL_ROWS], None if copy is None else copy[:TRIAL_ROWS])
+
+
+#: The score of excluded tokens, as in ``generate``.
+NEVER = -1.0e9
+#: Block size in which the scores of a row are compared.
+BLOCK = 64
+#: On a device, tokens between two looks at which rows have ended: each look waits for all that the device has to do.
+TOKENS_BETWEEN_LOOKS = 16
+
+
+def best_of_each_row(scores: torch.Tensor) -> torch.Tensor:
+    """``scores.argmax(-1)`` of (N, V), via the maxima of blocks, several times faster."""
+    rows, size = scores.shape
+    whole = size // BLOCK * BLOCK
+    if scores.device.type != "cpu" or whole < 2 * BLOCK:
+        return scores.argmax(-1)
+    blocks = scores[:, :whole].unflatten(1, (-1, BLOCK))
+    best = blocks.amax(-1).argmax(-1)
+    token = best * BLOCK + blocks[torch.arange(rows), best].argmax(-1)
+    if whole < size:
+        rest, place = scores[:, whole:].max(-1)
+        token = torch.where(rest > scores.gather(1, token[:, None])[:, 0], place + whole, token)
+    return token
+
+
+def top_of_each_row(scores: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``scores.topk(number)`` of (N, V): the top `number` lie in the `number` blocks with the largest maxima."""
+    rows, size = scores.shape
+    if scores.device.type != "cpu" or size % BLOCK or size // BLOCK < 4 * number:
+        return scores.topk(number)
+    blocks = scores.view(rows, -1, BLOCK)
+    _, chosen = blocks.amax(-1).topk(number)
+    values, place = blocks[torch.arange(rows)[:, None], chosen].flatten(1).topk(number)
+    return values, chosen.gather(1, place // BLOCK) * BLOCK + place % BLOCK
+
+
+@dataclass
+class Search:
+    """The options of a search, named as in ``GenerationConfig``. `fill` is what beams that ended are filled up with."""
+
+    start: int
+    pad: int
+    fill: int
+    eos: torch.Tensor
+    max_length: int
+    processors: Any
+    num_beams: int = 1
+    num_return_sequences: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+
+def looks(length: int, search: Search) -> bool:
+    """Whether the host looks at which rows have ended when they have `length` tokens: at the end, and now and then."""
+    between = 1 if search.eos.device.type == "cpu" else TOKENS_BETWEEN_LOOKS
+    return length == search.max_length or length % between == 0
+
+
+def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
+    """The most probable token at each step: (B, length of the longest row), rows that ended filled up with the pad
+    token.
+    """
+    device = search.eos.device
+    tokens = torch.full((batch, search.max_length), search.pad, dtype=torch.long, device=device)
+    tokens[:, 0] = search.start
+    live = torch.arange(batch, device=device)  # the row of `tokens` that each row of the steps is
+    unfinished = torch.ones(batch, dtype=torch.bool, device=device)
+    length, last = 1, tokens[:, 0]
+    longest = torch.ones(1, dtype=torch.long, device=device)  # tokens until the last row ended
+    while length < search.max_length:
+        scores = steps(last)
+        if search.processors:
+            scores = search.processors(tokens[live, :length], scores)
+        last = best_of_each_row(scores).where(unfinished, search.pad)
+        tokens[live, length] = last
+        length += 1
+        longest += unfinished.any()
+        unfinished = unfinished & ~torch.isin(last, search.eos)
+        if not looks(length, search):
+            continue
+        *goes_on, needed = torch.cat([unfinished, longest]).tolist()
+        rows = [row for row, goes in enumerate(goes_on) if goes]
+        if not rows:
+            return tokens[:, :needed]
+        if len(rows) <= 0.75 * len(live):
+            kept = send(torch.tensor(rows), device)
+            steps.keep(kept)
+            steps.reorder(kept)
+            live, last, unfinished = live[kept], last[kept], unfinished[kept]
+    return tokens[:, :length]
+
+
+def beam(steps: Steps, batch: int, search: Search) -> torch.Tensor:
+    """Beam search as ``generate`` has it: (B x num_return_sequences, length of the longest row).
+
+    A row leaves the batch when none of its running beams can still take the place of a finished one.
+    """
+    device, beams, limit, returned = search.eos.device, search.num_beams, search.max_length, search.num_return_sequences
+    candidates = max(2, 1 + len(search.eos)) * beams
+    among_first = torch.arange(candidates, device=device) < beams
+    live = torch.arange(batch, device=device)  # the row of the result that each row below is
+    running = torch.full((batch, beams, limit), search.fill, device=device)
+    running[:, :, 0] = search.start
+    running_scores = torch.full((batch, beams), NEVER, device=device)
+    running_scores[:, 0] = 0  # all beams are the same at first: only one of them counts
+    best, lengths = running.clone(), torch.ones(batch, beams, dtype=torch.long, device=device)
+    scores = torch.full((batch, beams), NEVER, device=device)
+    done = torch.zeros(batch, beams, dtype=torch.bool, device=device)
+    is_open = torch.ones(batch, dtype=torch.bool, device=device)
+    found, found_lengths = best[:, :returned].clone(), lengths[:, :returned].clone()
+    logps = torch.empty(0)
+    for size in range(1, limit):
+        logits = steps(running[:, :, size - 1].flatten())
+        logps = logps if logps.shape == logits.shape else torch.empty_like(logits)
+        given = torch.log_softmax(logits, -1, out=logps)
+        if search.processors:
+            given = search.processors(running[:, :, :size].flatten(0, 1), given)
+        totals = given.view(len(live), beams, -1).add_(running_scores[:, :, None])
+        top, index = top_of_each_row(totals.flatten(1), candidates)
+        parent, token = index // totals.shape[-1], index % totals.shape[-1]
+        extended = _pick(running, parent)
+        extended[:, :, size] = token
+        stops = torch.isin(token, search.eos) if size + 1 < limit else torch.ones_like(token, dtype=torch.bool)
+
+        going = top + stops * NEVER
+        choice = going.topk(beams)[1]
+        running, running_scores, parent = _pick(extended, choice), _pick(going, choice), _pick(parent, choice)
+
+        finished = stops & among_first
+        shut = ~finished | ~is_open[:, None]
+        merged = torch.cat([scores, top / size**search.length_penalty + shut * NEVER], 1)
+        choice = merged.topk(beams)[1]
+        best, scores = _pick(torch.cat([best, extended], 1), choice), _pick(merged, choice)
+        lengths = _pick(torch.cat([lengths, torch.full_like(token, size + 1)], 1), choice)
+        done = _pick(torch.cat([done, finished], 1), choice)
+
+        # What the best running beam could still reach, against the worst finished one.
+        reach = limit - 1 if search.early_stopping == "never" and search.length_penalty > 0 else size
+        worst = torch.where(done, scores.min(1, keepdim=True)[0], NEVER)
+        is_open = is_open & (running_scores[:, :1] / reach**search.length_penalty > worst).any(1)
+        if search.early_stopping is True:
+            is_open = is_open & ~done.all(1)
+        is_open = is_open & ~stops.all()
+        rows = torch.arange(len(live), device=device)
+        if looks(size + 1, search):
+            left = [row for row, goes in enumerate(is_open.tolist()) if goes]
+            if len(left) <= 0.75 * len(live):
+                found[live], found_lengths[live] = best[:, :returned], lengths[:, :returned]
+                if not left:
+                    break
+                rows = send(torch.tensor(left), device)
+                steps.keep(rows)
+                parts = (live, running, running_scores, best, lengths, scores, done, is_open)
+                live, running, running_scores, best, lengths, scores, done, is_open = (part[rows] for part in parts)
+        steps.reorder((parent[rows] + rows[:, None] * beams).flatten())
+    return found.flatten(0, 1)[:, : int(found_lengths.max())]
+
+
+def _pick(values: torch.Tensor, beams: torch.Tensor) -> torch.Tensor:
+    """Of (B, K, ...) the beams (B, k) of each row: (B, k, ...)."""
+    return torch.take_along_dim(values, beams if values.ndim == 2 else beams[:, :, None], 1)

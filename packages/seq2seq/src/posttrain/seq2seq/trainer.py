@@ -166,7 +166,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
         return known if stock and self.compute_loss_func is None else super().id_limits()
 
     def _usual_collator(self) -> Callable[[list[Any]], Any]:
-        if generate.is_encoder_decoder(self.model):
+        if wrapping.is_encoder_decoder(self.model):
             return DataCollatorForSeq2Seq(self.text_tokenizer, model=wrapping.base_model(self.model))
         parts = self.eval_dataset if self.train_dataset is None else self.train_dataset
         unclear = unclear_rows(next(iter(parts.values())) if isinstance(parts, dict) else parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from posttrain.cli.source import sets_for
+from posttrain.cli.source import sets_for, train
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
@@ -18,25 +18,8 @@ def run(run: Run) -> None:
     """
     from posttrain.sft.trainer import SFTTrainer
 
-    config, model = with_weights(run), run.model
-    train_rows, eval_rows = sets_for(run)
-    extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
-    # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
-    resume = {"true": True, "false": None}.get(
-        str(config.resume_from_checkpoint).lower(), config.resume_from_checkpoint
-    )
-    trainer = SFTTrainer(
-        model=model.model_name_or_path,
-        args=dataclasses.replace(
-            config, model_init_kwargs=model.model_init_kwargs() | extra, resume_from_checkpoint=None
-        ),
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        peft_config=model.peft_config(),
-        quantization_config=model.quantization_config(),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
+    run = dataclasses.replace(run, config=with_weights(run))
+    train(run, SFTTrainer, *sets_for(run))
 
 
 def with_weights(run: Run) -> Any:

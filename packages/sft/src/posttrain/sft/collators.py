@@ -103,11 +103,6 @@ class SFTCollator:
 NAME = "DataCollatorForLanguageModeling"  # of ours, of transformers and of trl
 
 
-def adds_nothing(data_collator: Any) -> bool:
-    """Whether `data_collator` only pads rows and copies their tokens to labels, as scripts often pass it."""
-    return type(data_collator).__name__ == NAME and not getattr(data_collator, "mlm", False)
-
-
 def mixes_texts(args: Any, data_collator: Any) -> str | None:
     """The argument that puts several texts into a row, whose borders `data_collator` would leave out; None: neither."""
     if not any(kind.__name__ == NAME for kind in type(data_collator).__mro__):
@@ -117,7 +112,9 @@ def mixes_texts(args: Any, data_collator: Any) -> str | None:
 
 def collator_problems(args: Any, data_collator: Any) -> Iterator[str]:
     """That a collator of your own for rows of one text each would leave out where documents begin."""
-    if (name := mixes_texts(args, data_collator)) and not adds_nothing(data_collator):
+    # The one that scripts often pass only pads rows and copies their tokens to labels.
+    adds_nothing = type(data_collator).__name__ == NAME and not getattr(data_collator, "mlm", False)
+    if (name := mixes_texts(args, data_collator)) and not adds_nothing:
         yield (
             f"{name}=True puts several texts into a row, and {type(data_collator).__name__} makes batches without "
             f"their borders. Leave data_collator out, for the trainer's own keeps them; or set {name}=False"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import TrainingArguments
 from posttrain.core.data import accelerator
 from posttrain.core.data.pipeline import is_filler
@@ -24,7 +24,7 @@ from posttrain.core.losses.logits import cross_entropy, dynamic_weights
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.gradient_checkpointing import checkpointing_problem
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training import preflight
 from posttrain.core.training.preflight import Parts, Problem
@@ -39,10 +39,9 @@ from posttrain.lm.loss.language_modeling import group_sums
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
-from posttrain.sft.dataset import check_ready, prepare_sets, shuffled
+from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, shuffled
 from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
 from posttrain.sft.packing import refuse_leaks
-from posttrain.sft.report import DataReport
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
 from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
 
@@ -233,7 +232,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """As the core's; of rows with images, the tokens that their images become are counted too."""
-        columns = getattr(dataset, "column_names", None) or (dataset[0] if len(dataset) else ())
+        columns = columns_of(dataset) or (dataset[0] if len(dataset) else ())
         if self._image_rows is None or self.args.length_column_name in columns:
             return super().row_lengths(dataset)
         return row_lengths(dataset, self._image_rows)
@@ -276,8 +275,8 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model that is no causal language model."""
         base = base_model(model)
-        config, name = getattr(base, "config", None), type(base).__name__
-        if config is None or getattr(config, "is_encoder_decoder", False) or loading.has_other_head(base):
+        config, name = config_of(base), type(base).__name__
+        if config is None or is_encoder_decoder(base) or loading.has_other_head(base):
             raise TypeError(
                 f"model is a {name}; SFTTrainer trains causal language models, as AutoModelForCausalLM loads them. Use "
                 "posttrain.core.Trainer for other models."

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import xxhash
 
-from posttrain.core import hub
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.checkpoint.blocks import cores
 from posttrain.core.checkpoint.codec import read_json
@@ -30,7 +29,9 @@ from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
+from posttrain.core.hub import card
 from posttrain.core.models import wrapping
+from posttrain.core.models.wrapping import base_name
 from posttrain.core.state import strict
 
 logger = logging.getLogger(__name__)
@@ -84,12 +85,12 @@ class RunRecordCallback(TrainerCallback):
         if not state.is_world_process_zero or model is None:
             return
         base = wrapping.base_model(model)
-        hub.write_model_card(
+        card.write_model_card(
             args.output_dir,
             log_history=state.log_history,
-            base_model=base_name(base),
-            method=hub.method_of(args),
-            hyperparameters=hub.hyperparameters(args, args.world_size, model),
+            base_model=base_name(base) or None,
+            method=card.method_of(args),
+            hyperparameters=card.hyperparameters(args, args.world_size, model),
             library_name="peft" if wrapping.is_peft_model(model) else "transformers",
             tags=getattr(base, "model_tags", None),
             best_step=state.best_global_step if args.load_best_model_at_end else None,
@@ -147,7 +148,7 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
         "arguments": json.loads(args.to_json_string()),
         "changed": changed(args),
         "model": None if model is None else of_model(model),
-        "adapter": hub.adapter_arguments(model),
+        "adapter": card.adapter_arguments(model),
         "data": of_rows(rows),
         "code": code(_folder_of_program()),
         "packages": packages(),
@@ -237,15 +238,10 @@ def of_model(model: torch.nn.Module) -> dict[str, Any]:
     parameters = list(model.parameters())
     return {
         "class": type(model).__name__,
-        "name": base_name(model),
+        "name": base_name(model) or None,
         "parameters": sharding.count(parameters),
         "trained": sharding.count(parameter for parameter in parameters if parameter.requires_grad),
     }
-
-
-def base_name(model: torch.nn.Module) -> str | None:
-    """The name under which `model` was loaded."""
-    return getattr(getattr(model, "config", None), "_name_or_path", None) or None
 
 
 def of_rows(rows: Any) -> dict[str, Any]:

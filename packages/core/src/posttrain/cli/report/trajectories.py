@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.report.columns import aligned
+from posttrain.core.logging.terminal import aligned
 from posttrain.lm.generate.trajectories import Trajectory, read
 
 PAGE = "trajectories.html"

@@ -54,7 +54,8 @@ class LiveBytes(TorchDispatchMode):
         if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
             found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
         elif func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):  # as if it kept everything
-            found = func(args[0], [self._everywhere(index) if _is_mask(index) else index for index in args[1]])
+            everything = (one.new_empty(one.numel(), dtype=torch.long) if _is_mask(one) else one for one in args[1])
+            found = func(args[0], [*everything])
         elif func is aten._grouped_mm.default:  # torch knows the shape of its result in bfloat16 alone
             ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
             found = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
@@ -96,9 +97,6 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self.paused = False
-
-    def _everywhere(self, mask: torch.Tensor) -> torch.Tensor:
-        return mask.new_empty(mask.numel(), dtype=torch.long)
 
     def add(self, tree: Any) -> int:
         """Count the tensors in `tree` that are not counted yet; returns the bytes on the device."""

@@ -87,13 +87,6 @@ class Mesh:
         settings = None if self.division is None else self.division.settings
         return settings is not None and settings.cpu_offload
 
-    @property
-    def has_several(self) -> bool:
-        """Whether some weights are divided over other processes than others."""
-        return self.division is not None and (
-            self.division.experts > 1 or "tp" in (self.division.mesh.mesh_dim_names or ())
-        )
-
 
 def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
     """How a run with `args` would divide a model with this `config` over the processes of this context. Made without
@@ -183,7 +176,10 @@ def even_routes(mesh: Mesh) -> Iterator[None]:
 
 def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """A step of `optimizer`, as training makes it."""
-    tensor_parallel.step(optimizer) if mesh.has_several else optimizer.step()
+    found = mesh.division
+    # Some weights are divided over other processes than others.
+    several = found is not None and (found.experts > 1 or "tp" in (found.mesh.mesh_dim_names or ()))
+    tensor_parallel.step(optimizer) if several else optimizer.step()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -276,7 +276,9 @@ def _measure(
         with live.on_host() if mesh.offloads else contextlib.nullcontext():
             memory_mesh.step(optimizer, mesh)
     state = _state_bytes(optimizer)
-    saved = sum(m.weight.nbytes - int(m.weight.numel() * _quantized_rate(run.model)) for m in quantized)
+    bits = "load_in_8bit" if run.model.load_in_8bit else "load_in_4bit"
+    rate = QUANTIZED["use_bnb_nested_quant" if bits == "load_in_4bit" and run.model.use_bnb_nested_quant else bits]
+    saved = sum(m.weight.nbytes - int(m.weight.numel() * rate) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
     reference = held if work.reference and not wrapping.is_peft_model(model) else 0
     average = 0 if args.ema_decay is None else sum(4 * local(parameter).numel() for parameter in trained)
@@ -357,7 +359,10 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": getattr(run.config, "trust_remote_code", False)}
     if options.attn_implementation:
         kwargs["attn_implementation"] = options.attn_implementation
-    make = work.make or getattr(transformers, _class_of(config, run, work)).from_config
+    auto_class = work.auto_class
+    if auto_class == loading.READING[0]:
+        auto_class = loading.whole_class(config, auto_class, run.model.model_name_or_path)
+    make = work.make or getattr(transformers, auto_class).from_config
     model: Any = make(config, **kwargs).train()
     slices = memory_mesh.cp_size(run.config) > 1  # their own attention
     if model.config._attn_implementation == "sdpa" and not slices and not getattr(config, "is_encoder_decoder", False):
@@ -375,12 +380,6 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     if getattr(run.config, "disable_dropout", False):
         regularization.disable_dropout(model)
     return model, quantized
-
-
-def _class_of(config: Any, run: Run, work: Workload) -> str:
-    if work.auto_class != loading.READING[0]:
-        return work.auto_class
-    return loading.whole_class(config, work.auto_class, run.model.model_name_or_path)
 
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int, int]:
@@ -446,12 +445,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
         local(tensor).nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor)
     )
-
-
-def _quantized_rate(options: Any) -> float:
-    if options.load_in_8bit:
-        return QUANTIZED["load_in_8bit"]
-    return QUANTIZED["use_bnb_nested_quant" if options.use_bnb_nested_quant else "load_in_4bit"]
 
 
 def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:

@@ -98,13 +98,12 @@ def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Choice]:
         rows = workload(run).rows * cards // peers
         try:
             changed = with_changes(run, changes)
-            yield Choice(name, rows, _differing(run, changes), measure(changed, workload(changed)))
+            differing = {
+                key: new for key, new in changes.items() if (new or None) != (getattr(run.config, key) or None)
+            }
+            yield Choice(name, rows, differing, measure(changed, workload(changed)))
         except ConfigError as error:
             yield Choice(name, rows, changes, problem=error.problems[0])
-
-
-def _differing(run: Run, changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if (value or None) != (getattr(run.config, name) or None)}
 
 
 def _ways(config: Any, cards: int) -> Iterator[tuple[str, dict[str, int]]]:

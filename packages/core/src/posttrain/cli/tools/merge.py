@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,8 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_encoder_decoder
 from posttrain.lm.loading import loading
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
 
@@ -139,7 +136,8 @@ def merge(
         raise CheckpointError(
             f"The adapter in {adapter} does not name the model it was trained on. Name it: --base MODEL"
         )
-    tokenizer = loading.load_tokenizer(_holder_of_tokenizer(adapter, base), trust_remote_code)
+    holder = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
+    tokenizer = loading.load_tokenizer(holder, trust_remote_code)
     options = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
     _refuse_quantized(base, options, trust_remote_code)
     options = {
@@ -155,7 +153,8 @@ def merge(
     expected = _logits(adapted, batch)
     merged = adapted.merge_and_unload(safe_merge=True).to(getattr(torch, dtype))
     _untie_if_different(merged)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=_made(folder.parent)))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         merged.save_pretrained(str(beside))
         tokenizer.save_pretrained(str(beside))
@@ -221,10 +220,6 @@ def _labels(adapter: Path, config: Any) -> dict[str, int]:
     return {"num_labels": heads[0]} if heads else {}
 
 
-def _holder_of_tokenizer(adapter: Path, base: str) -> str:
-    return str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
-
-
 def _refuse_quantized(base: str, options: dict[str, Any], trust_remote_code: bool) -> None:
     from transformers import AutoConfig
 
@@ -257,7 +252,7 @@ def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:
     }
     rows = tokenizer(list(PROBE), **options)
     batch = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
-    if getattr(model.config, "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         batch["decoder_input_ids"] = rows["input_ids"]
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # a classifier looks for the last real token by it
@@ -279,8 +274,3 @@ def _untie_if_different(model: PretrainedModel) -> None:
     embedding = model.get_input_embeddings()
     if head.weight is not embedding.weight and not torch.equal(head.weight, embedding.weight):
         model.config.tie_word_embeddings = config.tie_word_embeddings = False
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 from posttrain.cli import parse
-from posttrain.cli.report.columns import aligned
 from posttrain.core.errors import CheckpointError, ConfigError, did_you_mean
+from posttrain.core.logging.terminal import aligned
 
 HELP = """posttrain new                 list the recipes
 posttrain new NAME [FOLDER]   write one into FOLDER [default: NAME]

@@ -12,10 +12,10 @@ from typing import Any
 
 from posttrain.cli import parse
 from posttrain.cli.method import of_words
-from posttrain.cli.report.columns import aligned
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError, NonFiniteError, require
+from posttrain.core.logging.terminal import aligned
 from posttrain.core.registry import Method
 
 USAGE = """usage: posttrain sweep [<method>] run.yaml ... [--n_trials N] [--name value ...]
@@ -231,15 +231,14 @@ def _own_values(sweep: Sweep, first: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, values in sweep.space.items():
         value = known.get(name)
-        fits = value in values if isinstance(values, list) else _is_within(value, values)
+        if isinstance(values, list):
+            fits = value in values
+        else:
+            fits = isinstance(value, (int, float)) and values["low"] <= value <= values["high"]
         if not fits:
             return {}
         found[name] = value
     return found
-
-
-def _is_within(value: Any, values: dict[str, Any]) -> bool:
-    return isinstance(value, (int, float)) and values["low"] <= value <= values["high"]
 
 
 def _of(folder: Path, trial: Any) -> Path:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from posttrain.core.errors import CheckpointError
 FORMAT, VERSION = "posttrain-tree", 1
 
 # The dtypes of every safetensors reader. Other dtypes are stored as bytes, with the name in the JSON.
-_NATIVE = {
+NATIVE = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,14 +40,9 @@ _NATIVE = {
     torch.bool: "BOOL",
 }
 
-_DTYPES = {name: dtype for dtype, name in _NATIVE.items()}
+_DTYPES = {name: dtype for dtype, name in NATIVE.items()}
 READERS = 4
 """Threads that read a file: more than one keep a disk busy."""
-
-
-def are_native(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether every safetensors reader supports the dtypes of `tensors`."""
-    return all(tensor.dtype in _NATIVE for tensor in tensors.values())
 
 
 def save_tree(tree: Any, stem: str | Path) -> None:
@@ -150,7 +144,7 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
     offset = 0
     for name in names:
         end = offset + tensors[name].numel() * tensors[name].element_size()
-        shape, dtype = list(tensors[name].shape), _NATIVE[tensors[name].dtype]
+        shape, dtype = list(tensors[name].shape), NATIVE[tensors[name].dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -232,7 +226,7 @@ class _Encoder:
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        native = tensor.dtype in _NATIVE
+        native = tensor.dtype in NATIVE
         name = self._names.get(view) if tensor.numel() else None
         if name is None:
             name = self._names[view] = self._new_name(path)

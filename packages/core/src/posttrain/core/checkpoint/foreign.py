@@ -168,11 +168,10 @@ def load_schedule(saved: dict[str, Any], lr_scheduler: Any) -> None:
     own = lr_scheduler.state_dict()
     if strange := (set(saved) ^ set(own)) - _OF_A_SCHEDULE:
         raise _Misfit(f"it is not a {type(lr_scheduler).__name__}, going by {', '.join(sorted(strange))}")
-    lr_scheduler.load_state_dict({name: saved.get(name, own[name]) for name in own} | _curves(own))
-
-
-def _curves(own: dict[str, Any]) -> dict[str, Any]:
-    return {"lr_lambdas": own["lr_lambdas"]} if "lr_lambdas" in own else {}
+    lr_scheduler.load_state_dict(
+        {name: saved.get(name, own[name]) for name in own}
+        | ({"lr_lambdas": own["lr_lambdas"]} if "lr_lambdas" in own else {})
+    )
 
 
 def random_numbers(saved: dict[str, Any]) -> dict[str, Any]:

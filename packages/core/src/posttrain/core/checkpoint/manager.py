@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from posttrain.core.checkpoint import asked_for, check_space, codec, elastic, foreign, sharded, weights
+from posttrain.core.checkpoint import codec, elastic, foreign, sharded, weights
+from posttrain.core.checkpoint.arguments import asked_for
+from posttrain.core.checkpoint.disk import check_space
 from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest, run_of
 from posttrain.core.checkpoint.store import Store, number_of
 from posttrain.core.checkpoint.transaction import Outcome, Saver
@@ -75,7 +77,7 @@ class CheckpointManager:
 
     Args:
         args: `CheckpointArguments` with seeds and timeouts; see `TrainingArguments`.
-        dist: the processes, `posttrain.core.distributed.Distributed`.
+        dist: the processes, `posttrain.core.distributed.strategies.Distributed`.
 
     Attributes:
         run: the id of the run, in the manifest of each of its checkpoints.
@@ -184,10 +186,6 @@ class CheckpointManager:
         """The step of a save whose outcome `settle` has not given yet."""
         return self.saver.pending
 
-    def is_first_save(self, model: nn.Module) -> bool:
-        """Whether `model` is being written, whole, for the first time in this run; of adapters `write` itself knows."""
-        return self.saved_step is None and not self.args.save_async and not wrapping.is_peft_model(model)
-
     def save(self, state: TrainerState, contents: Contents, write: Callable[[Path], None]) -> None:
         """Save at this optimizer step; `settle` gives the outcome.
 
@@ -287,7 +285,8 @@ class CheckpointManager:
     def _write_model(self, directory: Path, model: nn.Module, save_model: Any, save_beside: Any) -> None:
         """The weights: as ``from_pretrained`` reads them, or of each process its part."""
         is_peft = wrapping.is_peft_model(model)
-        if self.dist.saves_in_parts and not is_peft:
+        sharding = self.dist.sharding
+        if sharding is not None and sharding.state_dict_type == "sharded" and not is_peft:
             stem = sharded.stem(weights.PARTS, self.dist.process_index, self.dist.num_processes)
             codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
             if self.dist.is_main:
@@ -344,11 +343,6 @@ class CheckpointManager:
         if self.should_save:
             work()
         self.dist.meet("the process of each machine that writes")
-
-
-def has_training_state(checkpoint: Path) -> bool:
-    """Whether `checkpoint` holds an optimizer that can be read, and not the weights alone."""
-    return any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine"))
 
 
 def _name(part: str, value: Any) -> str:

@@ -174,7 +174,7 @@ class Store:
         there = [] if remote is None else remote.whole()
         names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: number_of(Path(name)))
         manifests = {name: self._manifest(name, there) for name in names}
-        run = _last_run(manifests.values())
+        run = run_of(max(manifests.values(), key=lambda manifest: manifest.get("written", 0), default={}))
         for name in reversed(names):
             path, manifest = self.output_dir / name, manifests[name]
             if manifest and run_of(manifest) != run:
@@ -251,10 +251,6 @@ class Store:
             return [f"It could not be downloaded from {remote} ({type(error).__name__}: {redact(str(error))})."]
         finally:
             self.abort(temp)
-
-    def is_remote(self, path: str | Path) -> bool:
-        """Whether the remote place has a whole checkpoint of the name of `path`."""
-        return self.remote is not None and Path(path).name in self.remote.whole()
 
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
         """The problems of the checkpoint at `path`, a sentence each; empty if it is intact.
@@ -398,7 +394,9 @@ class Store:
             except OSError as error:
                 logger.warning("%s could not be deleted (%s); it stays.", path, error)
                 continue
-            self._remove_later(trash)
+            # File systems take 0.2 s for each GB that is deleted, for which no one must wait.
+            self._removals.append(threading.Thread(target=remove, args=(trash,), name="checkpoint-removal"))
+            self._removals[-1].start()
             removed.append(path)
         return removed
 
@@ -406,14 +404,6 @@ class Store:
         """Wait until the space of all deleted checkpoints is free."""
         while self._removals:
             self._removals.pop().join()
-
-    def _remove_later(self, hidden: Path) -> None:
-        """Delete what has no checkpoint's name any more: file systems take 0.2 s for each GB, for which no one must
-        wait.
-        """
-        thread = threading.Thread(target=remove, args=(hidden,), name="checkpoint-removal")
-        thread.start()
-        self._removals.append(thread)
 
     def clean(self) -> None:
         """Remove partly written and partly deleted checkpoints of dead runs.
@@ -442,10 +432,6 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
     os.listdir(folder)
     checkpoints = Store(folder).checkpoints()
     return str(checkpoints[-1]) if checkpoints else None
-
-
-def _last_run(manifests: Iterable[dict[str, Any]]) -> str | None:
-    return run_of(max(manifests, key=lambda manifest: manifest.get("written", 0), default={}))
 
 
 def number_of(path: Path) -> int:

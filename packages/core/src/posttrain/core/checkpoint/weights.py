@@ -83,7 +83,7 @@ def files(
 def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
     """Write `tensors` as one safetensors file: by the codec, which hashes it and can write later, if it has their
     types."""
-    if codec.are_native(tensors):
+    if all(tensor.dtype in codec.NATIVE for tensor in tensors.values()):
         codec.write_tensors(tensors, path, metadata)
     else:
         _save_file(tensors, path, metadata)

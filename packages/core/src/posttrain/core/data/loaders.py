@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posttrain.core.data import pipeline, workers
 
-
-class Owner(Protocol):
-    """A trainer, as `Loaders` sees it."""
-
-    args: Any
-    dist: Any
-    data_collator: Any
-    data_seed: int
-    id_limits: Callable[[], dict[str, int]]
-    row_lengths: Callable[[Any], list[int]]
-    without_unused_columns: Callable[[Any, Any, str | None], tuple[Any, Any]]
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 
 class Loaders:
@@ -30,7 +21,7 @@ class Loaders:
         kept: ``{key: (dataset, loader)}``.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trainer) -> None:
         self.owner = owner
         self.kept: dict[str, tuple[Any, pipeline.Loader]] = {}
 

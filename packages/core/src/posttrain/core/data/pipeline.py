@@ -18,7 +18,7 @@ from posttrain.core.config import opt
 from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs
+from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs, transforms_rows
 from posttrain.core.data.samplers import has_length as has_length
 from posttrain.core.data.samplers import is_stream as is_stream
 from posttrain.core.data.samplers import make_train_sampler as make_train_sampler
@@ -227,7 +227,7 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
         place |= {"rank": 0, "world_size": 1}
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         logger.info("Batches of the given %s are taken as they come; resuming reads them again.", type(loader).__name__)
-        adopted = Loader(_Batches(loader), batch_size=None, collate_fn=_unchanged, **place)
+        adopted = Loader(_Batches(loader), batch_size=None, collate_fn=unchanged, **place)
         adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
         return adopted
     place |= {
@@ -269,7 +269,8 @@ class _Batches(IterableDataset[Any]):
         return len(self.loader)
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """The collator of what is a batch already, such as prompts as a list of rows."""
     return batch
 
 
@@ -347,9 +348,7 @@ def signature_columns(forward: Callable[..., Any]) -> list[str]:
 
 def can_drop_columns(dataset: Any) -> bool:
     """Whether columns can be dropped from `dataset` itself: a `datasets.Dataset` that transforms no rows."""
-    layout = getattr(dataset, "format", None)
-    transforms = isinstance(layout, dict) and layout.get("type") == "custom"
-    return hasattr(dataset, "remove_columns") and not is_stream(dataset) and not transforms
+    return hasattr(dataset, "remove_columns") and not is_stream(dataset) and not transforms_rows(dataset)
 
 
 def keep_columns(

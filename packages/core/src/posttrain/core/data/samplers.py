@@ -206,7 +206,7 @@ def make_train_sampler(
 
 def row_lengths(dataset: Any, length_column_name: str = "length", main_input: str = "input_ids") -> list[int]:
     """The length of each row, from its column or from `main_input`, for which every row is read."""
-    columns = getattr(dataset, "column_names", None) or []
+    columns = columns_of(dataset)
     if length_column_name in columns:
         return [int(length) for length in dataset[length_column_name]]
     if main_input in columns:
@@ -228,6 +228,22 @@ def has_length(data: Any) -> bool:
         return len(data) is not None
     except (TypeError, NotImplementedError, AttributeError):
         return False
+
+
+def has_places(dataset: Any) -> bool:
+    """Whether `dataset` gives its rows by their place, and says how many they are."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """The columns that `dataset` names; empty where it names none."""
+    return getattr(dataset, "column_names", None) or []
+
+
+def transforms_rows(dataset: Any) -> bool:
+    """Whether a `datasets.Dataset` computes its rows as they are read, by ``set_transform``."""
+    layout = getattr(dataset, "format", None)
+    return isinstance(layout, dict) and layout.get("type") == "custom"
 
 
 def is_stream(dataset: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from posttrain.core.distributed.environment import is_true, world_size
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.wrapping import config_of
+from posttrain.core.models.wrapping import config_of, text_config
 
 # The allowed optimizers of a configuration, and the argument that matches each of their values.
 OPTIMIZERS = ("adam", "adamw")
@@ -144,7 +144,7 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
     config: Any = None if model is None else config_of(model)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     width = getattr(text, "hidden_size", None)
     if width is None:
         return

@@ -22,6 +22,7 @@ from torch import nn
 
 from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece, load_from_main
+from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of
 
 #: The styles of transformers' plans: of a module of experts, and of a parameter of which each process keeps some.
@@ -100,7 +101,7 @@ def plan_of(base: Any) -> dict[str, str]:
 def problem_of(base: nn.Module, size: int) -> str | None:
     """Why the experts of `base` cannot be divided over `size` processes, as a sentence; None if they can."""
     name = type(base).__name__
-    if getattr(base, "is_quantized", False):
+    if is_quantized(base):
         return f"ep_size={size}: {name} is quantized, and its experts cannot be divided here. Load it in bfloat16."
     if not getattr(base, "ep_plan", None):
         return (

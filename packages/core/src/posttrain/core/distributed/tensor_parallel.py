@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core.distributed import expert_parallel
 from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece
+from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part
 
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
@@ -139,7 +140,7 @@ class _SumGradient(torch.autograd.Function):
 def problem_of(base: nn.Module, size: int) -> str | None:
     """Why the matrices of `base` cannot be split over `size` processes, as a sentence; None if they can."""
     name, config = type(base).__name__, config_of(base)
-    if getattr(base, "is_quantized", False):
+    if is_quantized(base):
         return f"tp_size={size}: {name} is quantized, and its matrices cannot be split here. Load it in bfloat16."
     if config is None or not getattr(base, "tp_plan", None):
         return f"tp_size={size}: {name} has no plan for splitting its matrices. Set tp_size=1, and shard it by fsdp."

@@ -482,8 +482,3 @@ def weights_kept(model: torch.nn.Module) -> Iterator[None]:
             parameter.data = data
         for module, name, value in buffers:
             module._buffers[name] = value
-
-
-def reading_order(loader: Any) -> np.ndarray | None:
-    """The dataset's row of each row of `loader`, if its sampler requires the original order of results."""
-    return getattr(getattr(loader, "sampler", None), "rows_to_restore", None)

@@ -332,7 +332,7 @@ def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
     """A clock for training `model`.
 
     Args:
-        dist: `posttrain.core.distributed.Distributed`: its device, precision and number of processes are read.
+        dist: `posttrain.core.distributed.strategies.Distributed`: device, precision, number of processes.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dist.precision)
     dtype = dtype or next((parameter.dtype for parameter in model.parameters()), torch.float32)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 #: How many numbers of a record a line shows.
@@ -88,7 +88,8 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
     texts = {name: f"{v:.4g}" if isinstance(v := record[name], float) else str(v) for name in names}
     texts = {name: f"{name} {v if len(v) <= max_length else v[:max_length] + '...'}" for name, v in texts.items()}
     chosen: list[str] = []
-    room = _width() - len("(99 more in log.jsonl)")
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000  # unlimited for a file
+    room = columns - len("(99 more in log.jsonl)")
     for name in sorted(names, key=_distance)[:SHOWN]:
         room -= len(texts[name]) + 2
         if room < 0 and chosen:
@@ -117,11 +118,6 @@ def summary(logs: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _width() -> int:
-    """Columns of the terminal; unlimited for a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-
-
 def _distance(name: str) -> int:
     """How far a number is from what the run is for."""
     if name.endswith(("loss", "epoch")):
@@ -129,3 +125,11 @@ def _distance(name: str) -> int:
     if any(part in name for part in ("entropy", "std", "num_")):
         return 3
     return 1 if "/" not in name else 2 if "rewards/" in name else 4
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A line for each of the `rows`, of which there is at least one, with their cells below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, config_of, text_config
 
 PAD_CANDIDATES = (
     "<|pad|>",
@@ -57,7 +57,7 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
     tokenizer = tokenizer_of(processing_class)
     if config is None or not hasattr(tokenizer, "eos_token_id"):
         return {}
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     changed = {}
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         token = getattr(tokenizer, name, None)

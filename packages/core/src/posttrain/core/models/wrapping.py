@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
+else:
+    PretrainedModel = nn.Module
+
 
 def unwrap(model: nn.Module) -> PretrainedModel:
     """`model` without the wrappers of torch.compile, DDP, FSDP and DeepSpeed; adapters stay."""
@@ -51,6 +54,16 @@ def config_of(model: nn.Module) -> Any:
     return getattr(base_model(model), "config", None)
 
 
+def text_config(config: Any) -> Any:
+    """What `config` says of the part that reads text; `config` itself where a model has no other."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def base_name(model: nn.Module) -> str:
+    """The name under which `model` was loaded; empty where it was made."""
+    return getattr(config_of(model), "_name_or_path", None) or ""
+
+
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether `model` reads with an encoder and writes with a decoder."""
     return bool(getattr(config_of(model), "is_encoder_decoder", False))
@@ -69,6 +82,12 @@ def adapters_of(model: nn.Module) -> dict[str, Any]:
 def local_part(tensor: Any) -> Any:
     """What this process holds of `tensor`: its shard of a `DTensor`, all of any other."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def body_of(model: nn.Module) -> Any:
+    """The part of a model of transformers that has its layers, without the head."""
+    base = base_model(model)
+    return getattr(base, "base_model", base)
 
 
 def text_part(base: PretrainedModel) -> PretrainedModel:

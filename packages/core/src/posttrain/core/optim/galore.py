@@ -97,7 +97,9 @@ class GaLore(torch.optim.Optimizer):
         ]
         super().step()
         for parameter, group, weights, grad, saved in projected:
-            update = _project_back(parameter.data, saved["left"], saved["right"])
+            left, right, update = saved["left"], saved["right"], parameter.data
+            update = update if left is None else left @ update
+            update = update if right is None else update @ right
             weights.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=group["scale"])
             parameter.data, parameter.grad = weights, grad
             self.state[parameter].update(saved)
@@ -120,11 +122,6 @@ class GaLore(torch.optim.Optimizer):
         parameter.data = torch.zeros_like(low_rank, dtype=weights.dtype)
         parameter.grad = low_rank.contiguous()
         return weights, grad, saved
-
-
-def _project_back(matrix: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
-    matrix = matrix if left is None else left @ matrix
-    return matrix if right is None else matrix @ right
 
 
 @cache

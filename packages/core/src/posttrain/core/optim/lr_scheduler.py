@@ -381,16 +381,12 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
 class TokenLR(LambdaLR):
     """A curve over the tokens that a run has read; its ``last_epoch`` is their number, and saved as such."""
 
-    def step_to(self, tokens: int) -> None:
-        """Set the learning rate of the step after `tokens` input tokens."""
-        self.last_epoch = tokens - 1
-        self.step()
-
 
 def step(scheduler: Any, tokens: int) -> None:
     """Move `scheduler` on after an optimizer step, with which `tokens` input tokens were read since the beginning."""
     if isinstance(scheduler, TokenLR):
-        scheduler.step_to(tokens)
+        scheduler.last_epoch = tokens - 1
+        scheduler.step()
     elif not follows_a_metric(scheduler):
         scheduler.step()
 

@@ -51,11 +51,6 @@ def make(args: Any, optimizer: Optimizer, num_training_steps: int) -> LRSchedule
         return lr_scheduler.build(name, optimizer, warmup, num_training_steps, **options)
     length = int(args.max_tokens) if math.isfinite(args.max_tokens) else 0  # 0: of a curve that needs none
     options = lr_scheduler.in_tokens(options)
-    return lr_scheduler.build(
-        name, optimizer, _warmup_tokens(args, length), length, scheduler_class=lr_scheduler.TokenLR, **options
-    )
-
-
-def _warmup_tokens(args: Any, length: int) -> int:
     given = args.warmup_steps
-    return int(durations.parse(given).value) if isinstance(given, str) else math.ceil(length * given)
+    warmup = int(durations.parse(given).value) if isinstance(given, str) else math.ceil(length * given)
+    return lr_scheduler.build(name, optimizer, warmup, length, scheduler_class=lr_scheduler.TokenLR, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,14 +13,16 @@ from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging.metrics import speed_metrics
 from posttrain.core.state import EvalLoopOutput
-from posttrain.core.training.owner import Owner
 from posttrain.core.training.preemption import EvaluationLeft
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 
 class Evaluator:
     """Runs the evaluations and predictions of the trainer that owns it."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trainer) -> None:
         self.owner = owner
 
     def timed(
@@ -92,7 +94,7 @@ class Evaluator:
                 num_batches=len(loader) if pipeline.has_length(loader) else None,
                 accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
-                order=eval_loop.reading_order(loader),
+                order=getattr(getattr(loader, "sampler", None), "rows_to_restore", None),
                 fill=owner.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None

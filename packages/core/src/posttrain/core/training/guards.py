@@ -1,37 +1,32 @@
-"""The guards of a run: what looks at each optimizer step before it is applied, and may leave it out."""
+"""The guards of a run: what looks at each optimizer step before it is applied, and may leave it out; and what runs it
+in smaller micro-batches where memory is short.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.core.logging import memory
 from posttrain.core.models import compiling
 from posttrain.core.training import loss_spikes, nonfinite, nonfinite_report, override_checks
 from posttrain.core.training.nonfinite import Update
-from posttrain.core.training.owner import Owner
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
-class Guard(Protocol):
-    """Looks at each optimizer step before it is applied."""
-
-    def may_step(self, optimizer: Any, update: Update, loss_scale: Callable[[], float] | None = None) -> bool:
-        """Whether `optimizer` may apply `update`.
-
-        Args:
-            loss_scale: returns the scale of an active loss scaler.
-        """
-
-    def settle(self) -> Any:
-        """Check all steps that were applied unchecked: before a log record, an evaluation or a checkpoint."""
-
-    def logged(self) -> dict[str, int]:
-        """Counts since the last call, of a record."""
+#: What looks at each optimizer step before it is applied.
+Guard = nonfinite.FiniteGuard | loss_spikes.SpikeWatch
 
 
-def make(owner: Owner) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | None]:
+def make(owner: Trainer) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | None]:
     """(the guard against steps that are not finite, that against spikes of the loss where `on_loss_spike` asks)."""
     args, dist, policy = owner.args, owner.dist, owner.args.on_nonfinite
     if policy == "stop" and dist.scaler is None and nonfinite.has_float16(owner.model):
@@ -51,20 +46,21 @@ def make(owner: Owner) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | 
     return finite, loss_spikes.watch(args, total, dist.world_size, report.named)
 
 
-def rows_of(owner: Owner, epoch: int, number: int) -> list[int] | None:
+def rows_of(owner: Trainer, epoch: int, number: int) -> list[int] | None:
     """Indices of the dataset in micro-batch `number` of `epoch`; None where batches are made in some other way."""
     if not all(override_checks.is_from(owner, method, "Trainer") for method in ("windows", "get_batch_samples")):
         return None
     return owner.run.loader.rows_of(epoch, number)
 
 
-def find_fault(owner: Owner, update: Update) -> str | None:
+def find_fault(owner: Trainer, update: Update) -> str | None:
     """Where the numbers of `update` go bad, found by running it again; nothing of that is kept."""
     objective, run = owner.scaling.objective, owner.run
 
     def again(batch: Any) -> torch.Tensor:
         if not owner.scaling.steps_in_backward:
-            return owner.training_step(*(owner.model, batch, update.num_items)[: run.step_takes])
+            given: Any = owner.model, batch, update.num_items
+            return owner.training_step(*given[: run.step_takes])
         with torch.no_grad(), owner.compute_loss_context_manager():
             inputs = owner.prepare_inputs(batch)
             return objective(owner.compute_loss, owner.model, inputs, update.num_items)[0]
@@ -76,3 +72,87 @@ def find_fault(owner: Owner, update: Update) -> str | None:
         apart.callback(objective.take_terms)
         apart.callback(setattr, run, "num_items", before)
         return nonfinite_report.find_fault(update, owner.model, run.parameters, again)
+
+
+class BatchSplitter:
+    """Runs accumulation windows, and splits their micro-batches from the first one on that does not fit into memory.
+
+    The optimizer step stays the same, since a loss is a mean over its accumulation window however that is split.
+
+    Args:
+        batch_size: rows of a micro-batch of the loader, on each process.
+        accumulation: micro-batches of a window, as configured.
+
+    Attributes:
+        cuts: how many times each micro-batch is halved; saved in checkpoints.
+        origins: for each micro-batch of the last window, which one of the loader's it is a part of; None: itself.
+    """
+
+    def __init__(self, batch_size: int, accumulation: int) -> None:
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.cuts = 0
+        self.origins: list[int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch as it is now."""
+        return -(-self.batch_size // 2**self.cuts)
+
+    def run(
+        self,
+        window: list[Any],
+        step: int,
+        attempt: Callable[[list[Any]], list[torch.Tensor]],
+        checkpoint: Callable[[], Callable[[], None]],
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """(micro-batches, their shares of the loss) of `window`, in as many micro-batches as it takes.
+
+        Args:
+            step: number of the optimizer step, for messages.
+            attempt: runs forward and backward of micro-batches.
+            checkpoint: called once before the first attempt; what it returns undoes an attempt that failed.
+
+        Raises:
+            torch.OutOfMemoryError: a micro-batch that does not fit cannot be split.
+        """
+        self.origins = None
+        for _ in range(self.cuts):
+            window = self._halved(window, step, None)
+        undo = checkpoint()
+        while True:
+            try:
+                return window, attempt(window)
+            except Exception as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no memory'}"
+            # Outside of the handler: the error's traceback would keep alive the tensors that are to be freed.
+            undo()
+            window = self._halved(window, step, failure)
+            self.cuts += 1
+            logger.warning(
+                f"auto_find_batch_size: step {step} did not fit into memory ({failure}). From here on each micro-batch "
+                f"is split into {2**self.cuts}: at most {self.rows} rows, and {len(window)} micro-batches in this "
+                f"optimizer step, whose result stays the same. Set per_device_train_batch_size={self.rows} and "
+                f"gradient_accumulation_steps={self.accumulation * 2**self.cuts} to start like this."
+            )
+
+    def _halved(self, window: list[Any], step: int, failure: str | None) -> list[Any]:
+        """Each micro-batch of `window` in two halves. Without a `failure`, one that cannot be split stays whole."""
+        parts: list[Any] = []
+        origins: list[int] = []
+        for batch, origin in zip(window, self.origins or range(len(window)), strict=True):
+            try:
+                parts += memory.halves(batch)
+                origins += [origin, origin]
+            except ValueError as reason:
+                if failure is None:
+                    parts.append(batch)
+                    origins.append(origin)
+                    continue
+                raise torch.OutOfMemoryError(
+                    f"auto_find_batch_size: step {step} did not fit into memory ({failure}), and {reason}. Set "
+                    "gradient_checkpointing=True, shorter rows, or a smaller model."
+                ) from None
+        self.origins = origins
+        return parts

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -20,11 +20,13 @@ from posttrain.core.models import compiling, regularization, special_tokens
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerControl, TrainerState
 from posttrain.core.training import allocator, nonfinite, preemption, resume
-from posttrain.core.training.owner import Owner
 from posttrain.core.training.plan import Plan, check_intervals, number_of_saves
 from posttrain.core.training.record import Record
 from posttrain.core.training.run import Run
 from posttrain.core.training.scaling import Scaling
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ NOT_MADE: Any = None
 
 
 def set_up(
-    owner: Owner, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any, ignore_keys: list[str] | None
+    owner: Trainer, plan: Plan, loader: Any, checkpoint: Path | None, trial: Any, ignore_keys: list[str] | None
 ) -> Run:
     """Make the model, optimizer and state of a run, or load them from `checkpoint`."""
     args, handler = owner.args, owner.callback_handler
@@ -75,7 +77,7 @@ def set_up(
     return run
 
 
-def find_owners(owner: Owner) -> None:
+def find_owners(owner: Trainer) -> None:
     """Find out which of optimizer and schedule the user has set: those are used as they are."""
     owner._owns_optimizer = owner.optimizer is None or owner.optimizer is owner._made_optimizer
     owner._owns_scheduler = owner.lr_scheduler is None or owner.lr_scheduler is owner._made_scheduler
@@ -87,7 +89,7 @@ def find_owners(owner: Owner) -> None:
         )
 
 
-def _drop_model(owner: Owner) -> None:
+def _drop_model(owner: Trainer) -> None:
     """Drop the model and optimizer of an earlier run before the next is made: two need not fit at once."""
     handler = owner.callback_handler
     owner.model = owner.model_wrapped = handler.model = NOT_MADE
@@ -96,7 +98,7 @@ def _drop_model(owner: Owner) -> None:
         owner.optimizer = handler.optimizer = NOT_MADE
 
 
-def _make_optimizer_and_scheduler(owner: Owner, num_training_steps: int) -> None:
+def _make_optimizer_and_scheduler(owner: Trainer, num_training_steps: int) -> None:
     """The optimizer and the schedule of this run: the user's, or new ones."""
     if owner._owns_scheduler:
         owner.lr_scheduler = None
@@ -110,7 +112,7 @@ def _make_optimizer_and_scheduler(owner: Owner, num_training_steps: int) -> None
     owner._made_scheduler = owner.lr_scheduler if owner._owns_scheduler else None
 
 
-def new_state(owner: Owner) -> TrainerState:
+def new_state(owner: Trainer) -> TrainerState:
     """The state of a run that begins."""
     return TrainerState(
         is_local_process_zero=owner.dist.is_local_main,
@@ -119,7 +121,7 @@ def new_state(owner: Owner) -> TrainerState:
     )
 
 
-def new_record(owner: Owner, clock: Clock | None = None) -> None:
+def new_record(owner: Trainer, clock: Clock | None = None) -> None:
     """Let the trainer log into a new record."""
     pad_token_id = getattr(owner.processing_class, "pad_token_id", None)
     owner.record = Record(owner.args, owner.dist, clock, pad_token_id)

@@ -416,11 +416,6 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
     return trace.forward or (trace.lowest if loss else None) or itself or trace.backward or trace.lowest
 
 
-def spoilt_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that hold NaN, such as running statistics: skipping optimizer steps does not repair them."""
-    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and bool(buffer.isnan().any())]
-
-
 def _hook(trace: _Trace, name: str) -> Callable[..., None]:
     def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         trace.saw_output(name, module, (args, kwargs), output)

@@ -61,7 +61,9 @@ class Reporter:
         text = nonfinite.describe(update, self.policy, late)
         text += f" It is {name_batches(update, functools.partial(self._rows_of, update.epoch))}"
         text += f" on rank {self.rank}." if self.world_size > 1 else "."
-        spoilt = [] if stops else nonfinite.spoilt_buffers(self.model)
+        # Skipping optimizer steps does not repair buffers with NaN, such as running statistics.
+        buffers = {} if stops else dict(self.model.named_buffers())
+        spoilt = [name for name, one in buffers.items() if one.is_floating_point() and bool(one.isnan().any())]
         if not update.lacks_labels and (is_first or stops):
             saved = self._save(update)
             where = self._find(update)

@@ -45,7 +45,9 @@ class PreflightError(ConfigError):
     def of(cls, where: str, problems: Iterable[Problem]) -> PreflightError:
         """The error that holds `problems`."""
         found = list(problems)
-        sentences = dict.fromkeys(_sentence(problem) for problem in found)
+        sentences = dict.fromkeys(
+            "; ".join(one.problems) if isinstance(one, ConfigError) else str(one) or type(one).__name__ for one in found
+        )
         kinds = dict.fromkeys(type(problem) for problem in found if isinstance(problem, Exception))
         # Not types with their own fields, such as OSError: Python cannot combine two of them.
         plain = [kind for kind in kinds if kind.__basicsize__ <= cls.__basicsize__ and not issubclass(cls, kind)]
@@ -56,12 +58,6 @@ class PreflightError(ConfigError):
 
     def __reduce__(self):
         return PreflightError, (self.where, self.problems)
-
-
-def _sentence(problem: Problem) -> str:
-    """`problem` as one line of a list."""
-    text = str(problem) or type(problem).__name__
-    return "; ".join(problem.problems) if isinstance(problem, ConfigError) else text
 
 
 @dataclass
@@ -228,12 +224,6 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
                 f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of optimizer "
                 f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
-
-
-def no_dataset_problems(parts: Parts) -> Iterator[ValueError]:
-    """Problem: there is nothing to train or to evaluate on."""
-    if parts.train_dataset is None and parts.eval_dataset is None:
-        yield ValueError("`train_dataset` is required: pass one, or an eval_dataset to evaluate alone.")
 
 
 def named_sets(eval_dataset: Any) -> dict[str, Any]:

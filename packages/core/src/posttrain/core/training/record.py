@@ -22,7 +22,7 @@ class Record:
 
     Args:
         args: the arguments of the run.
-        dist: the processes, `posttrain.core.distributed.Distributed`.
+        dist: the processes, `posttrain.core.distributed.strategies.Distributed`.
         clock: where the seconds of the run go; one is made where it is left out.
         pad_token_id: marks padding where a batch has no attention mask; None: only the mask does.
 

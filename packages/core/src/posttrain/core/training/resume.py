@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import SequentialSampler
 
-from posttrain.core.checkpoint import elastic, manager, sharded
+from posttrain.core.checkpoint import elastic, sharded
 from posttrain.core.checkpoint.foreign import Taken
 from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
 from posttrain.core.data import pipeline
@@ -175,12 +175,15 @@ def resume(run: Run, checkpoint: Path) -> None:
     for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
         setattr(state, name, getattr(fresh, name))
     if (best := state.best_model_checkpoint) is not None:
-        is_there = owner.dist.on_main(lambda: Path(best).is_dir() or owner.store.is_remote(best))
+        remote = owner.store.remote
+        is_there = owner.dist.on_main(
+            lambda: Path(best).is_dir() or (remote is not None and Path(best).name in remote.whole())
+        )
         drop_missing_best(state, args.metric_for_best_model, is_there)
     if args.restore_callback_states_from_checkpoint:
         owner.callback_handler.restore(state.stateful_callbacks)
     options = argument_changes.group_options(owner.optimizer)
-    if not manager.has_training_state(checkpoint):
+    if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):  # the weights alone
         taken = saved.read_foreign(checkpoint, owner.saving.contents())
         changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
         argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,11 +21,12 @@ from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
 from posttrain.core.training import ema, guards, nonfinite, override_checks, preemption
 from posttrain.core.training.ema import EMA
-from posttrain.core.training.guards import Guard
+from posttrain.core.training.guards import BatchSplitter, Guard
 from posttrain.core.training.loss_spikes import SpikeWatch
-from posttrain.core.training.oom import BatchSplitter
-from posttrain.core.training.owner import Owner
 from posttrain.core.training.plan import Plan, Progress
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Run:
         window_size: micro-batches of the accumulation window, while they are trained; else 0.
     """
 
-    owner: Owner
+    owner: Trainer
     plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))
     loader: Any = None
     trial: Any = None
@@ -97,7 +98,7 @@ class Run:
     _total_rows: int | None = None
 
     @classmethod
-    def make(cls, owner: Owner, plan: Plan, loader: Any, trial: Any, ignore_keys: list[str] | None) -> Run:
+    def make(cls, owner: Trainer, plan: Plan, loader: Any, trial: Any, ignore_keys: list[str] | None) -> Run:
         """A run of `owner`, whose model and optimizer are there, over `loader`."""
         args, dist, rows = owner.args, owner.dist, owner.train_batch_size
         limit = preemption.seconds(args.max_time) if args.max_time else None
@@ -247,7 +248,8 @@ class Run:
 
     def _end_epoch(self) -> None:
         owner, progress, is_over = self.owner, self.progress, self.is_over
-        has_rest = self.is_inside_epoch and not owner.control.should_epoch_stop
+        length = self.plan.batches_per_epoch  # None: not known, and more is assumed to come
+        has_rest = (length is None or progress.batches < length) and not owner.control.should_epoch_stop
         # Stopped by a callback, or at the end of the run: a resumed one trains the rest of the epoch.
         is_left, is_cut = has_rest and owner.control.should_training_stop and not is_over, has_rest and is_over
         if progress.batches == 0 and not is_over and not owner.control.should_training_stop:
@@ -272,12 +274,6 @@ class Run:
         self.agree()
         if is_left and owner.control.should_save:
             self._save_inside_epoch()
-
-    @property
-    def is_inside_epoch(self) -> bool:
-        """Whether micro-batches of the epoch are left; so it is assumed of data without a known length."""
-        length = self.plan.batches_per_epoch
-        return length is None or self.progress.batches < length
 
     def _save_inside_epoch(self) -> None:
         """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,9 @@ from posttrain.core.checkpoint.manager import Contents
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
-from posttrain.core.training.owner import Owner
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Saving:
     """Writes checkpoints and models of the trainer that owns it."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trainer) -> None:
         self.owner = owner
 
     # ---- checkpoints ----
@@ -167,7 +169,7 @@ class Saving:
         """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
-        check, should_save = bool(args.check_saved_model) and not of_checkpoint, args.should_save
+        check, should_save = bool(args.check_saved_model) and not of_checkpoint, owner.checkpoints.should_save
         alone = dist.num_processes == 1 or check or args.save_on_each_node or writes_itself
         if not alone and shares.save(model, directory, dist, args.max_shard_size):
             if should_save:
@@ -179,7 +181,8 @@ class Saving:
             if check:
                 reload.check(model, directory, whole, logits=dist.cp_size == 1)
             elif args.check_saved_model is None and not writes_itself and whole is None:
-                if not of_checkpoint or owner.checkpoints.is_first_save(model):
+                is_first = owner.checkpoints.saved_step is None and not args.save_async
+                if not of_checkpoint or (is_first and not wrapping.is_peft_model(model)):
                     reload.check_if_cheap(model, directory, logits=not of_checkpoint and dist.cp_size == 1)
 
     def write(self, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from posttrain.core.losses import normalization, scale_check
 from posttrain.core.training import override_checks
-from posttrain.core.training.owner import Owner
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class Scaling:
         steps_in_backward: the optimizer changes the weights during the backward pass.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trainer) -> None:
         self.owner, mixed = owner, owner.loss_is_scaled_for_ga == "mixed"
         self.objective = normalization.Objective(owner.compute_loss, mixed or declared_mean(owner), own_count=mixed)
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
@@ -66,7 +68,7 @@ class Scaling:
         return None
 
 
-def declared_mean(owner: Owner) -> bool | None:
+def declared_mean(owner: Trainer) -> bool | None:
     """Whether `compute_loss` is declared to return a mean; None: not declared. What our trainers know of their own
     losses does not hold for a method that replaced them."""
     scaled = owner.loss_is_scaled_for_ga

@@ -27,7 +27,7 @@ from torch import nn
 
 from posttrain.core.data.host_copies import host_copy, send
 from posttrain.core.distributed.collectives import WHOLE_ROWS, whole_rows
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, body_of
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, in_one_type, piece_by_piece
 from posttrain.lm.attention.segments import Segments
@@ -59,7 +59,7 @@ def enable(model: nn.Module, group: Any) -> None:
     Raises:
         ValueError: for a problem from `problem_of`.
     """
-    body = _body(model)
+    body = body_of(model)
     if body in _SLICING:
         return
     if problem := problem_of(model):
@@ -72,7 +72,7 @@ def enable(model: nn.Module, group: Any) -> None:
 
 def problem_of(model: nn.Module) -> str | None:
     """Why the rows of `model` cannot be cut into slices, as a sentence; None if they can."""
-    base, body = base_model(model), _body(model)
+    base, body = base_model(model), body_of(model)
     name = type(base).__name__
     if body is base:
         return f"{name} has no body apart from its head, whose rows could be cut."
@@ -86,7 +86,7 @@ def problem_of(model: nn.Module) -> str | None:
 def head_reads_slices(model: nn.Module) -> Iterator[_Slicing | None]:
     """Within this context the head of `model` is given the hidden states of this process's slice, if it computes
     slices: ``.current`` then says which."""
-    slicing = _SLICING.get(_body(model))
+    slicing = _SLICING.get(body_of(model))
     if slicing is None:
         yield None
         return
@@ -95,12 +95,6 @@ def head_reads_slices(model: nn.Module) -> Iterator[_Slicing | None]:
         yield slicing
     finally:
         slicing.head_reads_slices = False
-
-
-def _body(model: nn.Module) -> Any:
-    """The part of a model of transformers that has its layers, without the head."""
-    base = base_model(model)
-    return getattr(base, "base_model", base)
 
 
 def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.trainable import is_quantized
+from posttrain.core.models.wrapping import base_model, config_of
 
 
 def reads_boundaries(model: nn.Module) -> bool:
@@ -21,7 +22,7 @@ def reads_boundaries(model: nn.Module) -> bool:
 def precision_problem(model: nn.Module, precision: str) -> str | None:
     """Why `model` cannot run in `precision` ("no", "bf16" or "fp16", of autocast), as a sentence; None if it can."""
     base = base_model(model)
-    if precision != "no" or not _is_flash(model) or getattr(base, "is_quantized", False):
+    if precision != "no" or not _is_flash(model) or is_quantized(base):
         return None
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in base.parameters()):
         return None
@@ -36,7 +37,7 @@ def precision_problem(model: nn.Module, precision: str) -> str | None:
 def plain_attention(model: nn.Module) -> Iterator[None]:
     """Within this context `model` does not use flash attention."""
     base = base_model(model)
-    before = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    before = getattr(config_of(base), "_attn_implementation", None)
     if not _is_flash(model):
         yield
         return
@@ -48,5 +49,5 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _is_flash(model: nn.Module) -> bool:
-    config = getattr(base_model(model), "config", None)
+    config = config_of(model)
     return "flash" in (getattr(config, "_attn_implementation", None) or "")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
 
 
 class Known(NamedTuple):
@@ -50,10 +50,10 @@ def announce_masks(model: nn.Module) -> None:
     The results do not change. Nothing is done to models that are not of transformers. May be called again.
     """
     base = base_model(model)
-    if not hasattr(base, "set_attn_implementation") or getattr(base, "config", None) is None:
+    if not hasattr(base, "set_attn_implementation") or config_of(base) is None:
         return
     parts = {base}
-    if getattr(base.config, "is_encoder_decoder", False) and isinstance(base.get_encoder(), nn.Module):
+    if is_encoder_decoder(base) and isinstance(base.get_encoder(), nn.Module):
         parts.add(base.get_encoder())
     for part in parts:
         if _enter not in part._forward_pre_hooks.values():

@@ -17,24 +17,21 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.core.models.trainable import is_quantized
+from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
 from posttrain.lm.attention.block_mask import block_mask
 from posttrain.lm.attention.document_kernels import bounds_of, document_kernel
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, shared_positions
-from posttrain.lm.loading.quantization import is_quantized
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 # ---------------------------------------------------------------------------------------- how a model is made to use it
 
@@ -71,7 +68,7 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None, shar
     """
     base = base_model(model)
     name = type(base).__name__
-    config = getattr(base, "config", None)
+    config = config_of(base)
     if config is None or not hasattr(base, "set_attn_implementation"):
         return f"{name} is no model of transformers, whose attention can be replaced."
     if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:

@@ -15,7 +15,7 @@ from posttrain.core.errors import DataError, require
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, base_name, is_encoder_decoder, unwrap
 from posttrain.lm.generate import samples
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, described, has_images, read_images
 from posttrain.lm.images.vision import Shown, VisionProcessor, join_tensors, place_images
@@ -90,8 +90,7 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[Prompt], generation_c
         options = {"generation_config": copy.copy(generation_config)}
         options["generation_config"].pad_token_id = pad
     out = model.generate(input_ids=ids, attention_mask=mask, **inputs, **options)
-    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return tokenizer.batch_decode(out[:, 1 if has_encoder else width :], skip_special_tokens=True)
+    return tokenizer.batch_decode(out[:, 1 if is_encoder_decoder(model) else width :], skip_special_tokens=True)
 
 
 def _first(dataset: Any, number: int | None) -> list[Any]:
@@ -223,11 +222,7 @@ class WeaveCallback(_Answers):
         answers = self.answer()
         if not state.is_world_process_zero:
             return
-        name = (
-            self.model_name
-            or getattr(getattr(unwrap(self.trainer.model), "config", None), "_name_or_path", "")
-            or "model"
-        )
+        name = self.model_name or base_name(self.trainer.model) or "model"
         if self.scorers:
             self._evaluate(name, state.global_step, answers)
             return

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +21,11 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.data.samplers import EpochSampler, is_stream
+from posttrain.core.data.samplers import EpochSampler, is_stream, transforms_rows
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import unwrap
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
+from posttrain.core.models.wrapping import PretrainedModel, is_encoder_decoder, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +150,6 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
         pad_token_id: not counted in labels, like -100; None if the id does not identify padding.
     """
     columns = getattr(dataset, "column_names", None)
-    layout = getattr(dataset, "format", None)
     if is_stream(dataset):
         return None
     if isinstance(dataset, (list, tuple)):
@@ -162,7 +158,7 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
         read: Callable[[str], Any] = lambda name: [row.get(name) for row in dataset]  # noqa: E731
         columns = list(dataset[0])
     elif isinstance(columns, list) and hasattr(dataset, "__getitem__") and main_input in columns:
-        if isinstance(layout, dict) and layout.get("type") == "custom":
+        if transforms_rows(dataset):
             return None
         read = dataset.__getitem__
     else:
@@ -236,11 +232,6 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
     return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
 
 
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether `model` has an encoder, so that its output excludes the input."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
 def padding_id(processing_class: Any, model: nn.Module) -> int:
     """The padding of generated rows: the pad token, or else the eos token.
 
@@ -301,7 +292,9 @@ def predict_batch(
         prompts, labels = split_prompts(inputs, pad_token_id)
         tokens = whole.generate(**prompts, **({"pad_token_id": pad_token_id} | generate_options))
         return loss, tokens[:, prompts["input_ids"].shape[1] :], labels
-    if labels is not None and _made_of_labels(inputs.get("decoder_input_ids"), labels):
+    begun = inputs.get("decoder_input_ids")
+    # A collator shifted the labels into them: generation must not begin with the answer.
+    if labels is not None and begun is not None and begun.shape == labels.shape:
         inputs = {name: inputs[name] for name in inputs if name not in ("decoder_input_ids", "decoder_attention_mask")}
     inputs = {name: value for name, value in inputs.items() if name not in label_names}
     if encoded is None:
@@ -310,11 +303,6 @@ def predict_batch(
     if tokens is None:
         tokens = whole.generate(**inputs, encoder_outputs=copy.copy(encoded), **generate_options)
     return loss, tokens, labels
-
-
-def _made_of_labels(decoder_input_ids: Any, labels: torch.Tensor) -> bool:
-    """Whether a collator shifted the labels into the decoder's inputs: generation must not begin with the answer."""
-    return decoder_input_ids is not None and decoder_input_ids.shape == labels.shape
 
 
 def encode(model: PretrainedModel, inputs: Mapping[str, Any]) -> Any:

@@ -194,7 +194,7 @@ class GeneratesText(Trainer):
             self.text_tokenizer,
             number,
             main_input=self.main_input,
-            encodes=generate.is_encoder_decoder(self.model),
+            encodes=wrapping.is_encoder_decoder(self.model),
         )
         if self.generated_samples:
             shown = generate.table(self.generated_samples)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import send
-from posttrain.core.models.wrapping import base_model
+from posttrain.lm.images.image_positions import seeing_part
 
 #: Inputs of videos, which have an encoding of their own.
 OF_VIDEOS = re.compile("video|second_per_grid")
@@ -63,9 +63,7 @@ def features_once(model: nn.Module, copies: ImageCopies | None, inputs: Mapping[
     if copies is None or not copies.entries:
         yield dict(inputs)
         return
-    owner: Any = base_model(model)
-    while hasattr(getattr(owner, "model", None), "get_image_features"):
-        owner = owner.model
+    owner = seeing_part(model)
     encode = owner.get_image_features
     names = list(inspect.signature(encode).parameters)
     once = {name: inputs[name] for name in OF_EACH_ROW if name in inputs}

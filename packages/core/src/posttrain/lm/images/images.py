@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from posttrain.core.config import opt
+from posttrain.core.data.samplers import has_places, transforms_rows
 from posttrain.core.errors import DataError, require
 
 #: Columns of a row that hold its images.
@@ -284,7 +285,7 @@ def has_images(dataset: Any) -> bool:
         return any(isinstance(row, Mapping) and _has_images(row) for row in dataset[:ROWS_LOOKED_AT])
     columns = getattr(dataset, "column_names", None)
     first: Any = None
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+    if has_places(dataset) and len(dataset):
         first = next(iter(_text_columns(dataset)), None) if hasattr(dataset, "select_columns") else dataset[0]
     seen = {*IMAGE_COLUMNS, *VIDEO_COLUMNS}
     return bool(seen & set(columns or ())) or (isinstance(first, Mapping) and _has_images(first))
@@ -372,9 +373,7 @@ class NumberedRows(Dataset):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        layout = getattr(dataset, "format", None)
-        transforms = isinstance(layout, dict) and layout.get("type") == "custom"
-        self._stored = [] if transforms else stored_images(dataset)
+        self._stored = [] if transforms_rows(dataset) else stored_images(dataset)
         self._rest = dataset
         if self._stored:
             rest = [name for name in dataset.column_names if name not in self._stored]
@@ -397,7 +396,7 @@ class NumberedRows(Dataset):
 
 def numbered(dataset: Any) -> Any:
     """`dataset` as `NumberedRows`; a stream as it is."""
-    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping)
+    sized = has_places(dataset) and not isinstance(dataset, Mapping)
     return NumberedRows(dataset) if sized and not isinstance(dataset, NumberedRows) else dataset
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from posttrain.core.models.wrapping import PretrainedModel
 from posttrain.lm.loading.loading import load_tokenizer
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 
 def clone_chat_template(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import nn
 from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
-from posttrain.core.models.wrapping import base_model, unwrap
-from posttrain.lm.loading.quantization import asked_bits, is_quantized, quantization_kwargs, to_one_type
+from posttrain.core.models.trainable import is_quantized
+from posttrain.core.models.wrapping import base_name, unwrap
+from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, to_one_type
 
 ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -153,7 +153,7 @@ def load_tokenizer(
     import transformers
 
     if isinstance(source, nn.Module):
-        path = getattr(getattr(base_model(source), "config", None), "name_or_path", "")
+        path = base_name(source)
         if not path:
             raise ValueError(
                 f"This {type(unwrap(source)).__name__} was not loaded from a folder or the Hub, so there is no "
@@ -262,23 +262,3 @@ def _looks_local(path: str) -> bool:
 def has_other_head(model: nn.Module) -> bool:
     """Whether the head of `model`, by its class, gives no probabilities of next tokens: a classifier, BERT, ..."""
     return any(head in type(model).__name__ for head in ("Classification", "QuestionAnswering", "MaskedLM"))
-
-
-def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
-    """Whether `model_init` is called with the trial of a search."""
-    return any(
-        p.name == "trial" or (p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(model_init).parameters.values()
-    )
-
-
-def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
-    """A fresh model from `model_init`, called with the trial where it takes one.
-
-    Raises:
-        RuntimeError: it returned None.
-    """
-    model = model_init(trial) if takes_trial(model_init) else model_init()
-    if model is None:
-        raise RuntimeError("model_init returned None; it must return a model.")
-    return model

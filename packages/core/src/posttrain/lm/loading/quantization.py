@@ -8,16 +8,8 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import require
-from posttrain.core.models.wrapping import base_model
 
 BITS = ("load_in_4bit", "load_in_8bit")
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether the weights of the base are stored in quantized form."""
-    base = base_model(model)
-    marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    return any(getattr(base, mark, False) for mark in marks) or getattr(base, "hf_quantizer", None) is not None
 
 
 def to_one_type(model: nn.Module) -> nn.Module:

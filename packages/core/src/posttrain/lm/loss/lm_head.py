@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,8 +15,10 @@ from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed.collectives import whole_rows
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.losses.logits import shift_labels
-from posttrain.core.models.wrapping import base_model, has_virtual_tokens, output_embedding, unwrap
+from posttrain.core.models import wrapping
+from posttrain.core.models.wrapping import PretrainedModel, base_model, has_virtual_tokens, output_embedding, unwrap
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
@@ -24,9 +26,6 @@ from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_div
 from posttrain.lm.loss.language_modeling import labelled_places, linear_cross_entropy, token_logps
 from posttrain.lm.loss.tiles import product_dtype
 from posttrain.lm.loss.vocabulary_slices import Slice
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
@@ -152,8 +151,6 @@ def logps_in_head(
     *,
     shifted: bool = False,
     temperature: float = 1.0,
-    ignore_index: int = IGNORE_INDEX,
-    chunk_size: int = 256,
     return_entropy: bool = False,
     stats: tuple[str, ...] = (),
 ) -> Iterator[None]:
@@ -162,20 +159,17 @@ def logps_in_head(
     With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats. With S names of
     `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T).
     """
-    targets = labels if shifted else shift_labels(labels, ignore_index)
+    targets = labels if shifted else shift_labels(labels)
 
     def logps(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
-        aligned = _aligned(model, targets, hidden, ignore_index, part)
         weight, bias, of_vocabulary = head.own()
         scores = token_logps(
             hidden,
             weight,
-            aligned,
+            _aligned(model, targets, hidden, IGNORE_INDEX, part),
             bias=bias,
             part=of_vocabulary,
             temperature=temperature,
-            ignore_index=ignore_index,
-            chunk_size=chunk_size,
             softcap=head.softcap,
             scale=head.scale,
             return_entropy=return_entropy,
@@ -191,9 +185,7 @@ def logps_in_head(
 
 
 @contextlib.contextmanager
-def states_in_head(
-    model: nn.Module, labels: torch.Tensor, *, ignore_index: int = IGNORE_INDEX
-) -> Iterator[list[HeadStates]]:
+def states_in_head(model: nn.Module, labels: torch.Tensor) -> Iterator[list[HeadStates]]:
     """Within this context the model's head computes no logits. What they would come from is left in the list.
 
     Args:
@@ -203,8 +195,7 @@ def states_in_head(
     shares = _is_sharded(model)  # the weight is whole during the forward alone
 
     def keep(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _aligned(model, labels, hidden, ignore_index)
-        rows = labelled_places(aligned, ignore_index).to(hidden.device)
+        rows = labelled_places(_aligned(model, labels, hidden)).to(hidden.device)
         states = hidden.detach().reshape(-1, hidden.shape[-1])[rows]
         own = [None if part is None else part.detach() for part in (head.weight, head.bias)]
         weight, bias = (part.clone() if shares and part is not None else part for part in own)
@@ -217,13 +208,7 @@ def states_in_head(
 
 @contextlib.contextmanager
 def divergence_in_head(
-    model: nn.Module,
-    labels: torch.Tensor,
-    teacher: HeadStates | TopK,
-    measure: Measure,
-    *,
-    ignore_index: int = IGNORE_INDEX,
-    chunk_size: int = 256,
+    model: nn.Module, labels: torch.Tensor, teacher: HeadStates | TopK, measure: Measure, *, chunk_size: int = 256
 ) -> Iterator[None]:
     """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
     positions that have a label, with its graph; and the summed entropy in nats, detached. See
@@ -234,21 +219,9 @@ def divergence_in_head(
     """
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-        aligned = _aligned(model, labels, hidden, ignore_index)
-        options = {"ignore_index": ignore_index, "chunk_size": chunk_size}
-        return torch.stack(
-            linear_divergence(
-                hidden,
-                head.weight,
-                aligned,
-                teacher,
-                measure,
-                bias=head.bias,
-                softcap=head.softcap,
-                scale=head.scale,
-                **options,
-            )
-        )
+        compared = hidden, head.weight, _aligned(model, labels, hidden), teacher, measure
+        options: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
+        return torch.stack(linear_divergence(*compared, **options, chunk_size=chunk_size))
 
     with _head_replaced(model, loss):
         yield
@@ -295,7 +268,7 @@ def _aligned(
     model: nn.Module,
     targets: torch.Tensor,
     hidden: torch.Tensor,
-    ignore_index: int,
+    ignore_index: int = IGNORE_INDEX,
     part: RowSlice | None = None,
 ) -> torch.Tensor:
     """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs; of
@@ -434,10 +407,10 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
 
     ids = torch.tensor([[0, 1]], device=linear.weight.device)
     inputs = {"input_ids": ids}
-    if getattr(base.config, "is_encoder_decoder", False):
+    if wrapping.is_encoder_decoder(base):
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
-    body = getattr(base, "base_model", base)
+    body = wrapping.body_of(base)
     skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
     training = [module for module in base.modules() if module.training]
     handle = linear.register_forward_hook(put, prepend=True)
@@ -470,9 +443,7 @@ def _is_sharded(model: nn.Module) -> bool:
     """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
     parallelism."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or any(
-        hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in model.parameters()
-    )
+    return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -11,10 +11,9 @@ import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
@@ -31,6 +30,9 @@ from posttrain.rl.rewards.background import name_of
 from posttrain.rl.rewards.scoring import RewardArguments
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
+
+if TYPE_CHECKING:
+    from posttrain.rl.online.sampler import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -162,39 +164,6 @@ class Episode:
         schemas = tuple(dict(tool) if isinstance(tool, Mapping) else schema_of(tool) for tool in tools)
         reply = await self._recorder.reply(Request(history, schemas, max_tokens=max_tokens, stop=tuple(stop)))
         return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
-
-
-class Turns(Protocol):
-    """Turns of the policy that are written: `begin` takes ``(key, sample, how it is drawn)``."""
-
-    def __len__(self) -> int: ...
-
-    def begin(self, asked: Sequence[tuple[Any, Sample, Sampling]]) -> None: ...
-
-    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-        """Stop the turns of such keys: no one waits for them."""
-        ...
-
-    def step(self) -> list[tuple[Any, Sample]]:
-        """Write on: the keys and samples of turns that have ended."""
-        ...
-
-
-class Policy(Protocol):
-    """The engine and its weights, which write the turns of agents."""
-
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether several threads may call `turn` at a time."""
-        ...
-
-    def turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
-        """`samples` after one turn of the policy."""
-        ...
-
-    def open(self) -> AbstractContextManager[Turns]:
-        """A context in which turns are begun at any time, for this thread alone."""
-        ...
 
 
 Generate = Callable[[int, Sample, Sampling], Awaitable[Sample]]

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from posttrain.core.errors import DataError, did_you_mean
+from posttrain.core.models import wrapping
 from posttrain.lm.images.images import IMAGE_PARTS
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.process import RolloutProcess
@@ -264,7 +265,7 @@ def context_length(config: Any, engine: int | None = None) -> int | None:
     Args:
         engine: the limit of the engine that generates, where it has one of its own.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = wrapping.text_config(config)
     limits = [getattr(text, "max_position_embeddings", None), engine]
     return min((limit for limit in limits if limit and limit > 0), default=None)
 

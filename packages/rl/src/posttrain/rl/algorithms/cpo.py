@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
 from posttrain.rl.algorithms.dpo import alpha_score
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import opt
 from posttrain.core.training.plan import Plan
 from posttrain.rl.generation.protocol import shares_weights

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
+from posttrain.core.data.samplers import columns_of
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models.special_tokens import tokenizer_of
@@ -312,7 +313,7 @@ class KTOTrainer(PreferenceTrainer):
     def row_lengths(self, dataset: Any) -> list[int]:
         """Tokens of each row in both passes: with its own completion, and with the one that is lent to it."""
         own = super().row_lengths(dataset)
-        if "kl_ids" not in getattr(dataset, "column_names", ()):
+        if "kl_ids" not in columns_of(dataset):
             return own
         layout = self._shared, self.args.padding_free
         lent = read_lengths(dataset, ("prompt_ids", "kl_ids"), 1, *layout, self.args.max_length)
@@ -354,7 +355,7 @@ def _labels(dataset: Any) -> list[Any]:
     if isinstance(dataset, list):
         labels = [row.get("label") for row in dataset if isinstance(row, Mapping)]
         return [] if None in labels else labels
-    known = hasattr(dataset, "__len__") and "label" in (getattr(dataset, "column_names", None) or ())
+    known = hasattr(dataset, "__len__") and "label" in columns_of(dataset)
     return list(dataset["label"]) if known else []
 
 

@@ -23,7 +23,7 @@ from posttrain.rl.losses.policy_losses import of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
-from posttrain.rl.rewards.judges import JudgeReward, PairwiseJudge
+from posttrain.rl.rewards.scorers import JudgeReward, PairwiseJudge
 from posttrain.rl.rewards.scoring import Scores, functions_by_name
 from posttrain.rl.samples.samples import Sample
 
@@ -95,7 +95,7 @@ class OnlineDPOTrainer(RolloutTrainer):
     Args:
         ref_model: the reference; None: the weights that the model begins with.
         reward_funcs: as of `RolloutTrainer`; the sum of their rewards says which completion is better.
-        judge: says so instead, see `posttrain.rl.rewards.judges.PairwiseJudge`.
+        judge: says so instead, see `posttrain.rl.rewards.scorers.PairwiseJudge`.
 
     The other arguments are those of `RolloutTrainer`.
     """

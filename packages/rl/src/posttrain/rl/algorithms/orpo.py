@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer

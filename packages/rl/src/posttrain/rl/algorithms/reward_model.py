@@ -25,6 +25,7 @@ from torch import nn
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.data.collators import pad_rows
+from posttrain.core.data.samplers import columns_of
 from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
@@ -199,7 +200,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that gives no single number for a text."""
         base: Any = wrapping.base_model(model)
-        config: Any = getattr(base, "config", None)
+        config = wrapping.config_of(base)
         if getattr(config, "num_labels", 1) != 1 or "SequenceClassification" not in type(base).__name__:
             raise ValueError(
                 f"The model is a {type(base).__name__} with "
@@ -226,7 +227,7 @@ def _check_margins(dataset: Any, name: str) -> None:
         rows = [row for row in dataset if isinstance(row, Mapping)]
         margins = [row["margin"] for row in rows if "margin" in row]
         margins = margins if len(margins) == len(dataset) else []
-    elif "margin" in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "__len__"):
+    elif "margin" in columns_of(dataset) and hasattr(dataset, "__len__"):
         margins = dataset["margin"][:]
     else:
         return
@@ -241,7 +242,7 @@ def _check_margins(dataset: Any, name: str) -> None:
 
 def _with_prompt_ids(dataset: Any) -> Any:
     """Rows of tokens that hold each text whole, as `chosen_ids` and `rejected_ids`, with a prompt of no tokens."""
-    columns = getattr(dataset, "column_names", None) or ()
+    columns = columns_of(dataset)
     for name in ("{}_input_ids", "input_ids_{}"):
         earlier = {name.format(side): f"{side}_ids" for side in PAIR}
         if set(earlier) <= set(columns):

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
-from posttrain.compat.trainer_names import renamed_arguments
+from posttrain.compat.trainer_names import reads_from_arguments, renamed_arguments
 from posttrain.core.config import Resolved, opt
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.data import pipeline
 from posttrain.core.losses import normalization

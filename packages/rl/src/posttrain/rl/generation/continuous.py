@@ -9,22 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, filters
 from posttrain.rl.generation.transformers import cut, evaluating, is_float32, rope_limit
 from posttrain.rl.generation.weights import refuse_virtual_tokens
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 PAGE = 256  # tokens of a block of the cache, unless the settings say another number
 

@@ -11,18 +11,15 @@ What a model computes otherwise is not guessed from its name: `DecoderStep.of` l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import PretrainedModel, base_model
 from posttrain.lm.attention.padding_masks import has_other_hooks
 from posttrain.lm.attention.varlen_attention import layer_window
 from posttrain.rl.generation.transformers import FIXED_ROPE
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None"], torch.Tensor]
 

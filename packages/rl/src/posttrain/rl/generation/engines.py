@@ -1,21 +1,22 @@
-"""Selects the generation engine from a trainer's arguments."""
+"""Selects the generation engine from a trainer's arguments, and copies the policy for one that samples meanwhile."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.core.distributed.sharding import is_in_pieces
+from posttrain.core.models.wrapping import config_of, is_peft_model, unwrap
 from posttrain.lm.images.image_positions import ImageExample
-from posttrain.rl.generation.copied import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.generation.protocol import Generator, Sampling
+from posttrain.rl.generation.protocol import Completions, Generator, Sampling
 from posttrain.rl.generation.transformers import TransformersGenerator, rope_limit
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.T
     Args:
         settings: of the engine. lengths: (N,) tokens of each prompt. wrong: (N,) whether those of its completion are.
     """
-    config, short = getattr(base_model(model), "config", None), lengths < lengths.max()
+    config, short = config_of(model), lengths < lengths.max()
     if settings:
         return f"The cause may be generation_kwargs, which change logits: {', '.join(sorted(settings))}."
     if rope_limit(model) < math.inf:
@@ -95,9 +96,7 @@ def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.T
     if short.any() and wrong[short].any() and not wrong[~short].any():
         return "The cause may be padding: completions of the longest prompts are right, and those of others are not."
     if is_peft_model(model):
-        kinds = sorted(
-            {str(getattr(one.peft_type, "value", one.peft_type)) for one in unwrap(model).peft_config.values()}
-        )
+        kinds = sorted({one.peft_type for one in unwrap(model).peft_config.values()})
         return f"The cause may be the adapter ({', '.join(kinds)})."
     if hasattr(config, "output_router_logits"):
         return "The cause may be the routers, which choose other experts in sampling than in training."
@@ -171,3 +170,59 @@ def _vllm(args: Any, settings: dict[str, Any]) -> Generator:
     if args.bf16 or args.fp16:  # what the trainer computes in
         engine["dtype"] = "bfloat16" if args.bf16 else "float16"
     return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)
+
+
+class CopiedGenerator:
+    """A local engine with its own weights: a second copy of the model in memory.
+
+    Generation and training share the device, so this gains time where rewards, tools or environments are slow.
+
+    Args:
+        generator: generates with the model that it is given.
+    """
+
+    has_own_weights = True
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._copy: nn.Module | None = None
+
+    @torch.no_grad()
+    def sync_weights(self, model: nn.Module) -> None:
+        """Copy the weights.
+
+        Raises:
+            ValueError: the model is sharded.
+        """
+        model = unwrap(model)
+        if is_in_pieces(*model.parameters()):
+            raise ValueError(
+                "max_staleness above 0 generates with a copy of the weights, and this model is sharded over several "
+                "processes. Set use_vllm=True with vllm_mode='server', or max_staleness=0."
+            )
+        if self._copy is None:
+            gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+            for parameter, _ in gradients:
+                parameter.grad = None
+            self._copy = copy.deepcopy(model).requires_grad_(False).eval()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self.generator.sync_weights(self._copy)
+            return
+        for mine, theirs in zip(_tensors(self._copy), _tensors(model), strict=True):
+            mine.copy_(theirs, non_blocking=True)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """See `Generator.generate`."""
+        return self.generator.generate(prompts, n, sampling, seeds)
+
+    def steps(self) -> Any:
+        """See `posttrain.rl.generation.local.LocalGenerator.steps`."""
+        make = getattr(self.generator, "steps", None)
+        return None if make is None else make()
+
+
+def _tensors(model: nn.Module) -> list[Any]:
+    return [*model.parameters(), *model.buffers()]

@@ -18,19 +18,16 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, text_part
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.attention.varlen_attention import layer_window, segment_attention
 from posttrain.rl.generation.block import Block
 from posttrain.rl.generation.fixed_block import FixedBlock
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 IMPLEMENTATION = "posttrain_decoding"
 

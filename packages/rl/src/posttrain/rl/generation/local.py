@@ -12,13 +12,13 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem, tolerance
@@ -30,9 +30,6 @@ from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_lo
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
 from posttrain.rl.generation.routes import Routes
 from posttrain.rl.generation.transformers import TransformersGenerator, evaluating, rope_limit
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +129,7 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
         example: of a model that sees, what the prompts are made of. Without one, such a model has a problem.
     """
     base = base_model(model)
-    name, config = type(base).__name__, getattr(base, "config", None)
+    name, config = type(base).__name__, config_of(base)
     if config is None or not hasattr(base, "set_attn_implementation"):
         return f"{name} is no model of transformers, whose attention can be replaced."
     if getattr(base.generate, "__module__", "") != "transformers.generation.utils":

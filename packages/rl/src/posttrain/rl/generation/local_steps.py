@@ -158,7 +158,8 @@ class Call:
         self.lengths, self.finished = [0] * size, [False] * size
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(size, _vocabulary(model), dtype=torch.bool, device=self.device)
+            vocabulary = base_model(model).get_output_embeddings().weight.shape[0]
+            self.seen = torch.zeros(size, vocabulary, dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
         self.prompts_read = PromptsRead.of(model, prompts, images)
@@ -355,7 +356,3 @@ def read_prompts(
         options["logits_to_keep"] = last
     logits = model(**inputs, use_cache=False, decoding=decoding, **options).logits[0]
     return logits if options else logits[last]
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return base_model(model).get_output_embeddings().weight.shape[0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.distributed import is_in_pieces, whole
+from posttrain.core.distributed.sharding import is_in_pieces, whole
 from posttrain.core.models import wrapping
 from posttrain.rl.generation.server import Server
 from posttrain.rl.generation.transfer import everywhere, set_version, version_of
@@ -46,7 +46,7 @@ def is_servable(model: nn.Module, max_rank: int | None) -> bool:
         return False
     peft_model = wrapping.unwrap(model)
     (config, *others) = peft_model.peft_config.values()
-    if others or str(getattr(config.peft_type, "value", config.peft_type)) != "LORA" or config.r > max_rank:
+    if others or config.peft_type != "LORA" or config.r > max_rank:
         return False
     starts_plain = config.init_lora_weights in (
         True,

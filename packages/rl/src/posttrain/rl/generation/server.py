@@ -158,6 +158,7 @@ class Busy:
     def __init__(self, servers: Sequence[Server]) -> None:
         first = rank() % len(servers)  # processes begin at different ones
         self._load = dict.fromkeys([*servers[first:], *servers[:first]], 0)
+        self._number = len(servers)
         self._lock = threading.Lock()
 
     def add(self, server: Server) -> None:
@@ -175,10 +176,11 @@ class Busy:
         with self._lock:
             return list(self._load)
 
-    def writes_on(self, number: int) -> bool:
-        """Whether there are so many servers to ask, and one of them is writing."""
+    @property
+    def is_writing(self) -> bool:
+        """Whether completions are under way, and no server has been lost."""
         with self._lock:
-            return len(self._load) == number and any(self._load.values())
+            return len(self._load) == self._number and any(self._load.values())
 
     @contextlib.contextmanager
     def least(self, completions: int) -> Iterator[Server]:

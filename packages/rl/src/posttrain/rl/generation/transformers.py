@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
@@ -20,7 +20,6 @@ from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from posttrain.core.models.wrapping import PretrainedModel
 
 STOP_WINDOW = 32
 """Tokens at the end of a completion that are searched for a stop string, unless one may be longer."""

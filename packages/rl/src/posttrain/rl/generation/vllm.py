@@ -102,17 +102,14 @@ class VLLMServerGenerator:
         written: dict[Server, Written] = {}
         probe: Callable[[], None] = lambda: written.update(self._probe(model))  # noqa: E731
         error = self._lost_in(lambda: self._send_weights(model), model)
-        if error is None and not self._may_skip_check(model):
+        # Servers that were found right twice would answer after all that they write at present.
+        skips = error is None and self.updates_in_flight and self._found_right > 1 and self._api.busy.is_writing
+        if error is None and _greatest(0 if skips else 1, model):
             error = self._lost_in(probe, model) or self._lost_in(lambda: self._check(model, written), model)
             self._found_right += 1
         if error is not None:
             self._found_right = 0
         return error
-
-    def _may_skip_check(self, model: nn.Module) -> bool:
-        """Whether the servers have been found right twice, and would answer after all that they write at present."""
-        skips = self.updates_in_flight and self._found_right > 1 and self._api.is_writing
-        return not _greatest(0 if skips else 1, model)
 
     def _send_weights(self, model: nn.Module) -> None:
         """The first process sends them, and the others help to gather them."""
@@ -268,7 +265,7 @@ class VLLMServers:
             raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
         self.started, self.has_whole_weights = infos[0], False
         self.names = {server.url: server.call("/v1/models")["data"][0]["id"] for server in servers}
-        self._busy = Busy(servers)
+        self.busy = Busy(servers)
 
     def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
         """`n` completions of each prompt."""
@@ -277,18 +274,13 @@ class VLLMServers:
             with ThreadPoolExecutor(min(len(left), CONCURRENCY * len(self.servers))) as pool:
                 asked = list(pool.map(lambda i: self._complete(prompts[i], n, sampling, seeds[i * n]), left))
             lost = [(server, group) for server, group in asked if isinstance(group, ConnectionError)]
-            lost += [(server, Restarted(server)) for server in self._busy.in_use() if is_fresh(server)]
+            lost += [(server, Restarted(server)) for server in self.busy.in_use() if is_fresh(server)]
             for server, why in lost:
                 self._leave_out(server, why)
             for place, (server, group) in zip(left, asked, strict=True):
-                if server in self._busy.in_use() and not isinstance(group, ConnectionError):
+                if server in self.busy.in_use() and not isinstance(group, ConnectionError):
                     done[place] = group
         return [one for group in done for one in group or ()]
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether completions are under way, and no server has been lost."""
-        return self._busy.writes_on(len(self.servers))
 
     def _leave_out(self, server: Server, why: ConnectionError) -> None:
         """Ask it no more until the next sync.
@@ -296,8 +288,8 @@ class VLLMServers:
         Raises:
             ConnectionError: no other is left.
         """
-        self._busy.remove(server)
-        if not self._busy.in_use():
+        self.busy.remove(server)
+        if not self.busy.in_use():
             raise ConnectionError(
                 f"{why}. No vLLM server is left that has the trainer's weights. Start it again, and resume the run "
                 "from its last checkpoint."
@@ -307,14 +299,14 @@ class VLLMServers:
     def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
         """A completion by `server`, which is in use again if it was lost."""
         done = self._ask(server, prompt, 1, sampling, seed)[0]
-        self._busy.add(server)
+        self.busy.add(server)
         return done
 
     def _complete(
         self, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> tuple[Server, list[Written] | ConnectionError]:
         """(the server that was asked, what it wrote or why it could not)."""
-        with self._busy.least(n) as server:
+        with self.busy.least(n) as server:
             try:
                 return server, self._ask(server, prompt, n, sampling, seed)
             except ConnectionError as error:

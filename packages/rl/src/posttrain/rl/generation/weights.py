@@ -6,19 +6,17 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
-from posttrain.core.distributed import is_in_pieces, sharding, whole, whole_shape
-from posttrain.core.models.wrapping import base_model, is_peft_model, unwrap
+from posttrain.core.distributed import sharding
+from posttrain.core.distributed.sharding import is_in_pieces, whole, whole_shape
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.transformers import evaluating, is_float32
-
-if TYPE_CHECKING:
-    from posttrain.core.models.wrapping import PretrainedModel
 
 Value = TypeVar("Value")
 
@@ -95,7 +93,8 @@ class Weights(OneByOne):
         refuse_virtual_tokens(model, "vLLM")
         self.base = base_model(model)
         self._parts = _each_once(_parts(self.base))
-        shapes = {part.name: _shape_of(part.weight) for part in self._parts}
+        weights = {part.name: part.weight for part in self._parts}
+        shapes = {n: torch.empty(whole_shape(w), dtype=w.dtype, device="meta") for n, w in weights.items()}
         self._converts = saved_differently(self.base, shapes)
         saved = (one for name, shape in shapes.items() for one in self._saved(name, shape))
         self.facts = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in saved]
@@ -178,11 +177,6 @@ def saved_differently(model: Any, shapes: dict[str, torch.Tensor]) -> bool:
     return True
 
 
-def _shape_of(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor of the type and the whole shape of `weight`, without its values."""
-    return torch.empty(whole_shape(weight), dtype=weight.dtype, device="meta")
-
-
 @dataclass(frozen=True)
 class _Part:
     """A weight: `of_layer` of the adapter layer `layer`, or the plain tensor."""
@@ -195,8 +189,8 @@ class _Part:
 
 def _parts(module: nn.Module, name: str = "") -> Iterator[_Part]:
     """The weights below `module`, in the order of ``named_parameters``; tied ones as often as they are used."""
-    if _is_wrapper(module):
-        module = _in_use(module)
+    if any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__):
+        module = _in_use(module)  # `modules_to_save`, or trainable tokens: a wrapper of peft that trains a replacement
     layer, below = None, list(module.named_children())
     parameters = list(module.named_parameters(recurse=False))
     if _is_adapted(module):
@@ -230,12 +224,7 @@ def _each_once(parts: Iterator[_Part]) -> list[_Part]:
     return list(kept.values())
 
 
-def _is_wrapper(module: nn.Module) -> TypeGuard[PretrainedModel]:
-    """Whether `module` is a peft wrapper that trains a replacement: ``modules_to_save``, trainable tokens."""
-    return any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__)
-
-
-def _in_use(wrapper: PretrainedModel) -> nn.Module:
+def _in_use(wrapper: Any) -> nn.Module:
     """The module that `wrapper` calls."""
     if hasattr(wrapper, "token_adapter"):
         return wrapper.token_adapter

@@ -91,11 +91,6 @@ def clipping(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: fl
     return Clipping(is_low.float(), is_high.float())
 
 
-def share_of_rows(marks: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean of each row over its `mask`: (N, T), (N, T) -> (N,); NaN for a row without any."""
-    return (marks * mask).sum(1) / mask.sum(1)
-
-
 def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, high: float) -> torch.Tensor:
     r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4:
     :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A \log\pi_\theta`. The weight is bounded, not the gradient: every

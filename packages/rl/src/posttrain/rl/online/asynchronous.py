@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
@@ -31,6 +31,9 @@ from posttrain.rl.generation.protocol import has_own_weights
 from posttrain.rl.rewards.background import keep_device
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
+
+if TYPE_CHECKING:
+    from posttrain.rl.online.source import Source
 
 Value = TypeVar("Value")
 Scored = tuple[list[Sample], Scores]
@@ -142,46 +145,19 @@ class Job:
         finally:
             del _own.metrics, _own.clock
 
-    def log_into(self, metrics: Metrics, clock: Clock) -> None:
-        """Add what was logged."""
-        metrics.update(self.metrics.state_dict())
-        for phase, seconds in self.clock.phases.items():
-            clock.add(phase, seconds)
-
 
 class Background:
     """The rollouts of one run that are on their way.
 
     Args:
-        sample: ``(rows, number) -> samples``, completed. score: of samples.
-        sync: sends the weights to the engine, if they have changed.
-        begun: ``rows -> (rows, number)``: the prompts of a new rollout for which `rows` were read, and its number.
-        on_drop: ``(number, why)``, is called for a rollout that will not be learned from.
-        is_lost: ``error -> flag``: whether it says that the engine is gone, in this process or another one; then the
-            next `sync` waits for it.
-        max_staleness: see `posttrain.rl.online.arguments.RolloutConfig`.
-        per_rollout: micro-batches that are made of a rollout.
-        scorers, samplers: rollouts that are scored and sampled at a time.
+        source: begins, samples and scores them.
     """
 
-    def __init__(
-        self,
-        sample: Callable[[list[dict[str, Any]], int], list[Sample]],
-        score: Callable[[list[Sample]], Scores],
-        sync: Callable[[], None],
-        begun: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], int]],
-        on_drop: Callable[[int, str], None],
-        is_lost: Callable[[BaseException | None], bool],
-        max_staleness: int,
-        per_rollout: int,
-        scorers: int = 1,
-        samplers: int = 1,
-    ) -> None:
-        self._sample, self._score, self._sync, self._begun = sample, score, sync, begun
-        self._on_drop, self._is_lost = on_drop, is_lost
-        self.max_staleness, self.per_rollout = max_staleness, per_rollout
+    def __init__(self, source: Source) -> None:
+        self.source, self.rollouts, self.max_staleness = source, source.rollouts, source.args.max_staleness
         self.jobs: deque[Job] = deque()
-        self._sampler, self._scorer = Worker("posttrain-sample", samplers), Worker("posttrain-score", scorers)
+        self._sampler = Worker("posttrain-sample", self.max_staleness + 1 if self.rollouts.overlap else 1)
+        self._scorer = Worker("posttrain-score", source.args.reward_concurrency)
         self._epoch, self._plan = 0, Plan(1, None, 0, 0)
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
@@ -219,9 +195,10 @@ class Background:
         if not self.jobs or self.jobs[0].epoch != self._epoch:
             return None
         for _ in range(ATTEMPTS - 1):
-            if not self._is_lost(self.jobs[0].sampled.exception()):
+            # Where an engine is gone, in this process or another one, the next `sync` waits for it.
+            if not self.source.sampler.is_lost(self.jobs[0].sampled.exception()):
                 break
-            self._sync()
+            self.rollouts.sync()
             for job in self.jobs:
                 if job.sampled.done() and job.sampled.exception() is not None:
                     self._submit(job)
@@ -245,32 +222,41 @@ class Background:
 
     def _drop(self, job: Job, why: str) -> None:
         self.jobs.remove(job)
-        self._on_drop(job.number, why)
+        self.source.dropped(job.number, why)
         job.sampled.cancel()
         job.scored.cancel()
 
     def _steps_until(self, job: Job, left: int) -> int:
         """Optimizer steps before the window that will begin with `job`, which is the next one."""
         here, size = sum(job.epoch == self._epoch for job in self.jobs), self._plan.accumulation
-        micro_batches = left + here * self.per_rollout
+        per_rollout = self.source.per_rollout
+        micro_batches = left + here * per_rollout
         if job.epoch == self._epoch:
             return micro_batches // size
-        return -(-micro_batches // size) + (len(self.jobs) - here) * self.per_rollout // size
+        return -(-micro_batches // size) + (len(self.jobs) - here) * per_rollout // size
 
     def _begin(self, job: Job) -> None:
         """Begin the rollout of the prompts that were read last."""
         self._next = None
-        self._sync()
-        job.rows, job.number = self._begun(job.rows)
+        self.rollouts.sync()
+        job.rows, job.number = self.source.begun(job.rows)
         self._submit(job)
         self.jobs.append(job)
 
     def _submit(self, job: Job) -> None:
-        sampled: Future[list[Sample]] = Future()
-        scored: Future[Scored] = Future()
-        job.sampled, job.scored = sampled, scored
-        self._sampler.submit(sampled, lambda: self._run_sample(job))
-        self._scorer.submit(scored, lambda: self._run_score(job, sampled))
+        job.sampled, job.scored = sampled, _ = Future[list[Sample]](), Future[Scored]()
+
+        def sample() -> list[Sample]:
+            with job.logging():
+                return self.source.sample_ahead(job.rows, job.number)
+
+        def score() -> Scored:
+            samples = sampled.result()
+            with job.logging():
+                return samples, self.rollouts.score(samples)
+
+        self._sampler.submit(job.sampled, sample)
+        self._scorer.submit(job.scored, score)
 
     def _peek(self) -> Job | None:
         """The prompts that come next; None where there are no more that may be read now."""
@@ -289,15 +275,6 @@ class Background:
         if following >= self._plan.num_epochs or not pipeline.has_length(loader):
             return False
         return loader.epoch == following and self._num_ahead < len(loader)
-
-    def _run_sample(self, job: Job) -> list[Sample]:
-        with job.logging():
-            return self._sample(job.rows, job.number)
-
-    def _run_score(self, job: Job, sampled: Future[list[Sample]]) -> Scored:
-        samples = sampled.result()
-        with job.logging():
-            return samples, self._score(samples)
 
 
 def engine_problem(generator: Any) -> str | None:

@@ -212,16 +212,6 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     return None
 
 
-def log_rollout(metrics: Metrics, summary: Summary, names: Sequence[str], weights: torch.Tensor, size: int) -> None:
-    """Log the completions of all processes, in groups of `size`; on one process alone.
-
-    Args:
-        names, weights: of the reward functions.
-    """
-    metrics.update({name: (value, 1) for name, value in summary.metrics(names, weights, size).items()})
-    metrics.update(summary.extremes())
-
-
 def log_scores(metrics: Metrics, clock: Clock, scores: Scores, names: Sequence[str]) -> None:
     """Log the seconds that each reward function took, and what they gave to ``log_metric``."""
     for name, seconds in zip(names, scores.seconds, strict=True):
@@ -251,9 +241,9 @@ def log_clipping(
     marks = policy_losses.clipping(ratio, advantages, epsilon, epsilon_high)
     for name, held in {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}.items():
         metrics.add_sum(f"clip_ratio/{name}_mean", (held * mask).sum(), mask.sum())
-    rows = policy_losses.share_of_rows
-    metrics.add_extreme("clip_ratio/low_min", _least(rows(marks.low, mask)), "min")
-    metrics.add_extreme("clip_ratio/high_max", -_least(-rows(marks.high, mask)), "max")
+    low, high = ((held * mask).sum(1) / mask.sum(1) for held in (marks.low, marks.high))  # (N,) shares of each row
+    metrics.add_extreme("clip_ratio/low_min", _least(low), "min")
+    metrics.add_extreme("clip_ratio/high_max", -_least(-high), "max")
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:
@@ -352,11 +342,8 @@ def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = Non
         return ""
     columns = [name for name in shown[0] if name != "images"]
     cells = [[_cell(row.get(column), width) for column in columns] for row in shown]
-    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(columns)]
-    lines = ["  ".join(name.ljust(size) for name, size in zip(columns, widths, strict=True))]
-    lines.append("  ".join("-" * size for size in widths))
-    lines += ["  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([title, *(line.rstrip() for line in lines)])
+    rule = ["-" * max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    return f"{title}\n{terminal.aligned([columns, rule, *cells])}"
 
 
 def _cell(value: Any, width: int) -> str:

@@ -2,86 +2,32 @@
 
     new_samples -> sample -> score -> make (log-probabilities, advantages) -> parts_of (micro-batches)
 
-It knows no trainer class: `Owner` describes what it reads of one, and the hooks that it calls.
+It imports no trainer: `owner` is the one whose hooks it calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from posttrain.core.data.samplers import mix
-from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.logging.metrics import Clock, Metrics
-from posttrain.rl.generation import Sampling
 from posttrain.rl.losses import credit
 from posttrain.rl.online import reporting
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Turns
-from posttrain.rl.online.old_logps import Needs, OldLogps
-from posttrain.rl.online.reporting import Reporter, Summary
-from posttrain.rl.online.sampler import Sampler
-from posttrain.rl.policy.logprobs import CompletionLogps
-from posttrain.rl.rewards.scoring import Rewards, Scores
-from posttrain.rl.samples.images import ImagePrompts
-from posttrain.rl.samples.prompts import Layout
+from posttrain.rl.online.old_logps import Needs
+from posttrain.rl.online.reporting import Summary
+from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
 if TYPE_CHECKING:
-    from posttrain.core.state import TrainerState
-    from posttrain.rl.online.source import Source
-
-
-class Owner(Protocol):
-    """An online trainer, as `Rollouts` sees it."""
-
-    args: RolloutConfig
-    dist: Distributed
-    state: TrainerState
-    metrics: Metrics
-    clock: Clock
-    model: nn.Module
-    sampler: Sampler
-    source: Source
-    rewards: Rewards
-    old_logps: OldLogps
-    reporter: Reporter
-    image_prompts: ImagePrompts | None
-    layout: Layout
-    train_batch_size: int
-    num_generations: int
-    num_generations_eval: int
-    shares_prompts: bool
-    episodes: Any
-
-    # What the algorithm needs.
-    needs_old_logps: bool
-    needs_kl_of_samples: bool
-    credits_turns: bool
-    top_entropy_quantile: float
-    _corrects_engine: bool
-
-    # Hooks, which a subclass may override.
-    new_samples: Callable[[Sequence[Mapping[str, Any]]], list[Sample]]
-    generate: Callable[[list[Sample], Sampling], list[Sample]]
-    sampling: Callable[[float | None], Sampling]
-    score: Callable[[list[Sample]], Scores]
-    compute_advantages: Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-    compute_turn_advantages: Callable[[torch.Tensor, credit.Turns, int], torch.Tensor]
-    complete_rollout: Callable[[Rollout, list[Sample]], Rollout]
-    complete_scored: Callable[[Rollout, list[Sample], Scores], Rollout]
-    logps: Callable[..., CompletionLogps]
-    get_high_entropy_mask: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    compute_loss: Callable[..., Any]
-    count_items: Callable[[Any], Any]
-    prepare_inputs: Callable[[Any], Any]
-    compute_loss_context_manager: Callable[[], Any]
+    from posttrain.rl.online.trainer import RolloutTrainer
 
 
 class Rollouts:
@@ -91,7 +37,7 @@ class Rollouts:
         owner: the trainer, by a weak reference: one that is dropped must free its memory at once.
     """
 
-    def __init__(self, owner: Owner, args: RolloutConfig) -> None:
+    def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
         self.owner, self.args = owner, args
         self._scoring = Turns(args.reward_concurrency)
 
@@ -138,9 +84,9 @@ class Rollouts:
         """The next rollout; None where the epoch has no more prompts."""
         owner, metrics, source, layout = self.owner, self.owner.metrics, self.owner.source, self.owner.layout
         dist, step, size = owner.dist, owner.state.global_step, owner.num_generations
-        if (found := source.next(batches, metrics, owner.clock)) is None:
+        if (scored := source.next(batches, metrics, owner.clock)) is None:
             return None
-        samples, scores = found
+        samples, scores = scored
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
@@ -150,7 +96,8 @@ class Rollouts:
         kl = None if everyone.kl is None else everyone.kl[0]
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
         if dist.rank == 0:  # the same on every process
-            reporting.log_rollout(metrics, everyone, owner.rewards.names, owner.rewards.weights, size)
+            found = everyone.metrics(owner.rewards.names, owner.rewards.weights, size)
+            metrics.update({name: (value, 1) for name, value in found.items()} | everyone.extremes())
         own = layout.numbers(dist.rank)
         at_tokens = rollout.of_completions(advantages[own])
         if owner.credits_turns:
@@ -254,10 +201,10 @@ class Rollouts:
         """Samples without completions of prompts to evaluate on."""
         size = self.owner.num_generations_eval
         samples = self.owner.new_samples([row for row in rows for _ in range(size)]) if rows else []
-        return [  # seeds are of the prompt, so that no batch size and no order changes them
-            replace(sample, seed=mix(self.args.seed, i % size, *_identity(sample)), is_evaluated=True)
-            for i, sample in enumerate(samples)
-        ]
+        # Seeds are of the prompt, or of the row where that is not known yet: no batch size and no order changes them.
+        known = (sample.prompt_ids or repr(sample.row).encode() for sample in samples)
+        seeds = [mix(self.args.seed, i % size, *numbers) for i, numbers in enumerate(known)]
+        return [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         owner, rewards, size = self.owner, self.owner.rewards, self.owner.num_generations_eval
@@ -277,8 +224,3 @@ class Rollouts:
             with torch.no_grad(), owner.compute_loss_context_manager():
                 loss, _ = owner.compute_loss(owner.model, part, True, items)
                 owner.metrics.add_sum("loss", loss * items, items)
-
-
-def _identity(sample: Sample) -> Sequence[int]:
-    """Numbers of a prompt, or of the row where the prompt is not known yet."""
-    return sample.prompt_ids or repr(sample.row).encode()

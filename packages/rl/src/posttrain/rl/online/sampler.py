@@ -280,7 +280,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as agents ask it, see `posttrain.rl.agents.agent.Policy`."""
+    """The policy as agents ask it: the engine and its weights, which write their turns."""
 
     sampler: Sampler
     logps_temperature: float

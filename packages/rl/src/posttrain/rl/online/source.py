@@ -76,20 +76,9 @@ class Source:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The context of a run; with ``max_staleness`` above 0, completions are sampled in the background."""
-        args, rollouts, environments = self.args, self.rollouts, self.sampler.environments
+        args, environments = self.args, self.sampler.environments
         if args.max_staleness:
-            self.background = Background(
-                self.sample_ahead,
-                rollouts.score,
-                rollouts.sync,
-                self._begun,
-                self._dropped,
-                self.sampler.is_lost,
-                args.max_staleness,
-                self.per_rollout,
-                args.reward_concurrency,
-                args.max_staleness + 1 if rollouts.overlap else 1,
-            )
+            self.background = Background(self)
         wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
         engine = getattr(self.sampler.generator, "name", type(self.sampler.generator).__name__)
         writes = wanted and not self.dist.peer_rank
@@ -180,12 +169,14 @@ class Source:
                 job = self.background.take()
             if job is None:
                 return None
-            job.log_into(metrics, clock)
+            metrics.update(job.metrics.state_dict())
+            for phase, seconds in job.clock.phases.items():
+                clock.add(phase, seconds)
             samples, scores = job.scored.result()
         else:
             if (read := next(batches, None)) is None:
                 return None
-            (rows, number), rollouts = self._begun(read), self.rollouts
+            (rows, number), rollouts = self.begun(read), self.rollouts
             samples = self.sampler.with_attempts(lambda: self.begin(rows, number), rollouts.sample, rollouts.sync)
             scores = rollouts.score(samples)
         if self.curriculum is not None:
@@ -214,7 +205,7 @@ class Source:
         """Completed samples of rollout `number`, with the weights that the engine has."""
         return self.rollouts.complete(self.begin(rows, number))
 
-    def _begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    def begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
         """(the prompts of a new rollout, for which `rows` were read, and its number)."""
         number = self.num_rollouts
         self.num_rollouts += 1
@@ -232,7 +223,8 @@ class Source:
             totals = total_rewards(rewards, self.weights).tolist()
             self._ledger.used(samples, totals, self.sampler.version, step)
 
-    def _dropped(self, number: int, why: str) -> None:
+    def dropped(self, number: int, why: str) -> None:
+        """Note in the ledger that rollout `number` will not be learned from."""
         if self._ledger is not None:
             self._ledger.dropped(number, why)
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from posttrain.compat.argument_attributes import reads_from_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
@@ -51,25 +52,11 @@ from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import prepare_policy, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
-from posttrain.rl.policy.reference import (
-    FrozenReference,
-    MovableReference,
-    SyncReference,
-    set_up_reference,
-)
+from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, set_up_reference
 from posttrain.rl.rewards.scorers import RewardModel
-from posttrain.rl.rewards.scoring import (
-    Scores,
-    functions_by_name,
-)
+from posttrain.rl.rewards.scoring import Scores, functions_by_name
 from posttrain.rl.samples.images import ImagePrompts, can_see
-from posttrain.rl.samples.prompts import (
-    OF_TEXT_ALONE,
-    GroupedStream,
-    GroupSampler,
-    Layout,
-    PromptCodec,
-)
+from posttrain.rl.samples.prompts import OF_TEXT_ALONE, GroupedStream, GroupSampler, Layout, PromptCodec
 from posttrain.rl.samples.samples import Rollout, Sample
 
 if TYPE_CHECKING:
@@ -241,9 +228,9 @@ class RolloutTrainer(LanguageModelTrainer):
         """Make what completes prompts, once the prompts and the tools are checked."""
         args, images, processor = self.args, self.image_prompts, self.processing_class
         kwargs = images.vision.template_kwargs(args.chat_template_kwargs) if images else None
-        tokenizer = getattr(processor, "tokenizer", processor)
+        tokenizer = tokenizer_of(processor)
         self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
-        config = getattr(wrapping.base_model(self.model), "config", None)
+        config = wrapping.config_of(self.model)
         context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
         ends = self._ends_of_calls()
         self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)
@@ -280,7 +267,7 @@ class RolloutTrainer(LanguageModelTrainer):
             check_processor(tokenizer)
             check_model(wrapping.base_model(model))
         prepare_policy(model, args)
-        return as_they_are
+        return pipeline.unchanged
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
         """`dataset` without prompts that leave no room for a completion."""
@@ -665,8 +652,3 @@ class RolloutTrainer(LanguageModelTrainer):
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
         return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
-
-
-def as_they_are(rows: list[Any]) -> list[Any]:
-    """The collator: a batch of prompts is a list of rows."""
-    return rows

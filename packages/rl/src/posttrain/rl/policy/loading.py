@@ -17,11 +17,11 @@ def refuse_other_models(model: Any, needs_config: bool = False, decodes_alone: b
     """Raise TypeError if `model` does not predict next tokens, or lacks a config that is needed, or has an encoder and
     must decode alone.
     """
-    base = wrapping.base_model(model) if isinstance(model, nn.Module) else model
-    config = getattr(base, "config", None)
-    if not isinstance(model, nn.Module) or (needs_config and config is None) or loading.has_other_head(base):
+    is_model = isinstance(model, nn.Module)
+    base = wrapping.base_model(model) if is_model else model
+    if not is_model or (needs_config and wrapping.config_of(base) is None) or loading.has_other_head(base):
         raise TypeError(f"model is of type {type(base).__name__}; pass a causal language model, or the name of one.")
-    if decodes_alone and getattr(config, "is_encoder_decoder", False):
+    if decodes_alone and wrapping.is_encoder_decoder(base):
         raise TypeError(
             f"model is a {type(base).__name__}, whose encoder reads the prompt; online training requires a causal "
             "language model, which reads prompt and completion as one text. Pass such a model, or train this one with "
@@ -57,8 +57,7 @@ def router_coefficient(model: nn.Module, given: float | None) -> float:
     Raises:
         ValueError: `model` is no mixture of experts, and a weight is given.
     """
-    config: Any = getattr(wrapping.base_model(model), "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = wrapping.text_config(wrapping.config_of(model))
     if hasattr(config, "output_router_logits"):
         return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
     if given:

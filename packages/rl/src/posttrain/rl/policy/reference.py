@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainerCallback, opt
-from posttrain.core.distributed import fill, is_in_pieces, whole
+from posttrain.core.distributed.sharding import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models import wrapping
@@ -222,9 +222,7 @@ def changes_nothing(policy: nn.Module) -> bool:
     """Whether the one adapter of `policy` gives what the model below gives: LoRA whose second factors are still 0."""
     peft_model = wrapping.unwrap(policy)
     (config, *others) = peft_model.peft_config.values()
-    plain = str(getattr(config.peft_type, "value", config.peft_type)) == "LORA" and not getattr(
-        config, "use_dora", False
-    )
+    plain = config.peft_type == "LORA" and not config.use_dora
     more = [getattr(config, name, None) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")]
     tuned = [p for name, p in peft_model.named_parameters() if {"lora_B", "lora_embedding_B"} & {*name.split(".")}]
     return plain and not others and not any(more) and bool(tuned) and not any(bool(p.any()) for p in tuned)

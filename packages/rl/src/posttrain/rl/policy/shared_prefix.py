@@ -25,6 +25,7 @@ from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.data.host_copies import host_copy, know
 from posttrain.core.losses import shift_labels
 from posttrain.core.models import wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.images.image_features import features_once
@@ -136,16 +137,16 @@ class Encoder:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> Encoder | None:
         """That of `model`; None where it has no encoder."""
-        config: Any = getattr(wrapping.base_model(model), "config", None)
-        if not getattr(config, "is_encoder_decoder", False):
+        if not wrapping.is_encoder_decoder(model):
             return None
+        config: Any = wrapping.config_of(model)
         start = config.decoder_start_token_id
         if start is None:
             raise ValueError(
                 f"{type(wrapping.base_model(model)).__name__} is an encoder-decoder without decoder_start_token_id. "
                 "Set model.config.decoder_start_token_id."
             )
-        return cls(start, tuple(chat_template.special_tokens_around(getattr(tokenizer, "tokenizer", tokenizer))[1]))
+        return cls(start, tuple(chat_template.special_tokens_around(tokenizer_of(tokenizer))[1]))
 
 
 def encoded_rows(

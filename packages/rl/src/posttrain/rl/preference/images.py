@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from posttrain.core.data.batches import Filler
 from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.samplers import columns_of, has_places
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.images import image_tokens
@@ -104,8 +105,7 @@ def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
         return dataset  # they are prepared
     check_dataset(dataset, f"{name}_dataset")
     dataset = numbered(dataset)
-    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    columns = dataset[0] if sized else getattr(dataset, "column_names", None) or ()
+    columns = dataset[0] if (sized := has_places(dataset)) else columns_of(dataset)
     if kind == "unpaired_preference" and set(PAIR) <= set(columns):
         return WithOthers(Unpaired(dataset), each=2)
     if kind != "unpaired_preference" and columns and not set(PAIR) <= set(columns):

@@ -18,7 +18,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import codec
 from posttrain.core.data import accelerator
-from posttrain.core.distributed import is_in_pieces
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models import wrapping
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def of_model(model: nn.Module) -> str:
         values = flat[:: max(1, len(flat) // SAMPLED)].double()
         sums = torch.stack([flat.sum(dtype=torch.float64), values.dot(values)])
         digest.update(torch.cat([values, sums]).cpu().numpy().tobytes())
-    config: Any = getattr(wrapping.base_model(model), "config", None)
+    config: Any = wrapping.config_of(model)
     digest.update(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
     digest.update(repr(sorted(getattr(model, "peft_config", {}).items(), key=str)).encode())
     return digest.hexdigest()

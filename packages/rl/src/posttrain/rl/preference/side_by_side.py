@@ -28,8 +28,8 @@ def continuations(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[i
     written = wrapping.unwrap(model).generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options
     )
-    has_encoder = getattr(wrapping.base_model(model).config, "is_encoder_decoder", False)
-    return tokenizer.batch_decode(written[:, 1 if has_encoder else ids.shape[1] :], skip_special_tokens=True)
+    begin = 1 if wrapping.is_encoder_decoder(model) else ids.shape[1]
+    return tokenizer.batch_decode(written[:, begin:], skip_special_tokens=True)
 
 
 def compare(

@@ -374,13 +374,9 @@ def _make(factory: int, key: int, wants_class: bool) -> type | None:
     return type(_objects[key]) if wants_class else None
 
 
-def _read_attribute(key: int, name: str) -> Any:
-    return getattr(_objects[key], name)
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "begin": _begin,
     "keep": _keep,
     "make": _make,
-    "read": _read_attribute,
+    "read": lambda key, name: getattr(_objects[key], name),
 }

@@ -1,15 +1,15 @@
-"""Reward models as reward functions: of texts, and of texts with images."""
+"""Reward models, of texts and of images, and judges as reward functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from posttrain.core.data.collators import pad_rows
-from posttrain.core.models.wrapping import sees
+from posttrain.core.models.wrapping import base_name, config_of, sees
 from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.lm.images.vision import Shown
@@ -31,12 +31,11 @@ class RewardModel:
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch_size: int = 8) -> None:
         self.model, self.tokenizer, self.batch_size = model.eval().requires_grad_(False), tokenizer, batch_size
-        config: Any = getattr(model, "config", None)
-        self.__name__ = (getattr(config, "_name_or_path", "") or type(model).__name__).split("/")[-1]
-        if getattr(config, "num_labels", 1) != 1:
+        self.__name__ = (base_name(model) or type(model).__name__).split("/")[-1]
+        if getattr(config_of(model), "num_labels", 1) != 1:
             raise ValueError(
-                f"The reward model {self.__name__} gives {config.num_labels} numbers for a text; it must give one. "
-                "Load it with num_labels=1."
+                f"The reward model {self.__name__} gives {config_of(model).num_labels} numbers for a text; it must "
+                "give one. Load it with num_labels=1."
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -138,3 +137,37 @@ def scorer(model: nn.Module, tokenizer: Any = None, trust_remote_code: bool = Fa
 def load_scorer(name: str, tokenizer: Any = None, trust_remote_code: bool = False) -> RewardModel:
     """The reward model at a folder or Hub name, as a reward function."""
     return scorer(load_reward_model(name, trust_remote_code=trust_remote_code), tokenizer, trust_remote_code)
+
+
+@runtime_checkable
+class PairwiseJudge(Protocol):
+    """Whatever has a method ``judge``; a judge of earlier versions of trl is one."""
+
+    def judge(self, prompts: list[Any], completions: list[list[Any]]) -> Sequence[int]:
+        """For each prompt the place of the better of its two completions, 0 or 1; -1 where it cannot tell."""
+        ...
+
+
+class JudgeReward:
+    """A judge as a reward function: 1 for the better completion of each pair, 0 for the other, None for both where the
+    judge cannot tell. Completions of a prompt are adjacent, two of each.
+    """
+
+    def __init__(self, judge: PairwiseJudge) -> None:
+        self.judge = judge
+        self.__name__ = type(judge).__name__
+
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float | None]:
+        pairs = [completions[first : first + 2] for first in range(0, len(completions), 2)]
+        better = list(self.judge.judge(prompts[::2], pairs))
+        if len(better) != len(pairs):
+            raise ValueError(f"The judge {self.__name__} gave {len(better)} verdicts on {len(pairs)} pairs.")
+        if wrong := [place for place in better if place not in (0, 1, -1, None)]:
+            raise ValueError(
+                f"The judge {self.__name__} gave the verdict {wrong[0]!r} on a pair. A verdict is the place of the "
+                "better completion, 0 or 1, or -1 where the judge cannot tell; of a probability, return int(p < 0.5)."
+            )
+        rewards: list[float | None] = []
+        for place in better:
+            rewards += [float(place == 0), float(place == 1)] if place in (0, 1) else [None, None]
+        return rewards

@@ -193,11 +193,12 @@ class Rewards:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once = self.options.reward_concurrency
         waits = [background.is_async(function) for function in self.functions]
+        if at_once == 1 and not any(waits):  # here, in the main thread, where signals and the debugger work
+            return [call() for call in calls]
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
         with pool_of(max(sum(waits), 1)) as waiting, pool_of(at_once) as working:
             pools = [waiting if wait else working if at_once > 1 else None for wait in waits]
             begun = [None if pool is None else pool.submit(call) for pool, call in zip(pools, calls, strict=True)]
-            # One at a time they run here, in the main thread, where signals and the debugger work.
             return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
 
     def _score(
@@ -215,7 +216,8 @@ class Rewards:
         try:
             values, turns = with_totals(self._call(function, name, arguments, size), num_turns)
             failed = [value is not None and not math.isfinite(value) for value in values]
-            problem = f"returned {_told_values(values, failed)} for {sum(failed)} of {size} completions"
+            wrong = sorted({repr(value) for value, bad in zip(values, failed, strict=True) if bad})
+            problem = f"returned {' and '.join(wrong)} for {sum(failed)} of {size} completions"
         except Exception as error:
             values, failed, turns = [None] * size, [True] * size, {}
             problem = f"failed on {size} completions: {type(error).__name__}: {error}"
@@ -339,11 +341,6 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
     return {p.name: available[p.name] for p in named if p.name in available}
 
 
-def _told_values(values: list[float | None], failed: list[bool]) -> str:
-    kinds = {repr(value) for value, bad in zip(values, failed, strict=True) if bad}
-    return " and ".join(sorted(kinds))
-
-
 def _short(value: Any, length: int = 300) -> str:
     text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
@@ -385,7 +382,8 @@ def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -
         if isinstance(function, str) and is_function_name(function):
             yield from caught(named_function, function)
         elif isinstance(function, (str, os.PathLike)):
-            yield from (ValueError(f"reward_funcs: {error}") for error in _of_folder(function))
+            if (error := missing_folder(function)) is not None:
+                yield ValueError(f"reward_funcs: {error}")
         elif not callable(function):
             yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
     if environment_factory is not None:
@@ -399,11 +397,6 @@ def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -
             f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
             f"({', '.join(map(_named_as, functions))}). Give one for each."
         )
-
-
-def _of_folder(name: str | os.PathLike[str]) -> list[Exception]:
-    error = missing_folder(name)
-    return [] if error is None else [error]
 
 
 def _named_as(function: Any) -> str:

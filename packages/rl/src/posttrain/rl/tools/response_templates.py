@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from posttrain.core.errors import DataError
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text.chat_template import Message, Template
 from posttrain.rl.tools.fields import END
 from posttrain.rl.tools.formats import Form
@@ -51,7 +52,7 @@ def add_response_schema(processing_class: Any) -> Any:
     Raises:
         ValueError: there is no chat template, or what it renders is not parsed back.
     """
-    words = getattr(processing_class, "tokenizer", processing_class)
+    words = tokenizer_of(processing_class)
     if has_parser(words):
         return processing_class
     source = _chat_template(processing_class)
@@ -69,7 +70,7 @@ def add_response_schema(processing_class: Any) -> Any:
 
 def supports_tool_calling(processing_class: Any) -> bool:
     """Whether the chat template shows calls of the assistant and what tools answer, and the trainers can parse them."""
-    words, source = getattr(processing_class, "tokenizer", processing_class), _chat_template(processing_class)
+    words, source = tokenizer_of(processing_class), _chat_template(processing_class)
     try:
         return source is not None and bool(ToolProtocol(words, {"chat_template": source}).example)
     except ValueError:
@@ -78,7 +79,7 @@ def supports_tool_calling(processing_class: Any) -> bool:
 
 def _chat_template(processing_class: Any) -> str | None:
     """The chat template of a tokenizer or processor; of named ones, that for tools."""
-    words = getattr(processing_class, "tokenizer", processing_class)
+    words = tokenizer_of(processing_class)
     source = getattr(processing_class, "chat_template", None) or getattr(words, "chat_template", None)
     return source.get("tool_use", source.get("default")) if isinstance(source, dict) else source or None
 
@@ -144,7 +145,8 @@ class ResponseMarks:
         if self._form is not None:
             if self._form.field is None:
                 raise DataError(f"a response template cannot describe calls in this format ({self._form.name})")
-            fields["tool_calls"] = _with_ends(self._form.field, self.ends)
+            field = {k: v.replace(END, self.ends) if isinstance(v, str) else v for k, v in self._form.field.items()}
+            fields["tool_calls"] = field
         return {"defaults": {"role": "assistant"}, "start_anchor_pattern": anchor, "fields": fields}
 
     # ------------------------------------------------------------------------------------------------ the marks
@@ -304,7 +306,3 @@ def _without_ids(message: Message) -> Message:
 def _words(message: Message) -> list[str]:
     """The words of a message that its rendering must hold."""
     return re.findall(r"posttrain\w+", str(message))
-
-
-def _with_ends(field: dict[str, Any], ends: str) -> dict[str, Any]:
-    return {key: value.replace(END, ends) if isinstance(value, str) else value for key, value in field.items()}

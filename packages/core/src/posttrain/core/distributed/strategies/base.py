@@ -140,11 +140,6 @@ class Distributed(Collectives):
             with self.autocast():
                 pkgutil.resolve_name(CONTEXT_PARALLEL)(model, self._peers_group)
 
-    @property
-    def saves_in_parts(self) -> bool:
-        """Whether each process writes its own part of the weights into a checkpoint."""
-        return self.sharding is not None and self.sharding.state_dict_type == "sharded"
-
     def start(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         """(what runs forward and backward, what steps) in place of the prepared `model` and of `optimizer`."""
         return model, optimizer

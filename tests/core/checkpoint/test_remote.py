@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from posttrain.core import TrainingArguments
-from posttrain.core.checkpoint import Store, remote, save_tree
+from posttrain.core.checkpoint import remote
+from posttrain.core.checkpoint.codec import save_tree
 from posttrain.core.checkpoint.remote import Remote
+from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError, ConfigError
 from tests.contract.test_resume import ARGS, assert_same_run, cut
 from tests.contract.trainers import TRAINERS

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.checkpoint import load_tree, save_tree
+from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.config import Choice
 from posttrain.core.errors import CheckpointError
 
@@ -244,7 +244,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(suffix, writer, tmp_
 def test_nothing_is_unpickled():
     script = (
         "import pickle, torch, pathlib, tempfile, safetensors.torch\n"
-        "from posttrain.core.checkpoint import load_tree, save_tree\n"
+        "from posttrain.core.checkpoint.codec import load_tree, save_tree\n"
         "def refuse(*args, **kwargs): raise AssertionError('unpickled')\n"
         "pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse\n"
         "stem = pathlib.Path(tempfile.mkdtemp()) / 's'\n"

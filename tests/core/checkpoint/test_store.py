@@ -16,20 +16,10 @@ import pytest
 import torch
 import xxhash
 
-from posttrain.core.checkpoint import (
-    DiskFullError,
-    MissingCheckpointError,
-    Store,
-    blocks,
-    check_space,
-    directory_bytes,
-    disk,
-    get_last_checkpoint,
-    load_tree,
-    manifest,
-    save_tree,
-    store,
-)
+from posttrain.core.checkpoint import blocks, disk, manifest, store
+from posttrain.core.checkpoint.codec import load_tree, save_tree
+from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
+from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
 from posttrain.core.errors import CheckpointError
 
 
@@ -185,7 +175,8 @@ def test_extra_that_is_not_json_is_refused_and_nothing_is_left(checkpoints):
 # Importing torch takes longer than all the rest: it is done once, and each victim is a fork.
 VICTIMS = """
 import os, sys, torch
-from posttrain.core.checkpoint import Store, save_tree
+from posttrain.core.checkpoint.codec import save_tree
+from posttrain.core.checkpoint.store import Store
 torch.set_num_threads(1)
 
 def save_for_ever(store, step):
@@ -237,7 +228,7 @@ def test_no_kill_leaves_a_checkpoint_that_is_not_whole(tmp_path):
 def test_a_death_while_replacing_loses_neither_checkpoint(moment, checkpoints):
     script = f"""
 import os, pathlib, sys
-from posttrain.core.checkpoint import Store
+from posttrain.core.checkpoint.store import Store
 store = Store(sys.argv[1])
 for value in "ab":
     temp = store.begin(1)

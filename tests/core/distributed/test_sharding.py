@@ -292,8 +292,8 @@ def test_shards_of_a_stream_fit_no_other_number():
 
 
 def test_fresh_random_numbers_are_those_of_seed_step_and_rank():
-    from posttrain.core.checkpoint import rng_state, set_rng_state
     from posttrain.core.data.pipeline import set_seed
+    from posttrain.core.data.rng import rng_state, set_rng_state
 
     def drawn(state):
         set_rng_state(state)

@@ -9,8 +9,8 @@ import torch
 
 from posttrain.core.checkpoint import weights
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models import gradient_checkpointing
-from posttrain.lm.loading import adapters, arguments, loading, quantization
+from posttrain.core.models import gradient_checkpointing, trainable
+from posttrain.lm.loading import adapters, arguments, loading
 from posttrain.lm.loss import lm_head
 from tests import tiny
 from tests.core.models.gradients import LORA, batch, gradients
@@ -67,7 +67,7 @@ def test_the_folder_of_an_adapter_is_trained_as_the_adapter_that_it_is(tmp_path)
     torch.testing.assert_close(loaded(input_ids=ids).logits, given(input_ids=ids).logits)
     trained = {name for name, parameter in loaded.named_parameters() if parameter.requires_grad}
     assert trained and trained == {name for name, parameter in given.named_parameters() if parameter.requires_grad}
-    adapters.check_trainable(loaded)
+    trainable.check_trainable(loaded)
     with pytest.raises(ValueError, match="would add another"):
         adapters.add_adapter(loaded, peft.LoraConfig(**LORA | {"r": 3}))
     from transformers import AutoModelForCausalLM
@@ -92,18 +92,18 @@ def test_what_is_trained_and_not_written_with_the_adapter_is_noticed(tmp_path):
 
 def test_a_quantized_base_needs_an_adapter_which_is_bfloat16():
     model = tiny.causal_lm()
-    adapters.check_trainable(model)
+    trainable.check_trainable(model)
     model.is_loaded_in_4bit = True
     with pytest.raises(ValueError, match="Pass peft_config"):
-        adapters.check_trainable(model)
+        trainable.check_trainable(model)
     model.hf_quantizer = types.SimpleNamespace(
         is_qat_trainable=True
     )  # as torchao's, for training that knows of the rounding
-    adapters.check_trainable(model)
+    trainable.check_trainable(model)
     del model.hf_quantizer
     adapted = adapters.add_adapter(model, peft.LoraConfig(**LORA))
-    adapters.check_trainable(adapted)
-    assert quantization.is_quantized(adapted)
+    trainable.check_trainable(adapted)
+    assert trainable.is_quantized(adapted)
     assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {torch.float32}
 
@@ -114,7 +114,7 @@ def test_an_adapter_on_quantized_weights_trains_with_the_loss_in_the_head(bits, 
     tiny.causal_lm(hidden_size=128, intermediate_size=128).save_pretrained(tmp_path)
     config = arguments.ModelConfig(use_peft=True, dtype="bfloat16", **{bits: True})
     base = loading.load_causal_lm(tmp_path, config.model_init_kwargs(), config.quantization_config())
-    assert quantization.is_quantized(base) and type(base.model.layers[0].self_attn.q_proj).__name__.startswith("Linear")
+    assert trainable.is_quantized(base) and type(base.model.layers[0].self_attn.q_proj).__name__.startswith("Linear")
     stored = base.model.layers[0].self_attn.q_proj.weight.data.clone()
     model = adapters.add_adapter(base, config.peft_config()).train()
     gradient_checkpointing.enable_gradient_checkpointing(model)

@@ -11,7 +11,7 @@ from posttrain.core import get_training_chat_template
 from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template
 from tests import tiny
-from tests.core.test_chat_templates import FAMILIES, GENERATE, MARKED, MISTRAL, TURNS, template
+from tests.core.lm.text.test_chat_templates import FAMILIES, GENERATE, MARKED, MISTRAL, TURNS, template
 
 #: As Qwen3's: only the last turn keeps its thought, and has an empty one if it has none.
 THINKS = (

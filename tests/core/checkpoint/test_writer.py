@@ -10,8 +10,11 @@ import pytest
 import torch
 import xxhash
 
-from posttrain.core.checkpoint import Saver, Store, blocks, load_tree, save_tree
+from posttrain.core.checkpoint import blocks
 from posttrain.core.checkpoint.blocks import Memory, Part
+from posttrain.core.checkpoint.codec import load_tree, save_tree
+from posttrain.core.checkpoint.store import Store
+from posttrain.core.checkpoint.transaction import Saver
 
 
 def tree(value=0.0):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.core.checkpoint import CheckpointArguments
+from posttrain.core.checkpoint.arguments import CheckpointArguments
 from posttrain.core.config import validate
 from posttrain.core.errors import ConfigError
 

@@ -25,19 +25,17 @@ import pytest
 import yaml
 
 from posttrain.core import Trainer, TrainingArguments, config
-from posttrain.core.checkpoint import Store
+from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import ConfigError
-from posttrain.core.hub import (
-    HubArguments,
-    Uploader,
+from posttrain.core.hub.card import (
     framework_versions,
     hyperparameters,
-    jobs,
+    loss_picture,
     model_card,
     results,
     write_model_card,
 )
-from posttrain.core.hub.card import loss_picture
+from posttrain.core.hub.uploads import HubArguments, Uploader, jobs
 from tests import tiny
 
 TOKEN = "hf_secret"

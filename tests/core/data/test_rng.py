@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.checkpoint import directory_bytes, load_tree, rng_state, save_tree, set_rng_state
+from posttrain.core.checkpoint.codec import load_tree, save_tree
+from posttrain.core.checkpoint.disk import directory_bytes
+from posttrain.core.data.rng import rng_state, set_rng_state
 from posttrain.core.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ from posttrain.lm.text import chat_template
 from posttrain.sft import SFTConfig
 from posttrain.sft.rows import Preparation, preparation_options
 from tests import tiny
-from tests.core.test_chat_templates import FAMILIES, TURNS, template
+from tests.core.lm.text.test_chat_templates import FAMILIES, TURNS, template
 
 #: As GLM's: a message lasts until the next one begins, and the answers of tools have a role of their own.
 GLM = (
