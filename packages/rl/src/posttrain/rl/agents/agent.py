@@ -10,11 +10,10 @@ import logging
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
@@ -24,6 +23,7 @@ from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
 from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
 from posttrain.rl.agents.recorder import Recorder, Written
+from posttrain.rl.agents.scheduler import Policy, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
@@ -40,8 +40,6 @@ TURNS = "agent_turn_rewards"
 """The column with what it has given its turns, and the whole; None where it has given none."""
 CUT_REWARD = 0.0
 """Reward of an episode that a bound has ended, and whose agent gave none."""
-QUIET = 0.01
-"""Seconds without a request after which those that wait are answered, while nothing else is written."""
 
 
 @dataclass(frozen=True)
@@ -164,39 +162,6 @@ class Episode:
         return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
 
 
-class Turns(Protocol):
-    """Turns of the policy that are written: `begin` takes ``(key, sample, how it is drawn)``."""
-
-    def __len__(self) -> int: ...
-
-    def begin(self, asked: Sequence[tuple[Any, Sample, Sampling]]) -> None: ...
-
-    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-        """Stop the turns of such keys: no one waits for them."""
-        ...
-
-    def step(self) -> list[tuple[Any, Sample]]:
-        """Write on: the keys and samples of turns that have ended."""
-        ...
-
-
-class Policy(Protocol):
-    """The engine and its weights, which write the turns of agents."""
-
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether several threads may call `turn` at a time."""
-        ...
-
-    def turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
-        """`samples` after one turn of the policy."""
-        ...
-
-    def open(self) -> AbstractContextManager[Turns]:
-        """A context in which turns are begun at any time, for this thread alone."""
-        ...
-
-
 Generate = Callable[[int, Sample, Sampling], Awaitable[Sample]]
 """``(place of the episode, sample with its prompt, how it is drawn)`` -> the sample with its turn."""
 
@@ -248,34 +213,21 @@ class Episodes:
 
     def _ended(self, samples: Sequence[Sample], sampling: Sampling, policy: Policy) -> list[Ended]:
         loop = background.event_loop()
-        if policy.is_concurrent:
-            threads = ThreadPoolExecutor(len(samples), "posttrain-turn")
+        asked: SimpleQueue[Any] = SimpleQueue()
 
-            async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
-                (done,) = await loop.run_in_executor(threads, policy.turn, [sample], sampling)
-                return done
-
-        else:
-            asked: SimpleQueue[Any] = SimpleQueue()
-
-            async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
-                future: asyncio.Future[Sample] = loop.create_future()
-                asked.put((place, sample, sampling, future))
-                return await future
+        async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
+            future: asyncio.Future[Sample] = loop.create_future()
+            asked.put((place, future, sample, sampling))
+            return await future
 
         episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, generate), loop)
+        episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            if policy.is_concurrent:
-                return episodes.result()
-            episodes.add_done_callback(lambda _: asked.put(None))
-            serve(asked, policy, loop)
+            serve(asked, policy, partial(loop.call_soon_threadsafe, _answer), asyncio.Future.cancelled)
             return episodes.result()
         except BaseException:
             episodes.cancel()
             raise
-        finally:
-            if policy.is_concurrent:
-                threads.shutdown(wait=False, cancel_futures=True)
 
     async def _all(self, samples: Sequence[Sample], sampling: Sampling, generate: Generate) -> list[Ended]:
         places = asyncio.Semaphore(self.agent.inflight or len(samples))
@@ -343,37 +295,6 @@ class Episodes:
         others = [replace(one, finished=finished) for one in others]
         prompt = sample.row.get("prompt", prompt)
         return replace(first, prompt=prompt, completion=completion, finished=finished, others=tuple(others))
-
-
-def serve(asked: SimpleQueue[Any], policy: Policy, loop: asyncio.AbstractEventLoop) -> None:
-    """Answer requests, ``(place, sample, sampling, future)``, until there is None. They join those that are written."""
-    with policy.open() as turns:
-        while (new := _new(asked, waits=not turns)) is not None:
-            turns.begin([(future, sample, sampling) for _, sample, sampling, future in new])
-            turns.drop(asyncio.Future.cancelled)
-            for future, sample in turns.step():
-                loop.call_soon_threadsafe(_answer, future, sample)
-
-
-def _new(asked: SimpleQueue[Any], waits: bool) -> list[Any] | None:
-    """The requests that there are, by their places; None after the last.
-
-    Args:
-        waits: for the first, and for others that come close behind it, such as those of one group.
-    """
-    found = [asked.get()] if waits else []
-    while not asked.empty() or (waits and not _is_quiet(asked)):
-        found.append(asked.get())
-    return None if None in found else sorted(found, key=lambda request: request[0])
-
-
-def _is_quiet(asked: SimpleQueue[Any]) -> bool:
-    until = time.monotonic() + QUIET
-    while asked.empty():
-        if time.monotonic() > until:
-            return True
-        time.sleep(QUIET / 10)
-    return False
 
 
 def _answer(future: asyncio.Future[Any], sample: Sample) -> None:

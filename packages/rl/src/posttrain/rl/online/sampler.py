@@ -11,19 +11,21 @@ import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from posttrain.core.data.samplers import mix
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.errors import DataError
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
 from posttrain.lm.images.vision import Shown
 from posttrain.rl.agents.environments import Environments, complete_in_room
+from posttrain.rl.agents.scheduler import QUIET
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import folded
 from posttrain.rl.generation.protocol import has_own_weights, is_concurrent, reads_images, session, updates_in_flight
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 Asked = tuple[Any, Sample, Sampling]
 """A turn to write: a key by which it is known, the sample with its prompt, and how it is drawn."""
+
+MAX_CALLS = 4096
+"""Calls of an engine that are open at a time, each in a thread of its own."""
 
 
 class Sampler:
@@ -186,18 +191,14 @@ class Sampler:
         Args:
             logps_temperature: at which log-probabilities are needed; see `generate_turn`.
         """
-
-        def turn(some: list[Sample], tokens: int) -> list[Sample]:
-            return self.generate_turn(some, replace(sampling, max_new_tokens=tokens), logps_temperature)
-
-        samples = complete_in_room(samples, sampling.max_new_tokens, self.context, turn)
         if not self.environments:
-            return samples
 
-        def next_turn(some: list[Sample], number: int, tokens: int) -> list[Sample]:
-            return turn([replace(sample, seed=mix(sample.seed, number)) for sample in some], tokens)
+            def complete(some: list[Sample], tokens: int) -> list[Sample]:
+                return self.generate_turn(some, replace(sampling, max_new_tokens=tokens), logps_temperature)
 
-        samples = self.environments.converse(samples, self.codec, next_turn, sampling.max_new_tokens, self.context)
+            return complete_in_room(samples, sampling.max_new_tokens, self.context, complete)
+        policy = Policy(self, logps_temperature)
+        samples = self.environments.converse(samples, self.codec, policy, sampling, self.context)
         calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
         self.environments.counts.update(calls=0, failures=0)
         metrics.add_sum("tools/call_frequency", calls, len(samples))
@@ -280,7 +281,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as agents ask it, see `posttrain.rl.agents.agent.Policy`."""
+    """The policy as trajectories ask it, see `posttrain.rl.agents.scheduler.Policy`."""
 
     sampler: Sampler
     logps_temperature: float
@@ -289,28 +290,71 @@ class Policy:
         """`samples` after one turn of the policy."""
         return self.sampler.generate_turn(samples, sampling, self.logps_temperature)
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether several threads may call `turn` at a time."""
-        return is_concurrent(self.sampler.generator)
-
     @contextlib.contextmanager
-    def open(self) -> Iterator[OpenTurns | TurnsTogether]:
+    def open(self, wake: Callable[[], None]) -> Iterator[OpenTurns | TurnsApart | TurnsTogether]:
         """A context in which turns are begun at any time."""
-        make = getattr(self.sampler.generator, "steps", None)
+        generator = self.sampler.generator
+        if is_concurrent(generator):
+            with TurnsApart(self.turn, wake) as turns:
+                yield turns
+            return
+        make = getattr(generator, "steps", None)
         opened = None if make is None or self.sampler.dist.cp_size > 1 else make()
         if opened is None:
-            yield TurnsTogether(self.turn)
+            yield TurnsTogether(self.turn, self.sampler.context)
             return
         with opened as steps:
             yield OpenTurns(self.sampler, steps, self.logps_temperature)
 
 
+class TurnsApart:
+    """Turns of an engine that takes several calls at a time: each is a call of its own, in a thread of its own."""
+
+    quiet = 0.0
+
+    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]], wake: Callable[[], None]) -> None:
+        self.turn, self.wake = turn, wake
+        self._threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
+        self._ended: SimpleQueue[tuple[Any, Future[list[Sample]]]] = SimpleQueue()
+
+    def __enter__(self) -> TurnsApart:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __bool__(self) -> bool:
+        return not self._ended.empty()
+
+    def begin(self, asked: Sequence[Asked]) -> None:
+        """Begin turns, each ``(key, sample, how it is drawn)``."""
+        for key, sample, sampling in asked:
+            call = self._threads.submit(self.turn, [sample], sampling)
+            call.add_done_callback(partial(self._end, key))
+
+    def _end(self, key: Any, call: Future[list[Sample]]) -> None:
+        self._ended.put((key, call))
+        self.wake()
+
+    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
+        """The engine writes what it was asked for."""
+
+    def step(self) -> list[tuple[Any, Sample]]:
+        """The keys and samples of the turns that have ended."""
+        found = []
+        while self:
+            key, call = self._ended.get()
+            found.append((key, call.result()[0]))
+        return found
+
+
 class TurnsTogether:
     """Turns of an engine that writes a batch to its end before it takes another: those that wait make the next."""
 
-    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]]) -> None:
-        self.turn = turn
+    quiet = QUIET
+
+    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]], context: int | None = None) -> None:
+        self.turn, self.context = turn, context
         self._open: list[Asked] = []
 
     def __len__(self) -> int:
@@ -330,9 +374,13 @@ class TurnsTogether:
         found = []
         for kind, some in _by_kind(open_):
             most = max(sampling.max_new_tokens for *_, sampling in some)
-            done = self.turn([sample for _, sample, _ in some], replace(kind, max_new_tokens=most))
+            write = partial(self._write, kind)
+            done = complete_in_room([sample for _, sample, _ in some], most, self.context, write)
             found += [(key, _cut(one, own.max_new_tokens)) for (key, _, own), one in zip(some, done, strict=True)]
         return found
+
+    def _write(self, kind: Sampling, samples: list[Sample], tokens: int) -> list[Sample]:
+        return self.turn(samples, replace(kind, max_new_tokens=tokens))
 
 
 def _cut(sample: Sample, most: int) -> Sample:
@@ -350,6 +398,8 @@ def _by_kind(asked: Sequence[Asked]) -> Iterator[tuple[Sampling, list[Asked]]]:
 
 class OpenTurns:
     """Turns of the policy that begin and end at any token, written by an engine that batches what is open."""
+
+    quiet = QUIET
 
     def __init__(self, sampler: Sampler, steps: LocalSteps, logps_temperature: float) -> None:
         self.sampler, self.steps, self.logps_temperature = sampler, steps, logps_temperature

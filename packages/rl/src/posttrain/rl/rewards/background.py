@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -140,10 +141,10 @@ def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     return result
 
 
-def gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+def begin(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
     """The results of coroutines that run side by side on `event_loop`."""
 
     async def run() -> list[Any]:
         return await asyncio.gather(*coroutines)
 
-    return asyncio.run_coroutine_threadsafe(run(), event_loop()).result()
+    return asyncio.run_coroutine_threadsafe(run(), event_loop())
