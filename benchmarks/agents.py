@@ -158,8 +158,8 @@ def calls_after_each_turn(together: bool):
 
     @contextlib.contextmanager
     def open_(self, wake):
-        with own(self, wake) as turns:
-            yield Called(TurnsTogether(self.turn) if together else turns)
+        with contextlib.nullcontext(TurnsTogether(self.turn)) if together else own(self, wake) as turns:
+            yield Called(turns)
 
     Policy.open = open_
     ToolProtocol.read = lambda *_: Turn({"role": "assistant", "content": ""}, (Call("go_on", {}),))

@@ -11,7 +11,7 @@ from posttrain.rl.rewards import background
 
 
 class Policy(TurnsTogether):
-    """Its first turns are those of `given`; of the later ones, ``go_on(samples, turn, tokens)`` writes turn 1, 2, ..."""
+    """Its first turns are those of `given`; ``go_on(samples, turn, tokens)`` writes the others, turn 1, 2, ..."""
 
     def __init__(self, given, go_on, context=None):
         super().__init__(self.write, context)
