@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli.source import sets_for
-from posttrain.core.registry import Method, Run
+from posttrain.core.registry import Method, Run, load
 
 
 def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], None]:
-    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in
-    ``output_dir``.
+    """A method's `run`: train with the class at `trainer`, and leave the model in ``output_dir``.
 
     Args:
-        reads_prompts: its rows need a prompt alone, which may be in a column of another name.
+        trainer, reads_prompts: as for `made`.
     """
 
     def run(run: Run) -> None:
-        module, _, name = trainer.partition(":")
-        config, model = run.config, run.model
-        train_rows, eval_rows = sets_for(run)
-        if reads_prompts:
-            train_rows, eval_rows = _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
-        extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
         # On the command line, "true" means the newest checkpoint, "false" none, and anything else is a path.
-        given = config.resume_from_checkpoint
-        resume = {"true": True, "false": None}.get(str(given).lower(), given)
-        changes = {"model_init_kwargs": model.model_init_kwargs() | extra, "resume_from_checkpoint": None}
-        made = getattr(importlib.import_module(module), name)(
-            model=model.model_name_or_path,
-            args=dataclasses.replace(config, **changes),
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            peft_config=model.peft_config(),
-            quantization_config=model.quantization_config(),
-        )
-        made.train(resume_from_checkpoint=resume)
-        made.save_model()
+        given, trains = run.config.resume_from_checkpoint, made(run, trainer, reads_prompts)
+        trains.train(resume_from_checkpoint={"true": True, "false": None}.get(str(given).lower(), given))
+        trains.save_model()
 
     return run
+
+
+def made(run: Run, trainer: str, reads_prompts: bool = False) -> Any:
+    """The trainer of a run.
+
+    Args:
+        trainer: the import path of its class, ``"module:Class"``.
+        reads_prompts: its rows need a prompt alone, which may be in a column of another name.
+    """
+    config, model = run.config, run.model
+    train_rows, eval_rows = sets_for(run)
+    if reads_prompts:
+        train_rows, eval_rows = _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
+    extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
+    changes = {"model_init_kwargs": model.model_init_kwargs() | extra, "resume_from_checkpoint": None}
+    return load(trainer)(
+        model=model.model_name_or_path,
+        args=dataclasses.replace(config, **changes),
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=model.peft_config(),
+        quantization_config=model.quantization_config(),
+    )
 
 
 def _prompts(run: Run, rows: Any, name: str) -> Any:
@@ -139,8 +144,15 @@ def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool 
 
         return of_prompts(run, count)
 
-    all_needs = ("model_name_or_path", "dataset_name|datasets", needs)
-    return _named(name, trainer, help, reads_prompts, needs=all_needs, workload=of_rollouts, preview=preview)
+    def replay(run: Run, trajectory: dict[str, Any]) -> str:
+        from posttrain.rl.online.trajectories import replayed
+
+        return replayed(made(run, f"posttrain.rl.algorithms.{trainer}Trainer", reads_prompts), trajectory)
+
+    others = {"workload": of_rollouts, "preview": preview, "replay": replay if needs == REWARDS else None}
+    return _named(
+        name, trainer, help, reads_prompts, needs=("model_name_or_path", "dataset_name|datasets", needs), **others
+    )
 
 
 REWARDS = "reward_funcs|reward_model_name_or_path"

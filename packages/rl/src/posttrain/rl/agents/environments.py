@@ -13,7 +13,7 @@ import logging
 import reprlib
 import sqlite3
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.process import RolloutProcess, is_remote
 from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.room import room_for, room_left
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import names_all
@@ -257,13 +258,13 @@ class Environments:
         turn = yield sample, replace(sampling, max_new_tokens=room_for(sample, most, context))
         sample, schemas, turns = replace(turn, learn=[True] * len(turn.ids)), self.schemas_of(sample), 0
         written = sample.ids
-        while schemas and turns != self.max_turns and sample.finished and _room(sample, most, context) > 0:
+        while schemas and turns != self.max_turns and sample.finished and room_left(sample, most, context) > 0:
             protocol = codec.protocol(schemas)
             if not (calls := protocol.read(written, schemas, sample.prompt_ids).calls):
                 break
             answers = yield from self.answers(sample, calls, protocol.example)
             ids = protocol.answer_ids(sample.ids, answers, schemas)
-            if len(ids) >= (room := _room(sample, most, context)):
+            if len(ids) >= (room := room_left(sample, most, context)):
                 break
             sample = replace(sample, completion=[*sample.completion, *answers])
             sample, room, turns = sample.extended(ids, [0.0] * len(ids), chosen=False), room - len(ids), turns + 1
@@ -283,56 +284,6 @@ def _joined(sample: Sample, turn: Sample) -> Sample:
         is_exact=sample.is_exact and turn.is_exact,
         completion=[*sample.completion, *turn.completion],
     )
-
-
-def context_length(config: Any, engine: int | None = None) -> int | None:
-    """Tokens of prompt and completion together that a model reads at most; None: its config names no limit.
-
-    Args:
-        engine: the limit of the engine that generates, where it has one of its own.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limits = [getattr(text, "max_position_embeddings", None), engine]
-    return min((limit for limit in limits if limit and limit > 0), default=None)
-
-
-def complete_in_room(
-    samples: Sequence[Sample], most: int, context: int | None, complete: Callable[[list[Sample], int], list[Sample]]
-) -> list[Sample]:
-    """`samples` with completions of `most` tokens, or fewer near the end of the `context`.
-
-    Args:
-        complete: ``(samples, tokens at most)``, called once for all samples with the same room.
-    """
-    by_room: dict[int, list[int]] = {}
-    for place, sample in enumerate(samples):
-        by_room.setdefault(room_for(sample, most, context), []).append(place)
-    found = list(samples)
-    for limit, places in by_room.items():
-        for place, sample in zip(places, complete([samples[place] for place in places], limit), strict=True):
-            found[place] = sample
-    return found
-
-
-def room_for(sample: Sample, most: int, context: int | None) -> int:
-    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`.
-
-    Raises:
-        DataError: none.
-    """
-    if (room := _room(sample, most, context)) < 1:
-        raise DataError(
-            f"A prompt has {len(sample.prompt_ids)} tokens, and the model reads at most {context} of prompt and "
-            f"completion together, so there is no room for a completion. It begins: {str(sample.prompt)[:80]!r}. "
-            "Drop or shorten such prompts."
-        )
-    return room
-
-
-def _room(sample: Sample, max_tokens: int, context: int | None) -> int:
-    """Tokens that may still be added to a completion."""
-    left = max_tokens - len(sample.ids)
-    return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
 
 
 def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
@@ -375,16 +326,17 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
     if call.name not in tools:
         near = did_you_mean(call.name, tools)
         return f"error: there is no tool {call.name!r}{near}; there are {', '.join(tools)}", True
+    tool = tools[call.name]
+    if background.is_async(tool):
+        return _finish(call.name, tool, call.arguments)
+    if is_remote(tool):  # it waits in another thread, and this one goes on
+        return _finish(call.name, partial(asyncio.to_thread, tool), call.arguments)
     try:
-        if is_remote(tools[call.name]) and not background.is_async(
-            tools[call.name]
-        ):  # it waits in another thread, and this one goes on
-            return _finish(call.name, asyncio.to_thread(tools[call.name], **call.arguments))
         with _naming_slow(call.name):
-            result = tools[call.name](**call.arguments)
+            result = tool(**call.arguments)
     except Exception as error:
         return _failure(error)
-    return _finish(call.name, result) if inspect.isawaitable(result) else (_as_text(call.name, result), False)
+    return _as_text(call.name, result), False
 
 
 def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
@@ -392,10 +344,10 @@ def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
     return background.naming_slow(f"The tool {name!r}", remedy)
 
 
-async def _finish(name: str, awaitable: Any) -> tuple[str, bool]:
+async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
     try:
         with _naming_slow(name):
-            result = await awaitable
+            result = await tool(**arguments)
     except Exception as error:
         return _failure(error)
     return _as_text(name, result), False

@@ -19,7 +19,7 @@ from posttrain.core.data.host_copies import send
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
-from posttrain.rl.generation.group_cache import Decoding
+from posttrain.rl.generation.group_cache import Decoding, Known
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit
@@ -113,16 +113,16 @@ class LocalSteps:
     def _read(self, call: Call, numbers: list[int]) -> None:
         """Read the prompts of these numbers, and write the first token of each of their completions."""
         lengths = [len(call.prompts[number]) for number in numbers]
-        known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
+        known = [self._known(call.prompts[number]) for number in numbers]
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
         self.num_read += sum(inputs[0])
-        with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, [text for _, text in known]) as block:
+        with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:
             logits = read_prompts(self.model, self.decoding, inputs)
         call.begin(numbers, lengths, block, logits)
         self._place()
 
-    def _known(self, prompt: Sequence[int]) -> tuple[int, Text | None]:
-        """Take the longest text that `prompt` goes on from: (its tokens, its keys and values)."""
+    def _known(self, prompt: Sequence[int]) -> Known:
+        """Take the longest text that `prompt` goes on from."""
         texts, begun = self.texts or {}, tuple(prompt)
         fitting = (text for text in texts if len(text) < len(begun) and begun[: len(text)] == text)
         found = max(fitting, key=len, default=())
@@ -368,19 +368,15 @@ class PromptsRead:
             known: of each prompt, without images, how many tokens are not read.
         """
         some = [self.prompts[number] for number in numbers]
-        if any(known):
-            places = [torch.arange(before, len(one.ids)) for before, one in zip(known, some, strict=True)]
-            ids = [token for before, one in zip(known, some, strict=True) for token in one.ids[before:]]
-            inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.cat(places).unsqueeze(0)}
-            return list(map(len, places)), inputs
-        inputs = {"input_ids": torch.tensor([[token for one in some for token in one.ids]])}
+        new = list(zip(known or [0] * len(some), some, strict=True))
+        inputs = {"input_ids": torch.tensor([[token for before, one in new for token in one.ids[before:]]])}
         for name in some[0].numbers:
             inputs[name] = torch.tensor([[number for one in some for number in one.numbers[name]]])
         if self.positions is None:
-            inputs["position_ids"] = torch.cat([torch.arange(len(one.ids)) for one in some]).unsqueeze(0)
+            inputs["position_ids"] = torch.cat([torch.arange(b, len(one.ids)) for b, one in new]).unsqueeze(0)
         else:
             inputs["position_ids"] = torch.cat([self.positions[i][:, :-1] for i in numbers], 1).unsqueeze(1)
-        return [len(one.ids) for one in some], inputs | join_tensors([one.tensors for one in some])
+        return [len(one.ids) - before for before, one in new], inputs | join_tensors([one.tensors for one in some])
 
 
 def read_prompts(

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
 from posttrain.lm.images.vision import Shown
-from posttrain.rl.agents.environments import Environments, complete_in_room
+from posttrain.rl.agents.environments import Environments
 from posttrain.rl.agents.scheduler import QUIET
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import folded
@@ -33,6 +33,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import ATTEMPTS, Turns, with_versions
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec, runs
+from posttrain.rl.samples.room import complete_in_room
 from posttrain.rl.samples.samples import Sample
 
 if TYPE_CHECKING:
@@ -191,19 +192,17 @@ class Sampler:
         Args:
             logps_temperature: at which log-probabilities are needed; see `generate_turn`.
         """
-        if not self.environments:
-
-            def complete(some: list[Sample], tokens: int) -> list[Sample]:
-                return self.generate_turn(some, replace(sampling, max_new_tokens=tokens), logps_temperature)
-
-            return complete_in_room(samples, sampling.max_new_tokens, self.context, complete)
-        policy = Policy(self, logps_temperature)
-        samples = self.environments.converse(samples, self.codec, policy, sampling, self.context)
-        calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
-        self.environments.counts.update(calls=0, failures=0)
-        metrics.add_sum("tools/call_frequency", calls, len(samples))
-        if calls:
-            metrics.add_sum("tools/failure_frequency", failures, calls)
+        policy, environments = Policy(self, logps_temperature), self.environments
+        if not any(map(environments.tools_of, samples)):  # one turn of each: prompts are asked for together
+            samples = complete_in_room(samples, sampling, self.context, policy.turn)
+        else:
+            samples = environments.converse(samples, self.codec, policy, sampling, self.context)
+        if environments:
+            calls, failures = environments.counts["calls"], environments.counts["failures"]
+            environments.counts.update(calls=0, failures=0)
+            metrics.add_sum("tools/call_frequency", calls, len(samples))
+            if calls:
+                metrics.add_sum("tools/failure_frequency", failures, calls)
         return samples
 
     def generate_turn(self, samples: list[Sample], sampling: Sampling, logps_temperature: float) -> list[Sample]:
@@ -295,8 +294,11 @@ class Policy:
         """A context in which turns are begun at any time."""
         generator = self.sampler.generator
         if is_concurrent(generator):
-            with TurnsApart(self.turn, wake) as turns:
-                yield turns
+            threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
+            try:
+                yield TurnsApart(self.turn, wake, threads)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
             return
         make = getattr(generator, "steps", None)
         opened = None if make is None or self.sampler.dist.cp_size > 1 else make()
@@ -312,16 +314,11 @@ class TurnsApart:
 
     quiet = 0.0
 
-    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]], wake: Callable[[], None]) -> None:
-        self.turn, self.wake = turn, wake
-        self._threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
+    def __init__(
+        self, turn: Callable[[list[Sample], Sampling], list[Sample]], wake: Callable[[], None], threads: Executor
+    ) -> None:
+        self.turn, self.wake, self._threads = turn, wake, threads
         self._ended: SimpleQueue[tuple[Any, Future[list[Sample]]]] = SimpleQueue()
-
-    def __enter__(self) -> TurnsApart:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __bool__(self) -> bool:
         return not self._ended.empty()
@@ -373,14 +370,10 @@ class TurnsTogether:
         open_, self._open = self._open, []
         found = []
         for kind, some in _by_kind(open_):
-            most = max(sampling.max_new_tokens for *_, sampling in some)
-            write = partial(self._write, kind)
-            done = complete_in_room([sample for _, sample, _ in some], most, self.context, write)
+            most = replace(kind, max_new_tokens=max(sampling.max_new_tokens for *_, sampling in some))
+            done = complete_in_room([sample for _, sample, _ in some], most, self.context, self.turn)
             found += [(key, _cut(one, own.max_new_tokens)) for (key, _, own), one in zip(some, done, strict=True)]
         return found
-
-    def _write(self, kind: Sampling, samples: list[Sample], tokens: int) -> list[Sample]:
-        return self.turn(samples, replace(kind, max_new_tokens=tokens))
 
 
 def _cut(sample: Sample, most: int) -> Sample:

@@ -33,9 +33,17 @@ def keep_device() -> Callable[[], None]:
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
-@cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The program's one event loop, in its own thread, so that open connections survive from call to call."""
+    with _MAKING_LOOP:  # rollouts that overlap ask for it at the same time
+        return _event_loop()
+
+
+_MAKING_LOOP = threading.Lock()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="posttrain-async", daemon=True).start()
     return loop
