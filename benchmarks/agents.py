@@ -7,7 +7,7 @@ behind each; in every group the tool of one episode takes 500 ms, or its turns h
 lock-step, where the turns that wait are written to their end before others begin, and the bound: no rollout is done
 before the slow episodes alone are, nor before all the others are. The model has 16 million parameters; one thread.
 `environments`: the same as conversations of an environment with one async tool; in lock-step, all turns are written to
-their end, then all tools run to theirs. Tokens are those that are trained on.
+their end, then all tools run to theirs. Tokens trained a second count rollout, forward and backward passes.
 
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
 (`generate`) and through HTTP: what a turn costs beyond that, and the memory of an episode in flight.
@@ -114,7 +114,7 @@ def slow_episodes() -> None:
             Policy.open = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.turn)]))
             together, Policy.open = seconds(run, rows), own
             print(
-                f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); bound "
+                f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); "
                 f"{max(parts.values()):6.2f} s, of which this is {max(parts.values()) / ours:.2f}",
                 flush=True,
             )
@@ -169,15 +169,26 @@ def calls_after_each_turn(together: bool):
         Policy.open, ToolProtocol.read = own, read
 
 
-def conversations(run, rows, together: bool = False) -> tuple[float, int]:
-    """(seconds, tokens that are trained on) of a rollout; `together`: all wait for the longest turn and tool."""
+def conversations(run, rows, together: bool = False):
+    """(seconds, samples) of a rollout; `together`: all wait for the longest turn and tool."""
     tool = max(row["tool"] for row in rows)
     rows = [row | {"tool": tool} for row in rows] if together else rows
     with calls_after_each_turn(together):
         samples = run.new_samples(rows)
         started = time.perf_counter()
         done = run.rollout_maker.sample(samples)
-        return time.perf_counter() - started, sum(one.num_chosen for one in done)
+        return time.perf_counter() - started, done
+
+
+def learning(run, samples) -> float:
+    """Seconds of the forward and backward passes over a rollout."""
+    maker = run.rollout_maker
+    rollout = replace(maker.of(samples), advantages=torch.randn(len(samples)))
+    started = time.perf_counter()
+    for part in maker.parts_of(rollout):
+        inputs = run.prepare_inputs(part)
+        run.compute_loss(run.model, inputs, num_items_in_batch=run.count_items(inputs)).backward()
+    return time.perf_counter() - started
 
 
 def slow_conversations() -> None:
@@ -198,13 +209,15 @@ def slow_conversations() -> None:
             policy = model(384, 4, len(words))
             run = GRPOTrainer(policy, None, args, rows[:GROUPS], processing_class=words, environment_factory=Room)
             conversations(run, rows[:2])  # tries the model
-            ours, tokens = conversations(run, rows)
+            ours, done = conversations(run, rows)
             parts = [conversations(run, [row for row in rows if row["slow"] == slow])[0] for slow in (True, False)]
-            together, _ = conversations(run, rows, together=True)
+            together, bound = conversations(run, rows, together=True)[0], max(parts)
+            tokens, learns = sum(one.num_chosen for one in done), learning(run, done)
             print(
-                f"environments, {which:12} {ours:6.2f} s, {tokens / ours:.0f} tokens a second; in lock-step "
-                f"{together:6.2f} s, {tokens / together:.0f} ({together / ours:.2f}x); bound {max(parts):6.2f} s, "
-                f"{tokens / max(parts):.0f}, of which this is {max(parts) / ours:.2f}",
+                f"environments, {which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); "
+                f"bound {bound:6.2f} s, of which this is {bound / ours:.2f}. With {learns:.2f} s of learning, tokens "
+                f"trained a second: {tokens / (ours + learns):.0f}, {tokens / (together + learns):.0f} in lock-step, "
+                f"{tokens / (bound + learns):.0f} at the bound ({(bound + learns) / (ours + learns):.2f})",
                 flush=True,
             )
 
