@@ -114,7 +114,7 @@ def slow_episodes() -> None:
             Policy.open = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.turn)]))
             together, Policy.open = seconds(run, rows), own
             print(
-                f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); "
+                f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); bound "
                 f"{max(parts.values()):6.2f} s, of which this is {max(parts.values()) / ours:.2f}",
                 flush=True,
             )
