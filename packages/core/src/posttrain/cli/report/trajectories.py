@@ -42,7 +42,7 @@ def named(name: str, folder: str | Path, wanted: Filter | None = None) -> Trajec
     found = stored(folder, wanted)
     chosen = next((one for one in found if name_of(one) == name), None)
     if chosen is None:
-        raise ConfigError("trajectories", [f"{name} is none of the {len(found)} trajectories that {folder} holds"])
+        raise ConfigError("trajectories", [f"{name} is none of the {len(found)} trajectories of {folder} that fit"])
     return chosen
 
 

@@ -11,7 +11,6 @@ import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -223,7 +222,7 @@ class Episodes:
         episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, generate), loop)
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            serve(asked, policy, partial(loop.call_soon_threadsafe, _answer), asyncio.Future.cancelled)
+            serve(asked, policy, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
             return episodes.result()
         except BaseException:
             episodes.cancel()

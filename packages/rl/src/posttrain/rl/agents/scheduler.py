@@ -60,7 +60,7 @@ class Policy(Protocol):
 def serve(
     asked: SimpleQueue[Any],
     policy: Policy,
-    answer: Callable[[Any, Sample], None],
+    answer: Callable[[Any, Sample], Any],
     is_unwanted: Callable[[Any], bool] | None = None,
 ) -> None:
     """Have the turns in `asked` written until there is None. They join those that are being written.

@@ -124,7 +124,7 @@ class Decoding:
         """(1, G, N, D) keys, or values, of whole prompts: those that are known, and the `new` ones behind them."""
         counts = [behind.segments.lengths[own] for own in behind.own]
         parts: list[torch.Tensor] = []
-        for text, own in zip(self._known, new[0].split(counts, 1), strict=True):
+        for text, own in zip(self._known, torch.split(new[0], counts, 1), strict=True):
             parts += [own] if text is None else [text[layer][place], own]
         return torch.cat(parts, 1).unsqueeze(0)
 

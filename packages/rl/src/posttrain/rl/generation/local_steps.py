@@ -130,12 +130,12 @@ class LocalSteps:
 
     def _bound_texts(self) -> None:
         """Drop the oldest texts while there are too many."""
-        rows = sum(len(call.index) for call in self._calls)
-        tokens = self.decoding.reserved + sum(map(len, self.texts or ()))
-        for text in [*(self.texts or ())]:
-            if rows + len(self.texts or ()) > self.max_rows or tokens > self.max_tokens:
+        texts, rows = self.texts or {}, sum(len(call.index) for call in self._calls)
+        tokens = self.decoding.reserved + sum(map(len, texts))
+        for text in list(texts):
+            if rows + len(texts) > self.max_rows or tokens > self.max_tokens:
                 tokens -= len(text)
-                del self.texts[text]
+                del texts[text]
 
     def _go_on(self, calls: list[Call]) -> None:
         """Write one more token of each row of these calls."""

@@ -354,8 +354,8 @@ class TurnsTogether:
         self.turn, self.context = turn, context
         self._open: list[Asked] = []
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def __bool__(self) -> bool:
+        return bool(self._open)
 
     def begin(self, asked: Sequence[Asked]) -> None:
         """Let turns wait, each ``(key, sample, how it is drawn)``."""
@@ -398,8 +398,8 @@ class OpenTurns:
         self.sampler, self.steps, self.logps_temperature = sampler, steps, logps_temperature
         self._open: dict[tuple[Call, int], tuple[Any, Sample]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def __bool__(self) -> bool:
+        return bool(self._open)
 
     def begin(self, asked: Sequence[Asked]) -> None:
         """Begin turns, each ``(key, sample, how it is drawn)``. Adjacent ones with the same prompt share its cache."""
