@@ -97,7 +97,8 @@ class LocalSteps:
         if going := [call for call in self._calls if call.rows]:
             self._go_on(going)
         ended = [(call, call.take_ended()) for call in self._calls]
-        self._bound_texts()
+        if self.texts:
+            self._bound_texts()
         self._calls = [call for call in self._calls if call.waiting or call.rows]
         return [(call, rows) for call, rows in ended if rows]
 
@@ -113,7 +114,7 @@ class LocalSteps:
     def _read(self, call: Call, numbers: list[int]) -> None:
         """Read the prompts of these numbers, and write the first token of each of their completions."""
         lengths = [len(call.prompts[number]) for number in numbers]
-        known = [self._known(call.prompts[number]) for number in numbers]
+        known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
         self.num_read += sum(inputs[0])
         with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:

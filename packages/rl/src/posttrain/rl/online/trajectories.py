@@ -61,12 +61,16 @@ def replayed(trainer: Any, one: Trajectory) -> str:
     """
     first, *others = [
         Sample(
-            {}, one["prompt"], each["prompt_ids"], each["ids"], finished=one["ending"] == FINISHED,
+            {},
+            one["prompt"],
+            each["prompt_ids"],
+            each["ids"],
+            finished=one["ending"] == FINISHED,
             learn=list(map(bool, each["learn"])),
             logps=each["logps"] and [math.nan if logp is None else logp for logp in each["logps"]],
         )
         for each in one["sequences"]
-    ]  # fmt: skip
+    ]
     maker, samples = trainer.rollout_maker, [first, *others]
     rollout = maker.of([replace(first, others=tuple(others))])
     (now,) = maker.logps_of(trainer.model, rollout)
