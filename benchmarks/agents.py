@@ -6,6 +6,8 @@
 behind each; in every group the tool of one episode takes 500 ms, or its turns have 160 tokens. Beside it the same in
 lock-step, where the turns that wait are written to their end before others begin, and the bound: no rollout is done
 before the slow episodes alone are, nor before all the others are. The model has 16 million parameters; one thread.
+`environments`: the same as conversations of an environment with one async tool; in lock-step, all turns are written to
+their end, then all tools run to theirs. Tokens trained a second count rollout, forward and backward passes.
 
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
 (`generate`) and through HTTP: what a turn costs beyond that, and the memory of an episode in flight.
@@ -23,41 +25,54 @@ import statistics
 import tempfile
 import time
 import tracemalloc
+from dataclasses import replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from grpo import VOCABULARY, tokenizer
 
+from posttrain.core import testing
 from posttrain.rl import Agent, GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Completions
 from posttrain.rl.online.sampler import Policy, TurnsTogether
+from posttrain.rl.tools.formats import Call
+from posttrain.rl.tools.protocol import ToolProtocol, Turn
 
 GROUPS, GROUP, TURNS, TOKENS, TOOL, SLOWER = 4, 8, 4, 16, 0.05, 10
 EPISODES, LATENCY = 256, 0.05
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-def model(width: int, layers: int):
+def model(width: int, layers: int, vocabulary: int = VOCABULARY):
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
         Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
             num_attention_heads=6, num_key_value_heads=2, head_dim=64, pad_token_id=0, eos_token_id=None,
             max_position_embeddings=8192,
         )
     )  # fmt: skip
 
 
+def arguments(folder: str, **others) -> GRPOConfig:
+    return GRPOConfig(
+        folder, max_steps=1, per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=4000,
+        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, **others,
+    )  # fmt: skip
+
+
 def trainer(agent, folder: str, policy, engine=None):
     words = tokenizer()
     words.chat_template = TEMPLATE
-    args = GRPOConfig(
-        folder, max_steps=1, per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=4000,
-        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
+    args = arguments(folder)
     rows = [{"number": i} for i in range(GROUPS)]
     return GRPOTrainer(policy, None, args, rows, processing_class=words, generator=engine, agent=agent)
 
@@ -96,11 +111,113 @@ def slow_episodes() -> None:
             ours = seconds(run, rows)
             parts = {slow: seconds(run, [row for row in rows if row["slow"] == slow]) for slow in (True, False)}
             own = Policy.open
-            Policy.open = contextlib.contextmanager(lambda self: iter([TurnsTogether(self.turn)]))
+            Policy.open = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.turn)]))
             together, Policy.open = seconds(run, rows), own
             print(
                 f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); bound "
                 f"{max(parts.values()):6.2f} s, of which this is {max(parts.values()) / ours:.2f}",
+                flush=True,
+            )
+
+
+class Room:
+    """An environment whose one tool takes a while."""
+
+    def reset(self, tool, **row):
+        self.seconds = tool
+
+    async def go_on(self):
+        """Go on."""
+        await asyncio.sleep(self.seconds)
+        return "."
+
+    def get_reward(self):
+        return 1.0
+
+
+class Called:
+    """Turns of a policy that calls the tool when it has written the tokens that its row says."""
+
+    def __init__(self, turns):
+        self.turns, self.drop, self.quiet = turns, turns.drop, turns.quiet
+
+    def __bool__(self) -> bool:
+        return bool(self.turns)
+
+    def begin(self, asked) -> None:
+        self.turns.begin([(key, one, replace(how, max_new_tokens=one.row["tokens"])) for key, one, how in asked])
+
+    def step(self):
+        return [(key, replace(one, finished=True)) for key, one in self.turns.step()]
+
+
+@contextlib.contextmanager
+def calls_after_each_turn(together: bool):
+    """The policy calls `Room.go_on` in each turn; where `together`, its turns are written to their ends."""
+    own, read = Policy.open, ToolProtocol.read
+
+    @contextlib.contextmanager
+    def open_(self, wake):
+        with contextlib.nullcontext(TurnsTogether(self.turn)) if together else own(self, wake) as turns:
+            yield Called(turns)
+
+    Policy.open = open_
+    ToolProtocol.read = lambda *_: Turn({"role": "assistant", "content": ""}, (Call("go_on", {}),))
+    try:
+        yield
+    finally:
+        Policy.open, ToolProtocol.read = own, read
+
+
+def conversations(run, rows, together: bool = False):
+    """(seconds, samples) of a rollout; `together`: all wait for the longest turn and tool."""
+    tool = max(row["tool"] for row in rows)
+    rows = [row | {"tool": tool} for row in rows] if together else rows
+    with calls_after_each_turn(together):
+        samples = run.new_samples(rows)
+        started = time.perf_counter()
+        done = run.rollout_maker.sample(samples)
+        return time.perf_counter() - started, done
+
+
+def learning(run, samples) -> float:
+    """Seconds of the forward and backward passes over a rollout."""
+    maker = run.rollout_maker
+    rollout = replace(maker.of(samples), advantages=torch.randn(len(samples)))
+    started = time.perf_counter()
+    for part in maker.parts_of(rollout):
+        inputs = run.prepare_inputs(part)
+        run.compute_loss(run.model, inputs, num_items_in_batch=run.count_items(inputs)).backward()
+    return time.perf_counter() - started
+
+
+def slow_conversations() -> None:
+    words = testing.tokenizer(chat_template=TOOLS)
+    for which in ("slow tools", "long turns"):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": f"{10 + i} 3 5 7 9 11"}],
+                "slow": place == 0,
+                "tool": TOOL * (SLOWER if place == 0 and which == "slow tools" else 1),
+                "tokens": TOKENS * (SLOWER if place == 0 and which == "long turns" else 1),
+            }
+            for i in range(GROUPS)
+            for place in range(GROUP)
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            args = arguments(folder, max_tool_calling_iterations=TURNS - 1)
+            policy = model(384, 4, len(words))
+            run = GRPOTrainer(policy, None, args, rows[:GROUPS], processing_class=words, environment_factory=Room)
+            conversations(run, rows[:2])  # tries the model
+            ours, done = conversations(run, rows)
+            parts = [conversations(run, [row for row in rows if row["slow"] == slow])[0] for slow in (True, False)]
+            together, bound = conversations(run, rows, together=True)[0], max(parts)
+            tokens, learns = sum(one.num_chosen for one in done), learning(run, done)
+            print(
+                f"environments, {which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); "
+                f"bound {bound:6.2f} s, of which this is {bound / ours:.2f}. With {learns:.2f} s of learning, tokens "
+                f"trained a second: {tokens / (ours + learns):.0f}, {tokens / (together + learns):.0f} in lock-step, "
+                f"{tokens / (bound + learns):.0f} at the bound ({(bound + learns) / (ours + learns):.2f})",
                 flush=True,
             )
 
@@ -220,5 +337,6 @@ def _has(*names: str) -> bool:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     slow_episodes()
+    slow_conversations()
     overhead()
     busy_reward()

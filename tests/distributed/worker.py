@@ -696,6 +696,61 @@ def asynchronous(out, **changes):
     }  # fmt: skip
 
 
+def conversations(out, **changes):
+    """Conversations with a tool, whose turns are rewarded one by one, of prompts that are chosen by their pass rate."""
+    from posttrain.core.models.wrapping import unwrap
+    from posttrain.rl import GRPOConfig, GRPOTrainer
+    from posttrain.rl.generation import Completions
+    from tests.contract.trainers import text_rows
+    from tests.rl.agents.scripted import ScriptedEngine, call
+
+    def add(a: int, b: int):
+        """Add.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        return a + b
+
+    class Seeded(ScriptedEngine):
+        """What it writes depends on the seed of the completion."""
+
+        def sync_weights(self, model):
+            super().sync_weights(unwrap(model))
+
+        def generate(self, prompts, n, sampling, seeds):
+            parts = []
+            for place, self.seed in enumerate(seeds):
+                parts.append(super().generate([prompts[place // n]], 1, sampling))
+            ids, logps, finished = ([one for part in parts for one in getattr(part, name)]
+                                    for name in ("ids", "logps", "finished"))  # fmt: skip
+            return Completions(ids, logps, finished, is_exact=True)
+
+    def answer(text):
+        calls = text.count("<tool_response>") < 2 and engine.seed % 3
+        return call("add", a=engine.seed % 10, b=1) if calls else f"It is {engine.seed % 5}."
+
+    def of_turns(completions):
+        turns = [[json.dumps(m) for m in said if m["role"] == "assistant"] for said in completions]
+        return [[sum(map(ord, turn)) % 7 / 7 for turn in some] for some in turns]
+
+    tokenizer = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
+    engine = Seeded(tokenizer, answer)
+    usual = split(int(os.environ.get("WORLD_SIZE", 1))) | {"max_steps": 6, "num_train_epochs": 9, "ddp_timeout": 60}
+    trainer = GRPOTrainer(
+        tiny.causal_lm(initializer_range=0.1, max_position_embeddings=1024), of_turns,
+        arguments(
+            GRPOConfig, out, num_generations=2, max_completion_length=300, curriculum=True, pass_threshold=1.0,
+            gradient_checkpointing=False, **usual, **changes,
+        ),
+        [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in text_rows(9)], None, tokenizer,
+        tools=[add], generator=engine,
+    )  # fmt: skip
+    trainer.train()
+    return {"weights": whole(trainer), "log": history(trainer), "rates": trainer.source.curriculum.rates}
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.set_num_threads(1)

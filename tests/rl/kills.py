@@ -6,13 +6,14 @@
 
 A run is a trainer, a server that writes completions, a process that the reward function asks, and one that holds the
 environments. The victim is killed with SIGKILL at a random moment, then started again. A trainer that has ended resumes
-from its last checkpoint. The server stands in for vLLM unless ``--vllm`` is given.
+from its last checkpoint. The server stands in for vLLM unless ``--vllm`` is given. Where the victim is ``rollout``, the
+trainer has a process of its own for reward functions and environments; where it is ``agent``, each episode is a program
+that asks the trainer's endpoint twice: these are killed as they are found, and the trainer starts others.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import random
@@ -21,14 +22,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from tests import programs
 
-VICTIMS = ("server", "trainer", "reward", "environment")
+VICTIMS = ("server", "trainer", "reward", "environment", "rollout", "agent")
+CHILDREN = {"rollout": "posttrain.rl.rewards.process", "agent": "agent.py"}  # of the trainer, by words of their command
+AGENT = """
+import json, os, time, urllib.request
+messages = json.load(open("row.json"))["prompt"]
+messages = [{"role": "user", "content": messages}]
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+for _ in range(2):
+    body = json.dumps({"messages": messages, "max_tokens": 3}).encode()
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    answer = json.load(urllib.request.urlopen(asked, timeout=300))["choices"][0]["message"]
+    messages += [{"role": "assistant", "content": answer["content"] or ""}, {"role": "user", "content": "a"}]
+    time.sleep(0.05)
+"""
 PROGRESS = 400  # seconds within which a run must go on after a kill; vLLM starts in two minutes
 PER_STEP = 8  # completions
 
@@ -56,7 +72,7 @@ class Service(BaseHTTPRequestHandler):
 
 def ask(port: int, rows: list[list[int]]) -> list[float]:
     """What a `Service` says of `rows`."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
     try:
         connection.request("POST", "/", json.dumps(rows))
         return json.loads(connection.getresponse().read())
@@ -93,7 +109,9 @@ def serve_completions(port: int, folder: Path) -> None:
     threading.Event().wait()
 
 
-def train(folder: Path, ports: dict[str, int], steps: int, bound: int, patience: float, vllm: bool) -> None:
+def train(
+    folder: Path, ports: dict[str, int], steps: int, bound: int, patience: float, vllm: bool, victim: str
+) -> None:
     """The trainer, from its last checkpoint if there is one."""
     import torch
 
@@ -117,16 +135,23 @@ def train(folder: Path, ports: dict[str, int], steps: int, bound: int, patience:
         def get_reward(self):
             return ask(ports["environment"], [[int(7 * self.level)]])[0]
 
+    made: dict[str, Any] = {"environment_factory": Room}
+    if victim == "agent":
+        (folder / "agent.py").write_text(AGENT)
+        made = {"agent": [sys.executable, str(folder / "agent.py")]}
     shared = None if vllm else str(folder / "shared")
     url = f"http://127.0.0.1:{ports['server']}"
     trainer = GRPOTrainer(
         servers.model() if vllm else tiny.causal_lm(initializer_range=0.1), asked,
         arguments(
-            GRPOTrainer.config_class, folder / "run", num_generations=2, max_completion_length=6, max_steps=steps,
+            GRPOTrainer.config_class, folder / "run", num_generations=2, max_steps=steps,
+            max_completion_length=40 if victim == "agent" else 6,
+            reward_on_error="mask" if victim == "agent" else "raise",
+            rollout_process=victim == "rollout",
             num_train_epochs=999, gradient_checkpointing=False, save_strategy="steps", save_steps=2,
             save_total_limit=2, max_staleness=bound, sample_ledger=True, reward_concurrency=2, learning_rate=0.01,
         ),
-        [{"prompt": row["prompt"]} for row in text_rows(13)], None, tiny.tokenizer(), environment_factory=Room,
+        [{"prompt": row["prompt"]} for row in text_rows(13)], None, tiny.tokenizer(), **made,
         generator=VLLMServerGenerator(
             url, patience, 0, folder=shared, in_flight=bound > 0, request_timeout=60
         ),
@@ -147,12 +172,21 @@ def write_into(log: Path) -> None:
 class Run:
     """The processes of a run in `folder`."""
 
-    def __init__(self, folder: Path, steps: int, bound: int = 2, vllm: bool = False, patience: float = 300.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        bound: int = 2,
+        vllm: bool = False,
+        patience: float = 300.0,
+        victim: str = "trainer",
+    ) -> None:
         self.folder, self.steps, self.bound, self.vllm, self.patience = folder, steps, bound, vllm, patience
+        self.victim = victim
         folder.mkdir(parents=True, exist_ok=True)
         from tests.vllm.servers import free_port
 
-        self.ports = {name: free_port() for name in VICTIMS if name != "trainer"}
+        self.ports = {name: free_port() for name in VICTIMS if name not in ("trainer", *CHILDREN)}
         self.processes: dict[str, subprocess.Popen | programs.Program] = {}
         self.said: list[str] = []
         if vllm:
@@ -171,7 +205,9 @@ class Run:
                 self.kill(name)
 
     def start(self, name: str) -> None:
-        """Start a process, which has ended or never was."""
+        """Start a process, which has ended or never was; the trainer starts its own."""
+        if name in CHILDREN:
+            return
         if name == "server" and self.vllm:
             from tests.vllm import servers
 
@@ -181,18 +217,33 @@ class Run:
         said = {"port": self.ports.get(name), "folder": str(self.folder)}
         if name == "trainer":
             said |= {"ports": self.ports, "steps": self.steps, "bound": self.bound, "vllm": self.vllm}
-            said |= {"patience": self.patience}
+            said |= {"patience": self.patience, "victim": self.victim}
         words = ["-m", "tests.rl.kills", "--process", name, "--options", json.dumps(said)]
         self.processes[name] = programs.Program(words, programs.environment(MKL_NUM_THREADS="1"))
 
     def kill(self, name: str) -> None:
         """As `kill -9` does. vLLM's engine and worker are processes of their own, and go with the server."""
+        if name in CHILDREN:
+            self.until(lambda: self.has_ended() or self.kill_child(CHILDREN[name]))
+            return
         pid = self.processes[name].pid
         if name == "server" and self.vllm:
             os.killpg(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGKILL)
         self.processes[name].wait()
+
+    def kill_child(self, words: str) -> bool:
+        """Kill a process of the trainer that has these words in its command; whether there was one."""
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = path.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == self.processes["trainer"].pid and words in path.joinpath("cmdline").read_text():
+                    os.kill(int(path.name), signal.SIGKILL)
+                    return True
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return False
 
     def lines(self) -> int:
         """Of the ledger."""
@@ -248,9 +299,10 @@ def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random)
 
 def judged(run: Run) -> dict[str, Any]:
     """The audit of a run that has ended."""
-    from posttrain.rl.online.ledger import audit
+    from posttrain.rl.online.ledger import audit, prompt_id
+    from tests import tiny
 
-    found = audit(run.folder / "run")
+    found, unfinished = audit(run.folder / "run"), prompt_id([tiny.tokenizer().eos_token_id])
     problems = list(found.problems)
     steps = [step for step in range(1, run.steps + 1) for _ in range(PER_STEP)]
     if [line["step"] for line in found.used] != steps:
@@ -259,7 +311,9 @@ def judged(run: Run) -> dict[str, Any]:
         problems.append("rollouts do not count on")
     epoch = 3 * PER_STEP  # 12 of 13 prompts, twice each
     for start in range(0, len(found.used) - epoch + 1, epoch):
-        if len({line["prompt"] for line in found.used[start : start + epoch]}) != 12:
+        told = Counter(line["prompt"] for line in found.used[start : start + epoch])
+        failed = told.pop(unfinished, 0)  # agents that were killed before their first turn
+        if max(told.values()) > 2 or sum(told.values()) + failed != epoch or (not failed and len(told) != 12):
             problems.append(f"a prompt came twice in the epoch from rollout {start // PER_STEP}")
     ages = [line["step"] - 1 - line["versions"][0] for line in found.used]
     return {"stalest": max(ages), "problems": problems, "said": sorted(set(run.said))}
@@ -291,7 +345,7 @@ def main() -> None:
         while kills < options.times:  # a run may end before all of them
             steps = 2 * (options.times - kills) + 8
             with tempfile.TemporaryDirectory() as folder:
-                run = Run(Path(folder), steps, options.bound, options.vllm, options.patience)
+                run = Run(Path(folder), steps, options.bound, options.vllm, options.patience, victim)
                 found = kill_again_and_again(run, victim, options.times - kills, draw)
             print(json.dumps(found), flush=True)
             kills += found["kills"]

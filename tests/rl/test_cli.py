@@ -8,6 +8,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.core import registry
+from posttrain.lm.generate.trajectories import read
 from tests import tiny
 from tests.contract.trainers import preference_rows
 
@@ -96,6 +97,37 @@ def test_a_reward_model_is_named_beside_functions(method, tmp_path, monkeypatch)
     (record, *_) = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     found = {name for name in record if name.startswith("rewards/") and name.endswith("/mean")}
     assert len(found) == 2 and "rewards/accuracy_reward/mean" in found
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_stored_trajectory_goes_through_the_loss_again(method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny.causal_lm(initializer_range=0.1).save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n' * 4)
+    words = "--model_name_or_path model --dataset_name prompts.jsonl --reward_funcs tests.contract.trainers:digit_sum"
+    more = "--num_generations 2 --per_device_train_batch_size 4 --max_completion_length 5 --max_steps 2 --use_cpu"
+    end = "--log_trajectories 2 --learning_rate 0.1 --output_dir out --report_to none --disable_tqdm"
+    assert main([method, *words.split(), *more.split(), *end.split()]) == 0
+    capsys.readouterr()
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    one, later = (next(t for t in read("out") if t["step"] == step) for step in (1, 2))
+    assert one["advantage"] != 0
+    for words, ratios_are_one in (([], True), (["--model_name_or_path", "out"], False)):
+        assert main(["rerun", "out", "--trajectory", f"{one['rollout']}/{one['sample']}", *words]) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        lines = [line.split(maxsplit=6) for line in lines[lines.index(next(x for x in lines if "log-prob" in x)) + 1 :]]
+        (sequence,) = one["sequences"]
+        assert [int(line[1]) for line in lines] == sequence["ids"] and {line[2] for line in lines} == {"1"}
+        assert [float(line[4]) for line in lines] == pytest.approx(sequence["logps"], abs=1e-4)
+        ratios = [float(line[5]) for line in lines]
+        assert (ratios == pytest.approx([1.0] * len(ratios), abs=1e-3)) == ratios_are_one
+        if ratios_are_one:  # with a ratio of 1 the loss is the advantage
+            assert float(last.split()[-1]) == pytest.approx(-one["advantage"], rel=1e-3)
+    assert main(["rerun", "out", "--trajectory", "9/9"]) == 2
+    assert "9/9 is none of the" in capsys.readouterr().err
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert later["step"] == 2 and not (tmp_path / "out-rerun").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import pytest
 
 from posttrain.core.errors import DataError
-from posttrain.rl.agents.environments import Environments, context_length
+from posttrain.rl.agents.environments import Environments
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.rewards import background
 from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from tests import tiny
+from tests.rl.conversations import answered, converse
 from tests.tiny_vision import image
 
 TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
@@ -50,7 +52,7 @@ async def slow(a: int):
     return -a
 
 
-def call(name, **arguments):
+def call(name, /, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -79,7 +81,7 @@ def writer(*texts):
 
 def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
     one, (go_on, shown) = sample(call("add", a=2, b=3)), writer("so it is five")
-    [one] = Environments([add]).converse([one], CODEC, go_on, max_tokens=500)
+    [one] = converse(Environments([add]), [one], CODEC, go_on, max_tokens=500)
     first = len(ids(call("add", a=2, b=3))) + 1
     told = ids("\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     last = [*ids("so it is five"), END]
@@ -95,21 +97,21 @@ def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
 def test_several_turns_until_nothing_is_asked_for():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2) + call("slow", a=9), "done", "never")
     environments = Environments([add, slow])
-    [one] = environments.converse([one], CODEC, go_on, 500)
+    [one] = converse(environments, [one], CODEC, go_on, 500)
     assert [m["content"] for m in one.completion if m["role"] == "tool"] == ["2", "4", "-9"]
     assert environments.counts == {"calls": 3, "failures": 0}
 
 
 def test_turns_are_bounded():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2), "unreachable")
-    [one] = Environments([add], max_turns=1).converse([one], CODEC, go_on, 500)
+    [one] = converse(Environments([add], max_turns=1), [one], CODEC, go_on, 500)
     assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"]
 
 
 def test_an_answer_that_does_not_fit_is_left_out():
     one, (go_on, shown) = sample(call("add", a=1, b=1)), writer("x")
     before = list(one.ids)
-    [one] = Environments([add]).converse([one], CODEC, go_on, max_tokens=len(before) + 5)
+    [one] = converse(Environments([add]), [one], CODEC, go_on, max_tokens=len(before) + 5)
     assert one.ids == before and len(one.completion) == 1 and not shown
 
 
@@ -120,7 +122,7 @@ def test_a_completion_is_cut_at_its_limit_after_a_tool():
         + len(ids("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"))
         + 3
     )
-    [one] = Environments([add]).converse([one], CODEC, go_on, limit)
+    [one] = converse(Environments([add]), [one], CODEC, go_on, limit)
     assert len(one.ids) == len(one.learn) == len(one.logps) == limit and not one.finished
 
 
@@ -133,7 +135,7 @@ def test_a_completion_ends_where_the_context_of_the_model_does():
     far = replace(far, ids=[*ids("no call"), END], finished=True)
     said, (go_on, shown) = list(full.ids), writer("an answer")
     context = len(full.prompt_ids) + len(said) + len(TOLD)
-    fits, full, far = Environments([add]).converse([fits, full, far], CODEC, go_on, max_tokens=500, context=context)
+    fits, full, far = converse(Environments([add]), [fits, full, far], CODEC, go_on, max_tokens=500, context=context)
     assert full.ids == said and len(full.completion) == 1 and full.learn == [True] * len(said)
     assert fits.ids == [*said, *TOLD, *ids("an answer"), END] and len(shown) == 1
 
@@ -148,7 +150,7 @@ def test_a_row_near_the_end_of_its_context_is_given_no_more_tokens_than_fit():
         return write(samples, turn, tokens)
 
     so_far = [len(one.prompt_ids) + len(one.ids) + len(TOLD) for one in (wide, near)]
-    wide, near = Environments([add]).converse([wide, near], CODEC, go_on, max_tokens=200, context=so_far[1] + 3)
+    wide, near = converse(Environments([add]), [wide, near], CODEC, go_on, max_tokens=200, context=so_far[1] + 3)
     assert given == {so_far[0]: 200 - so_far[0] + len(wide.prompt_ids), so_far[1]: 3}
     assert len(near.prompt_ids) + len(near.ids) == so_far[1] + 3 and not near.finished
     assert wide.finished and len(near.learn) == len(near.logps) == len(near.ids)
@@ -170,7 +172,7 @@ def test_the_context_is_that_of_the_model_or_of_its_engine(positions, engine, li
 def test_a_call_that_cannot_be_made_is_answered(text, says):
     one, (go_on, _) = sample(text), writer("oh")
     environments = Environments([add])
-    [one] = environments.converse([one], CODEC, go_on, 500)
+    [one] = converse(environments, [one], CODEC, go_on, 500)
     assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
 
 
@@ -191,7 +193,7 @@ def test_what_a_tool_returns_is_read_as_a_text_or_refused_by_its_name(result, re
         return result
 
     tool = look_later if waits else look
-    answer = partial(Environments([tool]).answer, [(Sample({}, None, []), [Call(tool.__name__, {})])])
+    answer = partial(answered, Environments([tool]), [(Sample({}, None, []), [Call(tool.__name__, {})])])
     if read is None:
         with pytest.raises(TypeError, match=f"The tool '{tool.__name__}' returned .*, which is no text"):
             answer()
@@ -245,7 +247,7 @@ def test_a_tool_that_hangs_is_named_while_the_rollout_waits_for_it(waits, monkey
         return a
 
     tool = hangs_async if waits else hangs
-    Environments([tool]).converse([sample(call(tool.__name__, a=1))], CODEC, writer("oh")[0], 500)
+    converse(Environments([tool]), [sample(call(tool.__name__, a=1))], CODEC, writer("oh")[0], 500)
     (said,) = [record.getMessage() for record in caplog.records if "has been running" in record.getMessage()]
     assert repr(tool.__name__) in said and "time limit of its own" in said
 
@@ -257,7 +259,7 @@ def test_each_completion_has_an_environment_of_its_own():
     assert [s.prompt[-1]["content"] for s in samples] == ["count from 0", "count from 0", "count from 5"]
     assert set(environments.tools_of(samples[0])) == {"step"}
     for number, one in enumerate(samples):
-        assert environments.answer([(one, [Call("step", {"by": number})])])[0][0]["role"] == "tool"
+        assert answered(environments, [(one, [Call("step", {"by": number})])])[0][0]["role"] == "tool"
     rewards = environments.reward_functions[0]
     assert rewards.__name__ == "Counter" and rewards([s.environment for s in samples]) == [0, 1, 7]
     made = Counter.made
@@ -375,7 +377,7 @@ class Database:
 
 def asked(environments, samples, *calls):
     samples = environments.begin(samples)
-    return [[m["content"] for m in told] for told in environments.answer([(one, calls) for one in samples])]
+    return [[m["content"] for m in told] for told in answered(environments, [(one, calls) for one in samples])]
 
 
 def test_plain_tools_run_in_the_thread_that_trains():
@@ -413,9 +415,60 @@ class Clock:
 
 
 def test_async_tools_of_all_completions_run_side_by_side_and_a_samples_calls_in_their_order():
-    samples = [Sample({}, None, []) for _ in range(16)]
-    calls = [Call("sleep", {"name": "a"}), Call("look", {})]
+    environments = Environments(factory=Clock)
+    samples = environments.begin([sample(call("sleep", name="a") + call("look")) for _ in range(16)])
     began = time.perf_counter()
-    told = asked(Environments(factory=Clock), samples, *calls)
+    told = converse(environments, samples, CODEC, writer("done")[0], 900)
     assert time.perf_counter() - began < 1.5, "one after the other takes 3.2 seconds"
-    assert told == [["['a']", "['a']"]] * 16
+    assert [[m["content"] for m in one.completion if m["role"] == "tool"] for one in told] == [["['a']", "['a']"]] * 16
+
+
+async def nap(seconds: float):
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+
+
+def test_a_slow_tool_holds_up_no_other_conversation():
+    slow, fast = sample(call("nap", seconds=1.0)), sample(call("nap", seconds=0.0))
+    began, ended = time.perf_counter(), []
+
+    def go_on(samples, turn, tokens):
+        ended.extend((one.seed, turn, time.perf_counter() - began < 0.9) for one in samples)
+        return writer(*[call("nap", seconds=0.0)] * 2, *["done"] * 5)[0](samples, turn, tokens)
+
+    slow, fast = converse(Environments([nap]), [slow, fast], CODEC, go_on, 900)
+    assert [in_time for *_, in_time in ended] == [True] * 3 + [False]
+    assert [len(one.completion) for one in (slow, fast)] == [3, 7]
+
+
+def test_the_tools_of_others_end_where_one_fails():
+    """An error of our threads ends the rollout, and no tool goes on behind it."""
+    reached = []
+
+    async def lasts(a: int):
+        """Wait.
+
+        Args:
+            a: A number.
+        """
+        await asyncio.sleep(0.5)
+        reached.append(a)
+
+    def breaks(a: int):
+        """Break.
+
+        Args:
+            a: A number.
+        """
+        time.sleep(0.1)
+        raise ValueError("signal only works in main thread")
+
+    samples = [sample(call("lasts", a=1)), sample(call("breaks", a=1))]
+    with pytest.raises(RuntimeError, match="because of the thread"):
+        converse(Environments([lasts, breaks]), samples, CODEC, writer("no")[0], 900)
+    time.sleep(0.7)
+    assert not reached

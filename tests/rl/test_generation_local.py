@@ -485,3 +485,81 @@ def test_what_needs_generate_has_no_steps():
     other = LocalGenerator(tiny.tokenizer())
     other.sync_weights(torch.nn.Linear(2, 2))
     assert other.steps() is None
+
+
+# ------------------------------------------------------------------------------------------- prompts that go on
+
+
+def conversations(steps, turns=3):
+    """The completions of `turns` turns of 4 conversations, each behind the one before and 5 tokens of an answer."""
+    sampling, prompts, found = Sampling(9, 1.0, eos_token_ids=(1,)), [p for p in PROMPTS[:2] for _ in range(2)], []
+    read = []
+    for turn in range(turns):
+        seeds = [10 * turn + i for i in range(4)]
+        call = steps.add(PROMPTS[:2], 2, sampling, seeds) if not turn else steps.add(prompts, 1, sampling, seeds)
+        before = steps.num_read
+        while steps:
+            steps.step()
+        read.append(steps.num_read - before)
+        found += [call.completion(row) for row in range(4)]
+        prompts = [[*p, *one.ids[0], *range(20, 25)] for p, one in zip(prompts, found[-4:], strict=True)]
+    return found, read
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["", "fixed"])
+@pytest.mark.parametrize("arch", sorted(MODELS))
+def test_a_turn_reads_only_what_is_new_and_writes_the_same(arch, is_fixed):
+    made, _ = make(arch)
+    results = []
+    for keeps in (True, False):
+        with made.steps() as steps:
+            steps.decoding = Decoding(torch.device("cpu"), is_fixed)
+            steps.texts = steps.texts if keeps else None
+            results.append(conversations(steps))
+    (found, read), (expected, all_read) = results
+    assert read == [13, *[4 * (1 + 5)] * 2]  # the last token of a turn is read with the answer behind it
+    assert all_read[1] == 2 * 13 + sum(len(one.ids[0]) for one in expected[:4]) + 4 * 5
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids == other.ids and one.finished == other.finished and one.is_exact
+        assert one.logps[0] == pytest.approx(other.logps[0], abs=2e-5)
+
+
+def test_texts_that_are_kept_are_bounded_with_what_is_written(monkeypatch):
+    held, bound_texts = [], local_steps.LocalSteps._bound_texts
+
+    def bound(steps):
+        bound_texts(steps)
+        rows = sum(len(call.index) for call in steps._calls)
+        held.append((rows + len(steps.texts), steps.decoding.reserved + sum(map(len, steps.texts))))
+
+    monkeypatch.setattr(local_steps.LocalSteps, "_bound_texts", bound)
+    made, _ = make()
+    expected = conversations_of(made)
+    for name, most in (("max_rows", 6), ("max_rows", 4), ("max_tokens", 80)):
+        held.clear()
+        found, read = conversations_of(made, **{name: most})
+        assert max(h[name == "max_tokens"] for h in held) <= most and sum(read) >= sum(expected[1])
+        assert [one.ids for one in found] == [one.ids for one in expected[0]]
+    assert sum(read) > sum(expected[1]), "some were dropped"
+
+
+def conversations_of(made, **bounds):
+    with made.steps() as steps:
+        vars(steps).update(bounds)
+        return conversations(steps)
+
+
+def test_a_prompt_goes_on_from_the_longest_text_that_it_begins_with():
+    made, model = make()
+    with made.steps() as steps:
+        steps.add([[5, 9], [5, 9, 14, 3]], 1, Sampling(1), [1, 2])
+        steps.step()
+        assert {*steps.texts} == {(5, 9), (5, 9, 14, 3)}
+        call = steps.add([[5, 9, 14, 3, 7], [5, 9, 15], [5, 9]], 1, Sampling(4), [3, 4, 5])
+        before = steps.num_read
+        while steps:
+            steps.step()
+        assert steps.num_read - before == 1 + 1 + 2
+    for row, prompt in enumerate(call.prompts):
+        done = call.completion(row)
+        assert done.logps[0] == pytest.approx(teacher_forced(model, list(prompt), done.ids[0], 1.0), abs=2e-5)

@@ -12,7 +12,7 @@ from tests.rl import kills
 @pytest.mark.parametrize("victim", kills.VICTIMS)
 def test_whatever_is_killed_no_sample_is_lost_or_used_twice(victim, bound, tmp_path):
     """3 times here, and 50 times by ``python -m tests.rl.kills``."""
-    run = kills.Run(tmp_path, steps=30, bound=bound)
+    run = kills.Run(tmp_path, steps=30, bound=bound, victim=victim)
     found = kills.kill_again_and_again(run, victim, 3, random.Random(bound))
     assert found["kills"] >= 1 and found["problems"] == [] and found["stalest"] <= bound
-    assert victim != "server" or found["resumed"] == 0  # it is waited for
+    assert victim not in ("server", "agent") or found["resumed"] == 0  # it is waited for; others go on

@@ -21,7 +21,8 @@ from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from tests import tiny
-from tests.rl.test_environments import Clock, Counter, Database, asked
+from tests.rl.conversations import answered, converse
+from tests.rl.test_environments import CODEC, Clock, Counter, Database, asked, call, sample, writer
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_environments_and_tools_live_there(process):
     samples = environments.begin([Sample({"start": s}, [{"role": "user", "content": "count"}], []) for s in (0, 5)])
     assert [s.prompt[-1]["content"] for s in samples] == ["count from 0", "count from 5"]
     assert [schema["function"]["name"] for schema in environments.schemas_of(samples[0])] == ["step"]
-    assert environments.answer([(s, [Call("step", {"by": 2})]) for s in samples])[1][0]["content"] == "7"
+    assert answered(environments, [(s, [Call("step", {"by": 2})]) for s in samples])[1][0]["content"] == "7"
     rewards = environments.reward_functions[0]
     assert rewards.__name__ == "Counter" and rewards([s.environment for s in samples]) == [2.0, 7.0]
     assert samples[1].environment.count == 7
@@ -168,7 +169,7 @@ def test_environments_and_tools_live_there(process):
 
     tools = Environments([total], process=process)
     assert tools.schemas_of(Sample({}, None, []))[0]["function"]["parameters"]["required"] == ["a", "b"]
-    assert tools.answer([(Sample({}, None, []), [Call("total", {"a": 1, "b": 2})])])[0][0]["content"] == "3"
+    assert answered(tools, [(Sample({}, None, []), [Call("total", {"a": 1, "b": 2})])])[0][0]["content"] == "3"
 
 
 def test_things_of_one_thread_and_alarms_work_there(process):
@@ -183,10 +184,34 @@ def test_things_of_one_thread_and_alarms_work_there(process):
 def test_async_tools_run_side_by_side_there(process):
     environments = Environments(factory=Clock, process=process)
     asked(environments, [Sample({}, None, [])] * 8, Call("look", {}))  # the process and 8 environments are begun
+    samples = environments.begin([sample(call("sleep", name="a") + call("look")) for _ in range(8)])
     began = time.perf_counter()
-    told = asked(environments, [Sample({}, None, [])] * 8, Call("sleep", {"name": "a"}), Call("look", {}))
-    assert told == [["['a']", "['a']"]] * 8
+    told = converse(environments, samples, CODEC, writer("done")[0], 900)
+    assert [[m["content"] for m in one.completion if m["role"] == "tool"] for one in told] == [["['a']", "['a']"]] * 8
     assert time.perf_counter() - began < 1.2, "one after the other takes 1.6 seconds"
+
+
+def pause(seconds: float):
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+
+
+def test_a_plain_tool_there_does_not_hold_up_those_that_write(process):
+    environments, ended = Environments([pause], process=process), []
+    slow, fast = sample(call("pause", seconds=1.0)), sample("nothing to do" + call("no", a=1))
+
+    def go_on(samples, turn, tokens):
+        ended.extend((one.seed, time.perf_counter() - began < 0.8) for one in samples)
+        return writer(*["done"] * 5)[0](samples, turn, tokens)
+
+    answered(environments, [(slow, [Call("pause", {"seconds": 0.0})])])  # the process is begun
+    began = time.perf_counter()
+    converse(environments, [slow, fast], CODEC, go_on, 900)
+    assert [in_time for _, in_time in ended] == [True, False]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=["in turn", "ahead"])

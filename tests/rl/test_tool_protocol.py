@@ -17,6 +17,7 @@ from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from tests import tiny
+from tests.rl import conversations
 
 HERE = Path(__file__).parent / "templates"
 TRL = Path(find_spec("trl").origin).parent / "chat_templates" if find_spec("trl") else None
@@ -182,7 +183,7 @@ def converse(codec, text, tool=look, then="done"):
         ]
 
     environments = Environments([tool])
-    [one] = environments.converse([one], codec, go_on, max_tokens=5000)
+    [one] = conversations.converse(environments, [one], codec, go_on, 5000)
     return one, shown, environments
 
 

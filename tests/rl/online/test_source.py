@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.source import Source
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.prompts import Layout
@@ -17,10 +18,11 @@ ALONE = SimpleNamespace(rank=0, world_size=1, peer_rank=0, is_main=True, gather_
 class Scripted:
     """Completes each prompt by itself, and gives the rewards of each rollout in turn."""
 
-    layout, overlap = Layout(group_size=2, per_process=4, chunk=4), False
+    layout, overlap, credits_turns = Layout(group_size=2, per_process=4, chunk=4), False, False
 
-    def __init__(self, *rewards):
+    def __init__(self, *rewards, turns=()):
         self.rewards, self.begun, self.owner = iter(rewards), [], self
+        self.turns = [[{0: TurnRewards(one)} for one in turns]]
 
     def new_samples(self, rows):
         return [Sample(row, row["prompt"], [row["number"]]) for row in rows]
@@ -34,7 +36,8 @@ class Scripted:
 
     def score(self, samples):
         rewards = torch.tensor(next(self.rewards), dtype=torch.float32)[:, None]
-        return Scores(rewards, torch.zeros_like(rewards, dtype=torch.bool), [0.0])
+        turns = self.turns.pop() if self.turns else []
+        return Scores(rewards, torch.zeros_like(rewards, dtype=torch.bool), [0.0], turns=turns)
 
 
 def source(rollouts, **changes):
@@ -72,6 +75,15 @@ def test_groups_that_teach_nothing_are_replaced():
     samples, scores = scored(source(rollouts, dynamic_sampling=True), batches(3))
     assert [sample.prompt for sample in samples] == ["0.1", "0.1", "1.0", "1.0"]
     assert scores.rewards[:, 0].tolist() == [0, 1, 0, 1] and len(rollouts.begun) == 2
+
+
+@pytest.mark.parametrize("credits_turns", [True, False])
+def test_a_group_whose_turns_were_rewarded_differently_teaches(credits_turns):
+    rollouts = Scripted([1, 1, 1, 1], [0, 1, 5, 5], turns=[[1, 0], [0, 1], [1, 0], [1, 0]])
+    rollouts.credits_turns = credits_turns
+    samples, _ = scored(source(rollouts, dynamic_sampling=True), batches(3))
+    prompts = ["0.0", "0.0", "1.0", "1.0"]  # those that teach, then the rest
+    assert [sample.prompt for sample in samples] == (prompts if credits_turns else [*prompts[2:], *prompts[:2]])
 
 
 def test_the_rounds_of_dynamic_sampling_end():

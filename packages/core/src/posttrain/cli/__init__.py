@@ -143,7 +143,7 @@ def _dispatch(words: list[str]) -> int:
             "plan": (_read,),
             "bench": (_read,),
             "sweep": (_settings, _checked),
-            "rerun": (functools.partial(_train, words=words),),
+            "rerun": (functools.partial(_train, words=words), _checked),
             "schema": (_classes,),
         }
         return module.run(words[1:], *makes_runs.get(words[0], ())) or 0

@@ -261,9 +261,16 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
 
 def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None:
     """Train `trainer_class` as `run` is configured, and save the final model and its tokenizer in ``output_dir``."""
+    trainer = made(run, trainer_class, train_rows, eval_rows)
+    trainer.train()
+    trainer.save_model()
+
+
+def made(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> Any:
+    """A `trainer_class` as `run` is configured."""
     config, model = run.config, run.model
     extra = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
-    trainer = trainer_class(
+    return trainer_class(
         model=model.model_name_or_path,
         args=dataclasses.replace(config, model_init_kwargs=model.model_init_kwargs() | extra),
         train_dataset=train_rows,
@@ -271,8 +278,6 @@ def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None
         peft_config=model.peft_config(),
         quantization_config=model.quantization_config(),
     )
-    trainer.train()
-    trainer.save_model()
 
 
 def read(path: str | list[str], config: str | None, streaming: bool, part: str | None = None, **where: Any) -> Any:

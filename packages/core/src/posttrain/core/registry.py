@@ -63,6 +63,7 @@ class Method:
             of a data report; None if not supported.
         workload: ``(run, length)`` -> the shape of a micro-batch (`posttrain.cli.tools.memory_plan.Workload`) with
             rows of `length` tokens; None: the config's maximum. None if not supported.
+        replay: ``(run, trajectory)`` -> what its loss makes of a stored trajectory, as text. None if not supported.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Method:
     needs: tuple[str, ...] = ("model_name_or_path", "dataset_name|datasets")
     preview: Callable[[Run, int], tuple[list[Any], list[str]]] | None = None
     workload: Callable[[Run, int | None], Any] | None = None
+    replay: Callable[[Run, dict[str, Any]], str] | None = None
 
     @property
     def config_class(self) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.cli.source import sets_for, train
+from posttrain.cli.source import made, sets_for, train
 from posttrain.core.registry import Method, Run, load
 
 
@@ -16,14 +16,14 @@ def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], Non
     Args:
         reads_prompts: its rows need a prompt alone, which may be in a column of another name.
     """
+    return lambda run: train(run, load(trainer), *_sets(run, reads_prompts))
 
-    def run(run: Run) -> None:
-        rows = sets_for(run)
-        if reads_prompts:
-            rows = _prompts(run, rows[0], "train"), _prompts(run, rows[1], "eval")
-        train(run, load(trainer), *rows)
 
-    return run
+def _sets(run: Run, reads_prompts: bool) -> tuple[Any, Any]:
+    train_rows, eval_rows = sets_for(run)
+    if reads_prompts:
+        return _prompts(run, train_rows, "train"), _prompts(run, eval_rows, "eval")
+    return train_rows, eval_rows
 
 
 def _prompts(run: Run, rows: Any, name: str) -> Any:
@@ -121,8 +121,16 @@ def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool 
 
         return of_prompts(run, count)
 
-    all_needs = ("model_name_or_path", "dataset_name|datasets", needs)
-    return _named(name, trainer, help, reads_prompts, needs=all_needs, workload=of_rollouts, preview=preview)
+    def replay(run: Run, trajectory: dict[str, Any]) -> str:
+        from posttrain.rl.online.trajectories import replayed
+
+        made_by = load(f"posttrain.rl.algorithms.{trainer}Trainer")
+        return replayed(made(run, made_by, *_sets(run, reads_prompts)), trajectory)
+
+    others = {"workload": of_rollouts, "preview": preview, "replay": replay if needs == REWARDS else None}
+    return _named(
+        name, trainer, help, reads_prompts, needs=("model_name_or_path", "dataset_name|datasets", needs), **others
+    )
 
 
 REWARDS = "reward_funcs|reward_model_name_or_path"

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.logging.terminal import aligned
-from posttrain.lm.generate.trajectories import Trajectory, read
+from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, read
 
 PAGE = "trajectories.html"
 #: Trajectories on the page, and tokens of each of their sequences: a browser shows this many at once.
@@ -30,6 +31,32 @@ def calls_of(one: Trajectory) -> int:
 def name_of(one: Trajectory) -> str:
     """How it is named: ``rollout/sample``."""
     return f"{one['rollout']}/{one['sample']}"
+
+
+def named(name: str, folder: str | Path, wanted: Filter | None = None) -> Trajectory:
+    """The trajectory of that name in the output folder of a run.
+
+    Raises:
+        CheckpointError: the folder holds none. ConfigError: none of that name, among those that are `wanted`.
+    """
+    found = stored(folder, wanted)
+    chosen = next((one for one in found if name_of(one) == name), None)
+    if chosen is None:
+        raise ConfigError("trajectories", [f"{name} is none of the {len(found)} trajectories of {folder} that fit"])
+    return chosen
+
+
+def stored(folder: str | Path, wanted: Filter | None = None) -> list[Trajectory]:
+    """Those that are `wanted` in the output folder of a run.
+
+    Raises:
+        CheckpointError: the folder holds none.
+    """
+    if not files_of(folder):
+        raise CheckpointError(
+            f"{folder} holds no trajectories; a run with log_trajectories=N stores N of each rollout."
+        )
+    return read(folder, wanted)
 
 
 def lines(found: Sequence[Trajectory]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.report import run_record
+from posttrain.cli.report import run_record, trajectories
 from posttrain.core import registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
@@ -19,15 +19,23 @@ USAGE = """usage: posttrain rerun FOLDER [--name value ...]
 
 Repeat the run with the output FOLDER, with the method, the settings and the working directory of its run.json. The
 output goes to FOLDER-rerun, or to --output_dir; other settings override those of the record.
-Differences are reported: versions, hardware and processes at the start, rows and logged losses at the end."""
+Differences are reported: versions, hardware and processes at the start, rows and logged losses at the end.
+
+  --trajectory NAME   do not train: put a trajectory that the run has stored, by its name in `posttrain trajectories`
+                      such as 7/3, through the loss once more, and print what the loss reads of each token. The weights
+                      are those that the run began with, or --model_name_or_path"""
 
 
-def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[str]], None]) -> None:
+def run(
+    words: list[str],
+    train: Callable[[Any, dict[str, parse.Setting], list[str]], None],
+    check: Callable[[Any, dict[str, parse.Setting], list[str]], Any],
+) -> None:
     """Start a run again.
 
     Args:
         words: what follows ``posttrain rerun``.
-        train: runs a method with settings and the problems that were found in them.
+        train: runs a method with settings and the problems that were found in them. check: makes a `Run` of the same.
 
     Raises:
         ConfigError: no folder is named, or the run was not started by the command line.
@@ -60,7 +68,7 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
     settings = {
         name: parse.Setting(f"{run_record.RECORD}: {name}", value) for name, value in first["asked"]["settings"].items()
     }
-    settings["output_dir"] = parse.Setting("rerun", f"{folder}-rerun")
+    settings["output_dir"] = parse.Setting("rerun", str(folder) if "trajectory" in flags else f"{folder}-rerun")
     settings.pop("resume_from_checkpoint", None)
     if "output_dir" in flags:
         flags["output_dir"].value = str(Path(flags["output_dir"].value).resolve())
@@ -70,6 +78,12 @@ def run(words: list[str], train: Callable[[Any, dict[str, parse.Setting], list[s
             problem = f"the working directory of the run, {directory}, is not there, from which it looked for its files"
             raise ConfigError("rerun", [problem])
         os.chdir(directory)
+    if (name := settings.pop("trajectory", None)) is not None:
+        method, one = registry.method(first["asked"]["method"]), trajectories.named(str(name.value), folder)
+        if method.replay is None:
+            raise ConfigError("rerun", [f"{method.name} learns from no trajectories; leave --trajectory out"])
+        print(method.replay(check(method, settings, problems), one))
+        return
     train(registry.method(first["asked"]["method"]), settings, problems)
     if environment.rank() == 0:  # which has written the record and the log
         for line in compare(folder, Path(settings["output_dir"].value)):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from posttrain.cli import parse
 from posttrain.cli.report import trajectories
-from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.lm.generate.trajectories import Filter, files_of, read
+from posttrain.lm.generate.trajectories import Filter
 
 USAGE = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
 
@@ -44,17 +43,11 @@ def run(words: list[str]) -> None:
     kinds = {"show": str, "page": bool, **FILTERS}
     (folder,), given = parse.typed_flags("trajectories", words, kinds, 1, what="the output folder of a run")
     show, page = given.pop("show", None), given.pop("page", False)
-    if not files_of(folder):
-        raise CheckpointError(
-            f"{folder} holds no trajectories; a run with log_trajectories=N stores N of each rollout."
-        )
-    found = read(folder, Filter(**given))
     if show is not None:
-        chosen = next((one for one in found if trajectories.name_of(one) == show), None)
-        if chosen is None:
-            raise ConfigError("trajectories", [f"--show={show} is none of the {len(found)} that the filters leave"])
-        print(trajectories.text(chosen))
-    elif page:
+        print(trajectories.text(trajectories.named(show, folder, Filter(**given))))
+        return
+    found = trajectories.stored(folder, Filter(**given))
+    if page:
         path = Path(folder) / trajectories.PAGE
         path.write_text(trajectories.page(found, f"Trajectories of {Path(folder).resolve().name}"), encoding="utf-8")
         print(f"Wrote {path}.")

@@ -10,10 +10,9 @@ import logging
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
@@ -23,6 +22,7 @@ from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
 from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
 from posttrain.rl.agents.recorder import Recorder, Written
+from posttrain.rl.agents.scheduler import Policy, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
@@ -30,9 +30,6 @@ from posttrain.rl.rewards.background import name_of
 from posttrain.rl.rewards.scoring import RewardArguments
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
-
-if TYPE_CHECKING:
-    from posttrain.rl.online.sampler import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +39,6 @@ TURNS = "agent_turn_rewards"
 """The column with what it has given its turns, and the whole; None where it has given none."""
 CUT_REWARD = 0.0
 """Reward of an episode that a bound has ended, and whose agent gave none."""
-QUIET = 0.01
-"""Seconds without a request after which those that wait are answered, while nothing else is written."""
 
 
 @dataclass(frozen=True)
@@ -217,34 +212,21 @@ class Episodes:
 
     def _ended(self, samples: Sequence[Sample], sampling: Sampling, policy: Policy) -> list[Ended]:
         loop = background.event_loop()
-        if policy.is_concurrent:
-            threads = ThreadPoolExecutor(len(samples), "posttrain-turn")
+        asked: SimpleQueue[Any] = SimpleQueue()
 
-            async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
-                (done,) = await loop.run_in_executor(threads, policy.turn, [sample], sampling)
-                return done
-
-        else:
-            asked: SimpleQueue[Any] = SimpleQueue()
-
-            async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
-                future: asyncio.Future[Sample] = loop.create_future()
-                asked.put((place, sample, sampling, future))
-                return await future
+        async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
+            future: asyncio.Future[Sample] = loop.create_future()
+            asked.put((place, future, sample, sampling))
+            return await future
 
         episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, generate), loop)
+        episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            if policy.is_concurrent:
-                return episodes.result()
-            episodes.add_done_callback(lambda _: asked.put(None))
-            serve(asked, policy, loop)
+            serve(asked, policy, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
             return episodes.result()
         except BaseException:
             episodes.cancel()
             raise
-        finally:
-            if policy.is_concurrent:
-                threads.shutdown(wait=False, cancel_futures=True)
 
     async def _all(self, samples: Sequence[Sample], sampling: Sampling, generate: Generate) -> list[Ended]:
         places = asyncio.Semaphore(self.agent.inflight or len(samples))
@@ -312,37 +294,6 @@ class Episodes:
         others = [replace(one, finished=finished) for one in others]
         prompt = sample.row.get("prompt", prompt)
         return replace(first, prompt=prompt, completion=completion, finished=finished, others=tuple(others))
-
-
-def serve(asked: SimpleQueue[Any], policy: Policy, loop: asyncio.AbstractEventLoop) -> None:
-    """Answer requests, ``(place, sample, sampling, future)``, until there is None. They join those that are written."""
-    with policy.open() as turns:
-        while (new := _new(asked, waits=not turns)) is not None:
-            turns.begin([(future, sample, sampling) for _, sample, sampling, future in new])
-            turns.drop(asyncio.Future.cancelled)
-            for future, sample in turns.step():
-                loop.call_soon_threadsafe(_answer, future, sample)
-
-
-def _new(asked: SimpleQueue[Any], waits: bool) -> list[Any] | None:
-    """The requests that there are, by their places; None after the last.
-
-    Args:
-        waits: for the first, and for others that come close behind it, such as those of one group.
-    """
-    found = [asked.get()] if waits else []
-    while not asked.empty() or (waits and not _is_quiet(asked)):
-        found.append(asked.get())
-    return None if None in found else sorted(found, key=lambda request: request[0])
-
-
-def _is_quiet(asked: SimpleQueue[Any]) -> bool:
-    until = time.monotonic() + QUIET
-    while asked.empty():
-        if time.monotonic() > until:
-            return True
-        time.sleep(QUIET / 10)
-    return False
 
 
 def _answer(future: asyncio.Future[Any], sample: Sample) -> None:

@@ -5,6 +5,7 @@ A tool's answer is part of the completion but not trained on: `Sample.learn` is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -12,18 +13,23 @@ import logging
 import reprlib
 import sqlite3
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from queue import SimpleQueue
 from typing import Any
 
+from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, did_you_mean
-from posttrain.core.models import wrapping
 from posttrain.lm.images.images import IMAGE_PARTS
+from posttrain.rl.agents.scheduler import Policy, serve
+from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.process import RolloutProcess
+from posttrain.rl.rewards.process import RolloutProcess, is_remote
 from posttrain.rl.samples.prompts import PromptCodec
+from posttrain.rl.samples.room import room_for, room_left
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import names_all
@@ -168,137 +174,116 @@ class Environments:
         """The description of one sample's tools in the chat template."""
         return [schema_of(getattr(tool, "__func__", tool)) for tool in self.tools_of(sample).values()]
 
-    def answer(self, asked: Sequence[tuple[Sample, Sequence[Call]]], example: str = "") -> list[list[dict[str, Any]]]:
-        """Make the calls of several samples: for each sample the messages of its tools, one for each call.
+    def answers(
+        self, sample: Sample, calls: Sequence[Call], example: str = ""
+    ) -> Generator[list[Any], list[Any], list[dict[str, Any]]]:
+        """Make the calls of one turn, in their order: the messages of their tools.
 
-        A sample's calls are made in their order. Plain functions run in the thread that generates, as `reset` does, one
-        after the other; async ones of all samples run side by side.
+        Plain functions run in the thread that goes on with this generator. It yields awaitables of async ones, which
+        run side by side where they follow each other, and of those in another process; and is sent their results.
 
         Args:
             example: how a call is written, for one that could not be read.
         """
-        results = _make_calls([(self.tools_of(sample), calls) for sample, calls in asked], example)
-        self.counts["calls"] += sum(len(calls) for _, calls in asked)
-        self.counts["failures"] += sum(failed for found in results for _, failed in found)
-        return [
-            [_message(call, text) for call, (text, _) in zip(calls, found, strict=True)]
-            for (_, calls), found in zip(asked, results, strict=True)
-        ]
+        tools, results = self.tools_of(sample), []
+        for is_async, some in groupby(calls, lambda call: background.is_async(tools.get(call.name, len))):
+            for part in [[*some]] if is_async else [[call] for call in some]:
+                made = [_begin(tools, call, example) for call in part]
+                if waiting := [result for result in made if inspect.isawaitable(result)]:
+                    done = iter((yield waiting))
+                    made = [next(done) if inspect.isawaitable(result) else result for result in made]
+                results += made
+        self.counts["calls"] += len(calls)
+        self.counts["failures"] += sum(failed for _, failed in results)
+        return [_message(call, text) for call, (text, _) in zip(calls, results, strict=True)]
 
     def converse(
         self,
         samples: Sequence[Sample],
         codec: PromptCodec,
-        next_turn: Callable[[list[Sample], int, int], list[Sample]],
-        max_tokens: int,
+        policy: Policy,
+        sampling: Sampling,
         context: int | None = None,
     ) -> list[Sample]:
-        """`samples` after their tool calls and further turns, until they call no tool or reach the length limit.
+        """`samples` after the turns of the policy and of its tools, until it calls no tool or reaches the length limit.
+
+        Each conversation goes on as soon as its own turn or tools have ended. Plain tools run in this thread, one at a
+        time, so the engine waits for them unless it is in another process; async ones run while it writes.
 
         Args:
-            next_turn: ``(samples, turn, tokens at most)`` completes samples whose `prompt_ids` hold the conversation so
-                far.
-            max_tokens: of a completion, tool answers included. An answer that does not fit is left out.
+            sampling: how tokens are drawn, and how many a completion may have, tool answers included. An answer that
+                does not fit is left out.
             context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
                 number.
         """
-        room_of = partial(_room, max_tokens=max_tokens, context=context)
-        found = [replace(sample, learn=[True] * len(sample.ids)) for sample in samples]
-        last = {place: sample.ids for place, sample in enumerate(found) if self.tools_of(sample)}  # turn of each
-        turn = 0
-        while last and (self.max_turns is None or turn < self.max_turns):
-            turn += 1
-            asking = []
-            for place, ids in last.items():
-                sample, schemas = found[place], self.schemas_of(found[place])
-                protocol = codec.protocol(schemas)
-                if sample.finished and room_of(sample) > 0:
-                    if calls := protocol.read(ids, schemas, sample.prompt_ids).calls:
-                        asking.append((place, calls, schemas, protocol))
-            asked = [(found[place], calls) for place, calls, *_ in asking]
-            answered = self.answer(asked, asking[0][3].example if asking else "")
-            last = {}
-            for (place, _, schemas, protocol), answers in zip(asking, answered, strict=True):
-                sample = found[place]
-                ids = protocol.answer_ids(sample.ids, answers, schemas)
-                if len(ids) < room_of(sample):
-                    sample = replace(sample, completion=[*sample.completion, *answers])
-                    found[place], last[place] = sample.extended(ids, [0.0] * len(ids), chosen=False), []
-            turns = _next_turns([found[place] for place in last], next_turn, turn, room_of, context)
-            for place, more in zip(last, turns, strict=True):
-                found[place], last[place] = _joined(found[place], more, room_of(found[place]))
+        found = list(samples)
+        going = {place: self._conversation(sample, codec, sampling, context) for place, sample in enumerate(samples)}
+        asked: SimpleQueue[Any] = SimpleQueue()
+        running: set[Future[Any]] = set()
+
+        def tools_ended(place: int, done: Future[Any]) -> None:
+            running.discard(done)
+            go_on(place, done.result())
+
+        def go_on(place: int, value: Any) -> None:
+            try:
+                wanted = going[place].send(value)
+            except StopIteration as end:
+                found[place] = end.value
+                del going[place]
+                if not going:
+                    asked.put(None)
+                return
+            if isinstance(wanted, list):
+                tools = background.begin(wanted)
+                running.add(tools)
+                tools.add_done_callback(lambda done: asked.put(partial(tools_ended, place, done)))
+            else:
+                asked.put((place, place, *wanted))
+
+        try:
+            for place in range(len(samples)):
+                go_on(place, None)
+            serve(asked, policy, go_on)
+        finally:  # where one has failed, the tools of the others end too
+            for tools in list(running):
+                tools.cancel()
         return found
 
+    def _conversation(
+        self, sample: Sample, codec: PromptCodec, sampling: Sampling, context: int | None
+    ) -> Generator[Any, Any, Sample]:
+        """One conversation: yields turns to write, ``(sample with its prompt, sampling)``, and awaitables of tools."""
+        most = sampling.max_new_tokens
+        turn = yield sample, replace(sampling, max_new_tokens=room_for(sample, most, context))
+        sample, schemas, turns = replace(turn, learn=[True] * len(turn.ids)), self.schemas_of(sample), 0
+        written = sample.ids
+        while schemas and turns != self.max_turns and sample.finished and room_left(sample, most, context) > 0:
+            protocol = codec.protocol(schemas)
+            if not (calls := protocol.read(written, schemas, sample.prompt_ids).calls):
+                break
+            answers = yield from self.answers(sample, calls, protocol.example)
+            ids = protocol.answer_ids(sample.ids, answers, schemas)
+            if len(ids) >= (room := room_left(sample, most, context)):
+                break
+            sample = replace(sample, completion=[*sample.completion, *answers])
+            sample, room, turns = sample.extended(ids, [0.0] * len(ids), chosen=False), room - len(ids), turns + 1
+            asking = replace(
+                sample, prompt_ids=sample.prompt_ids + sample.ids, ids=[], learn=None, seed=mix(sample.seed, turns)
+            )
+            turn = yield asking, replace(sampling, max_new_tokens=room)
+            sample, written = _joined(sample, turn), turn.ids
+        return sample
 
-def _next_turns(
-    samples: list[Sample],
-    next_turn: Callable[[list[Sample], int, int], list[Sample]],
-    turn: int,
-    room_of: Callable[[Sample], int],
-    context: int | None,
-) -> list[Sample]:
-    """The next turn of each of `samples`, as a sample whose prompt is the conversation before it."""
-    prompts = [
-        Sample(s.row, s.prompt, s.prompt_ids + s.ids, environment=s.environment, seed=s.seed, shown=s.shown)
-        for s in samples
-    ]
-    most = max(map(room_of, samples), default=0)
-    return complete_in_room(prompts, most, context, lambda some, tokens: next_turn(some, turn, tokens))
 
-
-def _joined(sample: Sample, turn: Sample, room: int) -> tuple[Sample, list[int]]:
-    """`sample` with the tokens of its next `turn` behind it, as far as there is `room`; and these tokens."""
-    ids, versions = turn.ids[:room], None if turn.versions is None else turn.versions[:room]
-    logps = None if turn.logps is None else turn.logps[:room]
-    joined = replace(
-        sample.extended(ids, logps, chosen=True, versions=versions),
-        finished=turn.finished and len(turn.ids) <= room,
+def _joined(sample: Sample, turn: Sample) -> Sample:
+    """`sample` with its next `turn` behind it."""
+    return replace(
+        sample.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions),
+        finished=turn.finished,
         is_exact=sample.is_exact and turn.is_exact,
         completion=[*sample.completion, *turn.completion],
     )
-    return joined, ids
-
-
-def context_length(config: Any, engine: int | None = None) -> int | None:
-    """Tokens of prompt and completion together that a model reads at most; None: its config names no limit.
-
-    Args:
-        engine: the limit of the engine that generates, where it has one of its own.
-    """
-    text = wrapping.text_config(config)
-    limits = [getattr(text, "max_position_embeddings", None), engine]
-    return min((limit for limit in limits if limit and limit > 0), default=None)
-
-
-def complete_in_room(
-    samples: Sequence[Sample], most: int, context: int | None, complete: Callable[[list[Sample], int], list[Sample]]
-) -> list[Sample]:
-    """`samples` with completions of `most` tokens, or fewer near the end of the `context`.
-
-    Args:
-        complete: ``(samples, tokens at most)``, called once for all samples with the same room.
-    """
-    by_room: dict[int, list[int]] = {}
-    for place, sample in enumerate(samples):
-        limit = most if context is None else min(most, context - len(sample.prompt_ids))
-        if limit < 1:
-            raise DataError(
-                f"A prompt has {len(sample.prompt_ids)} tokens, and the model reads at most {context} of prompt and "
-                f"completion together, so there is no room for a completion. It begins: {str(sample.prompt)[:80]!r}. "
-                "Drop or shorten such prompts."
-            )
-        by_room.setdefault(limit, []).append(place)
-    found = list(samples)
-    for limit, places in by_room.items():
-        for place, sample in zip(places, complete([samples[place] for place in places], limit), strict=True):
-            found[place] = sample
-    return found
-
-
-def _room(sample: Sample, max_tokens: int, context: int | None) -> int:
-    """Tokens that may still be added to a completion."""
-    left = max_tokens - len(sample.ids)
-    return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
 
 
 def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
@@ -334,28 +319,6 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def _make_calls(
-    asked: Sequence[tuple[Mapping[str, Callable[..., Any]], Sequence[Call]]], example: str
-) -> list[list[tuple[str, bool]]]:
-    """(the tool's answer, whether it failed) for each call of each sample."""
-    waiting = [deque(calls) for _, calls in asked]
-    results: list[list[Any]] = [[] for _ in asked]
-    while any(waiting):
-        running: list[tuple[list[Any], int, Any]] = []  # a position in `results` and the awaitable for it
-        for (tools, _), calls, found in zip(asked, waiting, results, strict=True):
-            has_begun = False
-            while calls and not (has_begun and not background.is_async(tools.get(calls[0].name, len))):
-                result = _begin(tools, calls.popleft(), example)
-                found.append(result)
-                if inspect.isawaitable(result):
-                    has_begun = True
-                    running.append((found, len(found) - 1, result))
-        done = background.gather([result for *_, result in running]) if running else []
-        for (found, place, _), result in zip(running, done, strict=True):
-            found[place] = result
-    return results
-
-
 def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) -> Any:
     """The result of a call: (text, whether it failed), or an awaitable of it."""
     if call.arguments is None:
@@ -363,12 +326,17 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
     if call.name not in tools:
         near = did_you_mean(call.name, tools)
         return f"error: there is no tool {call.name!r}{near}; there are {', '.join(tools)}", True
+    tool = tools[call.name]
+    if background.is_async(tool):
+        return _finish(call.name, tool, call.arguments)
+    if is_remote(tool):  # it waits in another thread, and this one goes on
+        return _finish(call.name, partial(asyncio.to_thread, tool), call.arguments)
     try:
         with _naming_slow(call.name):
-            result = tools[call.name](**call.arguments)
+            result = tool(**call.arguments)
     except Exception as error:
         return _failure(error)
-    return _finish(call.name, result) if inspect.isawaitable(result) else (_as_text(call.name, result), False)
+    return _as_text(call.name, result), False
 
 
 def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
@@ -376,10 +344,10 @@ def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
     return background.naming_slow(f"The tool {name!r}", remedy)
 
 
-async def _finish(name: str, awaitable: Any) -> tuple[str, bool]:
+async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
     try:
         with _naming_slow(name):
-            result = await awaitable
+            result = await tool(**arguments)
     except Exception as error:
         return _failure(error)
     return _as_text(name, result), False

@@ -85,7 +85,7 @@ def verifiers(taskset: Any, num_tasks: int | None = None) -> dict:
 
     def verifiers_reward(prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[int]) -> list[float]:
         made = [_trace(vf, tasks[number], *pair) for number, *pair in zip(task, prompts, completions, strict=True)]
-        background.gather([tasks[number].score(trace) for number, trace in zip(task, made, strict=True)])
+        background.begin([tasks[number].score(trace) for number, trace in zip(task, made, strict=True)]).result()
         return [trace.reward for trace in made]
 
     rows = [{"prompt": _messages_of(task.data), "task": number} for number, task in enumerate(tasks)]

@@ -14,6 +14,8 @@ from torch import nn
 
 from posttrain.core.data.host_copies import send
 
+Text = dict[int, tuple[torch.Tensor, ...]]
+"""Of each layer, the keys and values of a text of L tokens: (G, L, D) each."""
 SLOTS = 64
 """Tokens of a row that a new cache has room for. A full one doubles, up to what a row can get."""
 
@@ -93,6 +95,19 @@ class Block:
         self._drop_prompts()
         self._place_rows()
         return order
+
+    def text(self, row: int, step: int) -> Text:
+        """The keys and values of the prompt of `row` and of its first `step` tokens behind it, copied."""
+        owner = int(self._owners[row])
+        length, found = int(self._lengths[owner]), {}
+        for layer, prompts in self.prompts.items():
+            own = self._own_of(layer, row, step) if step else (part[owner, :, :0] for part in prompts)
+            pairs = zip(prompts, own, strict=True)
+            found[layer] = tuple(torch.cat([prompt[owner, :, :length], part], 1) for prompt, part in pairs)
+        return found
+
+    def _own_of(self, layer: int, row: int, step: int) -> Sequence[torch.Tensor]:
+        return [part[row, :, :step] for part in self.own[layer]]
 
     def _drop_prompts(self) -> None:
         left, owners = self._owners.unique(return_inverse=True)

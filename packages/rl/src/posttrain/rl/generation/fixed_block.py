@@ -109,6 +109,10 @@ class FixedBlock(Block):
         )
         self._look_up(layer)
 
+    def _own_of(self, layer: int, row: int, step: int) -> list[torch.Tensor]:
+        places = self._grids[self.prompts[layer][0].shape[1]].places[row]
+        return [part[places, :step] for part in self.own[layer]]
+
     def _look_up(self, *layers: int) -> None:
         """Find again what a token reads, of these layers or of all."""
         self.changes += 1

@@ -24,12 +24,15 @@ import torch
 from torch import nn
 
 from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part
+from posttrain.lm.attention.attention_blocks import Layout, piece_by_piece
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.attention.varlen_attention import layer_window, segment_attention
-from posttrain.rl.generation.block import Block
+from posttrain.rl.generation.block import Block, Text
 from posttrain.rl.generation.fixed_block import FixedBlock
 
 IMPLEMENTATION = "posttrain_decoding"
+Known = tuple[int, "Text | None"]
+"""How many tokens of a prompt are read already, and their keys and values; None where there are none."""
 
 
 @contextlib.contextmanager
@@ -70,6 +73,8 @@ class Decoding:
         self.blocks: list[Block] = []
         self.reading: Block | None = None
         self._segments: Segments | None = None
+        self._known: list[Text | None] = []
+        self._behind: Layout | None = None
 
     @property
     def reserved(self) -> int:
@@ -77,30 +82,48 @@ class Decoding:
         return sum(block.reserved for block in self.blocks)
 
     @contextlib.contextmanager
-    def read(self, lengths: Sequence[int], copies: int, max_new: int = sys.maxsize) -> Iterator[Block]:
+    def read(
+        self, lengths: Sequence[int], copies: int, max_new: int = sys.maxsize, known: Sequence[Known] = ()
+    ) -> Iterator[Block]:
         """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens.
 
         Args:
             max_new: tokens that a row gets at most; the cache never has room for more.
+            known: of each prompt; these tokens are not in that row.
         """
         kind = FixedBlock if self.is_fixed else Block
         self.reading = kind(lengths, copies, self.device, max_new)
         self._segments = Segments.documents(lengths)
+        if any(before for before, _ in known):
+            self._known, self._behind = [text for _, text in known], _behind([before for before, _ in known], lengths)
         try:
             yield self.reading
             self.blocks.append(self.reading)
         finally:
-            self.reading = self._segments = None
+            self.reading = self._segments = self._behind = None
+            self._known = []
 
     def attend(self, layer: int, query, key, value, scale, window, softcap, sinks) -> torch.Tensor:
         """(B, H, T, D) of (1, H, N, D) of prompts or (R, H, 1, D) of rows -> (B, T, H, E)."""
         if self.reading is not None and self._segments is not None:
             options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+            if self._behind is not None:
+                key, value = (self._joined(self._behind, layer, place, new) for place, new in enumerate((key, value)))
             self.reading.store(layer, key, value)
+            if self._behind is not None:
+                return piece_by_piece(query, key, value, self._behind, **options, dropout=0.0).transpose(1, 2)
             return segment_attention(query, key, value, self._segments, **options).transpose(1, 2)
         query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
         out = self.attend_rows(layer, query, key, value, scale, window, softcap, sinks)
         return out.view(len(query), 1, query.shape[1], -1)
+
+    def _joined(self, behind: Layout, layer: int, place: int, new: torch.Tensor) -> torch.Tensor:
+        """(1, G, N, D) keys, or values, of whole prompts: those that are known, and the `new` ones behind them."""
+        counts = [behind.segments.lengths[own] for own in behind.own]
+        parts: list[torch.Tensor] = []
+        for text, own in zip(self._known, torch.split(new[0], counts, 1), strict=True):
+            parts += [own] if text is None else [text[layer][place], own]
+        return torch.cat(parts, 1).unsqueeze(0)
 
     def attend_rows(self, layer: int, query, key, value, *rule: Any) -> torch.Tensor:
         """(R, H, D) queries and (R, G, D) keys and values of the newest token of all rows -> (R, H * E)."""
@@ -109,6 +132,22 @@ class Decoding:
         counts = [block.num_rows for block in self.blocks]
         parts = zip(self.blocks, query.split(counts), key.split(counts), value.split(counts), strict=True)
         return torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
+
+
+def _behind(before: Sequence[int], lengths: Sequence[int]) -> Layout:
+    """Prompts of these `lengths`, of which so many tokens `before` are known, and the rest is read."""
+    sizes: list[int] = []
+    parents: list[int] = []
+    own: list[int] = []
+    for known, length in zip(before, lengths, strict=True):
+        if known:
+            parents.append(-1)
+            sizes.append(known)
+        parents.append(len(sizes) - 1 if known else -1)
+        own.append(len(sizes))
+        sizes.append(length - known)
+    segments = Segments(tuple(sizes), tuple(parents))
+    return Layout(segments, tuple(own), segments.starts)
 
 
 class HandsNothingOn(Exception):

@@ -103,17 +103,20 @@ class LocalGenerator:
     def steps(self) -> contextlib.AbstractContextManager[LocalSteps] | None:
         """A context in which completions are begun at any time, and are written together with those that go on.
 
-        None: this model or these options need `generate`. The weights stay as they are within the context.
+        None: this model or these options need `generate`. The weights stay as they are within the context. What was
+        written is kept for prompts that go on from it.
         """
         if self.with_routes or problem(self.model) is not None or rope_limit(self.model) < math.inf:
             return None
-        return self._steps()
+        return self._steps(keeps_texts=True)
 
     @contextlib.contextmanager
-    def _steps(self) -> Iterator[LocalSteps]:
+    def _steps(self, keeps_texts: bool = False) -> Iterator[LocalSteps]:
         model = self.model
         with torch.no_grad(), evaluating(model), decoding_attention(model), packed_head(model):
-            yield LocalSteps(model, self.tokenizer, _step_of(model), self.max_rows, self.max_tokens or sys.maxsize)
+            steps = LocalSteps(model, self.tokenizer, _step_of(model), self.max_rows, self.max_tokens or sys.maxsize)
+            steps.texts = {} if keeps_texts else None
+            yield steps
 
 
 # ----------------------------------------------------------------------------------------------- whether it can be done

@@ -20,14 +20,14 @@ from posttrain.core.data.host_copies import send
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
-from posttrain.rl.generation.group_cache import Decoding
+from posttrain.rl.generation.group_cache import Decoding, Known
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.step_graph import StepGraph
 from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit
 
 if TYPE_CHECKING:
-    from posttrain.rl.generation.block import Block
+    from posttrain.rl.generation.block import Block, Text
     from posttrain.rl.generation.decoder_step import DecoderStep
     from posttrain.rl.generation.routes import Routes
 
@@ -52,12 +52,19 @@ class LocalSteps:
     Args:
         step: reads one token of each row, instead of `model`. max_rows, max_tokens: see
             `posttrain.rl.generation.local.LocalGenerator`.
+
+    Attributes:
+        texts: what was read and written, for prompts that go on from it; None: nothing is kept. They and what is being
+            written are at most `max_rows` and `max_tokens` together: the oldest are dropped.
+        num_read: tokens of prompts that were read.
     """
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, step: DecoderStep | None, max_rows: int, max_tokens: int
     ) -> None:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
+        self.texts: dict[tuple[int, ...], Text] | None = None
+        self.num_read = 0
         self.decoding, self._step = Decoding(next(model.parameters()).device), step
         if step is not None and self.decoding.device.type == accelerator.CUDA:
             self._step = StepGraph(step, self.decoding)
@@ -83,7 +90,7 @@ class LocalSteps:
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        self._calls.append(Call(self.model, self.tokenizer, prompts, n, sampling, seeds, most, images))
+        self._calls.append(Call(self.model, self.tokenizer, prompts, n, sampling, seeds, most, images, self.texts))
         return self._calls[-1]
 
     def step(self) -> list[tuple[Call, list[int]]]:
@@ -94,6 +101,8 @@ class LocalSteps:
         if going := [call for call in self._calls if call.rows]:
             self._go_on(going)
         ended = [(call, call.take_ended()) for call in self._calls]
+        if self.texts:
+            self._bound_texts()
         self._calls = [call for call in self._calls if call.waiting or call.rows]
         return [(call, rows) for call, rows in ended if rows]
 
@@ -109,10 +118,29 @@ class LocalSteps:
     def _read(self, call: Call, numbers: list[int]) -> None:
         """Read the prompts of these numbers, and write the first token of each of their completions."""
         lengths = [len(call.prompts[number]) for number in numbers]
-        with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens) as block:
-            logits = read_prompts(self.model, self.decoding, call.prompts_read.inputs(numbers))
+        known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
+        inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
+        self.num_read += sum(inputs[0])
+        with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:
+            logits = read_prompts(self.model, self.decoding, inputs)
         call.begin(numbers, lengths, block, logits)
         self._place()
+
+    def _known(self, prompt: Sequence[int]) -> Known:
+        """Take the longest text that `prompt` goes on from."""
+        texts, begun = self.texts or {}, tuple(prompt)
+        fitting = (text for text in texts if len(text) < len(begun) and begun[: len(text)] == text)
+        found = max(fitting, key=len, default=())
+        return len(found), texts.pop(found, None)
+
+    def _bound_texts(self) -> None:
+        """Drop the oldest texts while there are too many."""
+        texts, rows = self.texts or {}, sum(len(call.index) for call in self._calls)
+        tokens = self.decoding.reserved + sum(map(len, texts))
+        for text in list(texts):
+            if rows + len(texts) > self.max_rows or tokens > self.max_tokens:
+                tokens -= len(text)
+                del texts[text]
 
     def _go_on(self, calls: list[Call]) -> None:
         """Write one more token of each row of these calls."""
@@ -145,7 +173,9 @@ class Call:
         seeds: Sequence[int],
         most: Sequence[int] | None = None,
         images: PromptImages | None = None,
+        texts: dict[tuple[int, ...], Text] | None = None,
     ) -> None:
+        self.texts = texts
         self.tokenizer, self.prompts, self.n, self.sampling = tokenizer, prompts, n, sampling
         parameter = next(model.parameters())
         self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
@@ -243,7 +273,10 @@ class Call:
             self.looked[place] = written
             if len(left) < len(rows):
                 going = {*left}
-                self._ended += [row for i, row in enumerate(rows) if i not in going]
+                for i, row in enumerate(rows):
+                    if i not in going:
+                        self._ended.append(row)
+                        self._keep(block, i, row)
                 order, changed = block.keep(left), True
                 self.rows[place] = [rows[i] for i in order]
         if changed:
@@ -251,6 +284,13 @@ class Call:
             self.blocks = [self.blocks[place] for place in places]
             self.rows, self.looked = [self.rows[i] for i in places], [self.looked[i] for i in places]
             self._place()
+
+    def _keep(self, block: Block, place: int, row: int) -> None:
+        """Keep what completion `row`, at this `place` of `block`, has read."""
+        if self.texts is not None and self.most[row]:  # else no one waits for it
+            step = min(block.step, self.lengths[row])
+            read = (*self.prompts[row // self.n], *self.tokens[row, :step].tolist())
+            self.texts[read] = block.text(place, step)
 
     def _place(self) -> None:
         index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
@@ -331,17 +371,22 @@ class PromptsRead:
         found = [int(row[0, -1]) - len(one.ids) for row, one in zip(self.positions, self.prompts, strict=True)]
         return send(torch.tensor(found).repeat_interleave(copies), device)
 
-    def inputs(self, numbers: Sequence[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """(tokens of each of these prompts, inputs of the model that reads them in one row)."""
+    def inputs(self, numbers: Sequence[int], known: Sequence[int] = ()) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(tokens of each of these prompts, inputs of the model that reads them in one row).
+
+        Args:
+            known: of each prompt, without images, how many tokens are not read.
+        """
         some = [self.prompts[number] for number in numbers]
-        inputs = {"input_ids": torch.tensor([[token for one in some for token in one.ids]])}
+        new = list(zip(known or [0] * len(some), some, strict=True))
+        inputs = {"input_ids": torch.tensor([[token for before, one in new for token in one.ids[before:]]])}
         for name in some[0].numbers:
             inputs[name] = torch.tensor([[number for one in some for number in one.numbers[name]]])
         if self.positions is None:
-            inputs["position_ids"] = torch.cat([torch.arange(len(one.ids)) for one in some]).unsqueeze(0)
+            inputs["position_ids"] = torch.cat([torch.arange(b, len(one.ids)) for b, one in new]).unsqueeze(0)
         else:
             inputs["position_ids"] = torch.cat([self.positions[i][:, :-1] for i in numbers], 1).unsqueeze(1)
-        return [len(one.ids) for one in some], inputs | join_tensors([one.tensors for one in some])
+        return [len(one.ids) - before for before, one in new], inputs | join_tensors([one.tensors for one in some])
 
 
 def read_prompts(

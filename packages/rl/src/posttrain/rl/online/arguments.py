@@ -250,7 +250,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
     )
     num_iterations: int = opt(1, "Times that each rollout is gone through.", min=1)
     dynamic_sampling: bool = opt(
-        False, "Leave out groups whose rewards are all equal and sample others in their place (DAPO, section 3.2)."
+        False,
+        "Leave out groups whose rewards are all equal and sample others in their place (DAPO, section 3.2). With "
+        "turn_credit, a group whose turns were rewarded differently stays.",
     )
     dynamic_sampling_rounds: int = opt(
         4,

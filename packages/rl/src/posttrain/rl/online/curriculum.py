@@ -33,7 +33,7 @@ class CurriculumArguments:
         False,
         "Sample prompts by their pass rate p so far: one is kept with probability 4p(1-p), else one drawn in "
         "proportion to p(1-p) takes its place. A completion passes if the first reward function gives at least "
-        "pass_threshold.",
+        "pass_threshold, all its turns together.",
     )
     curriculum_explore: float = opt(
         0.1,

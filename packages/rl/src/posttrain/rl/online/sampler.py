@@ -11,19 +11,21 @@ import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from posttrain.core.data.samplers import mix
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.errors import DataError
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
 from posttrain.lm.images.vision import Shown
-from posttrain.rl.agents.environments import Environments, complete_in_room
+from posttrain.rl.agents.environments import Environments
+from posttrain.rl.agents.scheduler import QUIET
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import folded
 from posttrain.rl.generation.protocol import has_own_weights, is_concurrent, reads_images, session, updates_in_flight
@@ -31,6 +33,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import ATTEMPTS, Turns, with_versions
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec, runs
+from posttrain.rl.samples.room import complete_in_room
 from posttrain.rl.samples.samples import Sample
 
 if TYPE_CHECKING:
@@ -40,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 Asked = tuple[Any, Sample, Sampling]
 """A turn to write: a key by which it is known, the sample with its prompt, and how it is drawn."""
+
+MAX_CALLS = 4096
+"""Calls of an engine that are open at a time, each in a thread of its own."""
 
 
 class Sampler:
@@ -186,23 +192,17 @@ class Sampler:
         Args:
             logps_temperature: at which log-probabilities are needed; see `generate_turn`.
         """
-
-        def turn(some: list[Sample], tokens: int) -> list[Sample]:
-            return self.generate_turn(some, replace(sampling, max_new_tokens=tokens), logps_temperature)
-
-        samples = complete_in_room(samples, sampling.max_new_tokens, self.context, turn)
-        if not self.environments:
-            return samples
-
-        def next_turn(some: list[Sample], number: int, tokens: int) -> list[Sample]:
-            return turn([replace(sample, seed=mix(sample.seed, number)) for sample in some], tokens)
-
-        samples = self.environments.converse(samples, self.codec, next_turn, sampling.max_new_tokens, self.context)
-        calls, failures = self.environments.counts["calls"], self.environments.counts["failures"]
-        self.environments.counts.update(calls=0, failures=0)
-        metrics.add_sum("tools/call_frequency", calls, len(samples))
-        if calls:
-            metrics.add_sum("tools/failure_frequency", failures, calls)
+        policy, environments = Policy(self, logps_temperature), self.environments
+        if not any(map(environments.tools_of, samples)):  # one turn of each: prompts are asked for together
+            samples = complete_in_room(samples, sampling, self.context, policy.turn)
+        else:
+            samples = environments.converse(samples, self.codec, policy, sampling, self.context)
+        if environments:
+            calls, failures = environments.counts["calls"], environments.counts["failures"]
+            environments.counts.update(calls=0, failures=0)
+            metrics.add_sum("tools/call_frequency", calls, len(samples))
+            if calls:
+                metrics.add_sum("tools/failure_frequency", failures, calls)
         return samples
 
     def generate_turn(self, samples: list[Sample], sampling: Sampling, logps_temperature: float) -> list[Sample]:
@@ -280,7 +280,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy as agents ask it: the engine and its weights, which write their turns."""
+    """The policy as trajectories ask it, see `posttrain.rl.agents.scheduler.Policy`."""
 
     sampler: Sampler
     logps_temperature: float
@@ -289,32 +289,73 @@ class Policy:
         """`samples` after one turn of the policy."""
         return self.sampler.generate_turn(samples, sampling, self.logps_temperature)
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether several threads may call `turn` at a time."""
-        return is_concurrent(self.sampler.generator)
-
     @contextlib.contextmanager
-    def open(self) -> Iterator[OpenTurns | TurnsTogether]:
+    def open(self, wake: Callable[[], None]) -> Iterator[OpenTurns | TurnsApart | TurnsTogether]:
         """A context in which turns are begun at any time."""
-        make = getattr(self.sampler.generator, "steps", None)
+        generator = self.sampler.generator
+        if is_concurrent(generator):
+            threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
+            try:
+                yield TurnsApart(self.turn, wake, threads)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+            return
+        make = getattr(generator, "steps", None)
         opened = None if make is None or self.sampler.dist.cp_size > 1 else make()
         if opened is None:
-            yield TurnsTogether(self.turn)
+            yield TurnsTogether(self.turn, self.sampler.context)
             return
         with opened as steps:
             yield OpenTurns(self.sampler, steps, self.logps_temperature)
 
 
+class TurnsApart:
+    """Turns of an engine that takes several calls at a time: each is a call of its own, in a thread of its own."""
+
+    quiet = 0.0
+
+    def __init__(
+        self, turn: Callable[[list[Sample], Sampling], list[Sample]], wake: Callable[[], None], threads: Executor
+    ) -> None:
+        self.turn, self.wake, self._threads = turn, wake, threads
+        self._ended: SimpleQueue[tuple[Any, Future[list[Sample]]]] = SimpleQueue()
+
+    def __bool__(self) -> bool:
+        return not self._ended.empty()
+
+    def begin(self, asked: Sequence[Asked]) -> None:
+        """Begin turns, each ``(key, sample, how it is drawn)``."""
+        for key, sample, sampling in asked:
+            call = self._threads.submit(self.turn, [sample], sampling)
+            call.add_done_callback(partial(self._end, key))
+
+    def _end(self, key: Any, call: Future[list[Sample]]) -> None:
+        self._ended.put((key, call))
+        self.wake()
+
+    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
+        """The engine writes what it was asked for."""
+
+    def step(self) -> list[tuple[Any, Sample]]:
+        """The keys and samples of the turns that have ended."""
+        found = []
+        while self:
+            key, call = self._ended.get()
+            found.append((key, call.result()[0]))
+        return found
+
+
 class TurnsTogether:
     """Turns of an engine that writes a batch to its end before it takes another: those that wait make the next."""
 
-    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]]) -> None:
-        self.turn = turn
+    quiet = QUIET
+
+    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]], context: int | None = None) -> None:
+        self.turn, self.context = turn, context
         self._open: list[Asked] = []
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def __bool__(self) -> bool:
+        return bool(self._open)
 
     def begin(self, asked: Sequence[Asked]) -> None:
         """Let turns wait, each ``(key, sample, how it is drawn)``."""
@@ -329,8 +370,8 @@ class TurnsTogether:
         open_, self._open = self._open, []
         found = []
         for kind, some in _by_kind(open_):
-            most = max(sampling.max_new_tokens for *_, sampling in some)
-            done = self.turn([sample for _, sample, _ in some], replace(kind, max_new_tokens=most))
+            most = replace(kind, max_new_tokens=max(sampling.max_new_tokens for *_, sampling in some))
+            done = complete_in_room([sample for _, sample, _ in some], most, self.context, self.turn)
             found += [(key, _cut(one, own.max_new_tokens)) for (key, _, own), one in zip(some, done, strict=True)]
         return found
 
@@ -351,12 +392,14 @@ def _by_kind(asked: Sequence[Asked]) -> Iterator[tuple[Sampling, list[Asked]]]:
 class OpenTurns:
     """Turns of the policy that begin and end at any token, written by an engine that batches what is open."""
 
+    quiet = QUIET
+
     def __init__(self, sampler: Sampler, steps: LocalSteps, logps_temperature: float) -> None:
         self.sampler, self.steps, self.logps_temperature = sampler, steps, logps_temperature
         self._open: dict[tuple[Call, int], tuple[Any, Sample]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
+    def __bool__(self) -> bool:
+        return bool(self._open)
 
     def begin(self, asked: Sequence[Asked]) -> None:
         """Begin turns, each ``(key, sample, how it is drawn)``. Adjacent ones with the same prompt share its cache."""

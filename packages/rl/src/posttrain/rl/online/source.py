@@ -146,7 +146,9 @@ class Source:
             everyone = [dealt[place] for place in layout.dealt().argsort()]
             total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), self.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
-                (spare if is_equal else kept).extend(everyone[group * size : (group + 1) * size])
+                members = everyone[group * size : (group + 1) * size]
+                is_equal = is_equal and not (self.rollouts.owner.credits_turns and _differ_in_turns(members))
+                (spare if is_equal else kept).extend(members)
             metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
             more = None
             if len(kept) < wanted and number < self.args.dynamic_sampling_rounds:
@@ -257,6 +259,12 @@ class Source:
                 "a micro-batch): the rest of it is skipped, and the next prompts are sampled.",
                 *state["dealt"],
             )
+
+
+def _differ_in_turns(members: list[One]) -> bool:
+    """Whether turns of a group were rewarded differently: then it teaches something though its totals are equal."""
+    first, *others = [{of: [*given.turns] for of, given in turns.items()} for *_, turns in members]
+    return any(other != first for other in others)
 
 
 def _one_by_one(samples: list[Sample], scores: Scores) -> list[One]:

@@ -33,7 +33,6 @@ from posttrain.lm.images.vision import check_model, check_processor
 from posttrain.lm.loading import loading
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.agents.agent import Agent, Episodes
-from posttrain.rl.agents.environments import context_length
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
@@ -57,6 +56,7 @@ from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import Scores, functions_by_name
 from posttrain.rl.samples.images import ImagePrompts, can_see
 from posttrain.rl.samples.prompts import OF_TEXT_ALONE, GroupedStream, GroupSampler, Layout, PromptCodec
+from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Rollout, Sample
 
 if TYPE_CHECKING:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.lm.generate.trajectories import FINISHED, Trajectory
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.rewards.scoring import Scores
@@ -50,6 +52,43 @@ def stored(
             one["turn_rewards"] = [_sum(rewards) for rewards in zip(*of_turns, strict=True)]
         found.append(one)
     return found
+
+
+def replayed(trainer: Any, one: Trajectory) -> str:
+    """What the loss of `trainer`, with its weights of now, reads of each token of a stored trajectory, and the loss.
+
+    The ratio is to the log-probabilities of then; the advantage that of the whole trajectory.
+    """
+    first, *others = [
+        Sample(
+            {},
+            one["prompt"],
+            each["prompt_ids"],
+            each["ids"],
+            finished=one["ending"] == FINISHED,
+            learn=list(map(bool, each["learn"])),
+            logps=each["logps"] and [math.nan if logp is None else logp for logp in each["logps"]],
+        )
+        for each in one["sequences"]
+    ]
+    maker, samples = trainer.rollout_maker, [first, *others]
+    rollout = maker.of([replace(first, others=tuple(others))])
+    (now,) = maker.logps_of(trainer.model, rollout)
+    before = (
+        now if rollout.sampling_logps is None else rollout.sampling_logps.where(rollout.sampling_logps.isfinite(), now)
+    )
+    advantages = rollout.of_completions(torch.tensor([one["advantage"]]))
+    rollout = trainer.complete_rollout(replace(rollout, advantages=advantages, old_logps=before), samples)
+    (inputs,) = map(trainer.prepare_inputs, maker.parts_of(rollout))
+    with eval_mode(trainer.model), torch.no_grad(), trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=trainer.count_items(inputs))
+    lines = ["sequence  token      learn  log-probability       of then       ratio  text"]
+    for row, each in enumerate(one["sequences"]):
+        columns = each["ids"], rollout.loss_mask[row].tolist(), now[row].tolist(), before[row].tolist(), each["tokens"]
+        for token, learns, new, old, text in zip(*columns, strict=False):  # tensors are padded
+            ratio = math.exp(new - old)
+            lines.append(f"{row:8}  {token:5}  {int(learns):9}  {new:15.5f}  {old:12.5f}  {ratio:10.5f}  {text!r}")
+    return "\n".join([*lines, f"advantage {one['advantage']:.6g}, loss {loss.item():.6g}"])
 
 
 def _sequence(sample: Sample, tokenizer: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,9 +33,17 @@ def keep_device() -> Callable[[], None]:
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
-@cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The program's one event loop, in its own thread, so that open connections survive from call to call."""
+    with _MAKING_LOOP:  # rollouts that overlap ask for it at the same time
+        return _event_loop()
+
+
+_MAKING_LOOP = threading.Lock()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="posttrain-async", daemon=True).start()
     return loop
@@ -140,10 +149,10 @@ def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     return result
 
 
-def gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+def begin(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
     """The results of coroutines that run side by side on `event_loop`."""
 
     async def run() -> list[Any]:
         return await asyncio.gather(*coroutines)
 
-    return asyncio.run_coroutine_threadsafe(run(), event_loop()).result()
+    return asyncio.run_coroutine_threadsafe(run(), event_loop())

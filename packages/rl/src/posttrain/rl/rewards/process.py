@@ -162,6 +162,11 @@ class RemoteEnvironment:
         return _kept, (self._number,)
 
 
+def is_remote(function: Callable[..., Any]) -> bool:
+    """Whether `function` runs in the rollout process."""
+    return isinstance(function, RemoteFunction) or isinstance(getattr(function, "__self__", None), RemoteEnvironment)
+
+
 def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
     name = function.__name__
     if inspect.iscoroutinefunction(function):
