@@ -57,7 +57,8 @@ _INSTEAD: dict[str, str] = {
     "BCO": "trl dropped it for want of users; posttrain.rl.KTOTrainer learns from single completions called good or "
     "bad as well, see docs/preference.md",
     "IterativeSFT": "call posttrain.sft.SFTTrainer once for each round, with the model of the last",
-    "GFPO PAPO GRPOWithReplayBuffer GSPOToken DPPO": _VARIANT,
+    "GFPO PAPO DPPO": _VARIANT,
+    "GSPOToken": "set importance_sampling_level='sequence_token' of posttrain.rl.GRPOConfig",
 }
 INSTEAD = {
     name + ending: why for names, why in _INSTEAD.items() for name in names.split() for ending in ("Trainer", "Config")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
     from posttrain.rl.algorithms.gmpo import GMPOConfig, GMPOTrainer
     from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
+    from posttrain.rl.algorithms.grpo_with_replay_buffer import GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer
     from posttrain.rl.algorithms.iw_opd import IWOPDConfig, IWOPDTrainer
     from posttrain.rl.algorithms.kto import KTOConfig, KTOTrainer
     from posttrain.rl.algorithms.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -63,6 +64,7 @@ _HOMES = {
     "algorithms.gkd": ("GKDConfig", "GKDTrainer"),
     "algorithms.gmpo": ("GMPOConfig", "GMPOTrainer"),
     "algorithms.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "algorithms.grpo_with_replay_buffer": ("GRPOWithReplayBufferConfig", "GRPOWithReplayBufferTrainer"),
     "algorithms.iw_opd": ("IWOPDConfig", "IWOPDTrainer"),
     "algorithms.kto": ("KTOConfig", "KTOTrainer"),
     "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),

@@ -46,8 +46,9 @@ class GRPOConfig(RolloutConfig):
     )
     importance_sampling_level: str = opt(
         "token",
-        "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO).",
-        choices=("token", "sequence"),
+        "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO); sequence_token: "
+        "of each completion, with each token's gradient and advantage (GSPO-token).",
+        choices=("token", "sequence", "sequence_token"),
     )
     scale_rewards: str = opt(
         "group",
@@ -159,11 +160,12 @@ class GRPOTrainer(RolloutTrainer):
             logger.warning(
                 "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
             )
-        if config.loss_type in OF_TOKENS and config.importance_sampling_level == "sequence":
+        if config.loss_type in OF_TOKENS and config.importance_sampling_level != "token":
             logger.warning(
-                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion "
-                "length, because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
+                "importance_sampling_level=%r with loss_type=%r weights each sequence by its completion length, "
+                "because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
                 "loss_type='grpo'.",
+                config.importance_sampling_level,
                 config.loss_type,
             )
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None

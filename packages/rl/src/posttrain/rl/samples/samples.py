@@ -295,6 +295,16 @@ class Rollout:
                 part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
         return part
 
+    def part(self, start: int, stop: int) -> Rollout:
+        """The completions `start` to `stop`, of text and each a trajectory."""
+        return Rollout(**{name: values[start:stop] for name, values in self.state_dict().items()})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The completions of all `parts`, of text, each a trajectory and with the same fields."""
+        states = [part.state_dict() for part in parts]
+        return cls(**{name: _joined([state[name] for state in states], name) for name in states[0]})
+
     def state_dict(self) -> dict[str, Any]:
         """Every tensor by name, for a checkpoint."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -310,3 +320,9 @@ class Rollout:
 
 def _stack(rows: list[torch.Tensor], value: Any) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def _joined(parts: list[torch.Tensor], name: str) -> torch.Tensor:
+    if parts[0].ndim == 1:
+        return torch.cat(parts)
+    return _stack([row for part in parts for row in part], OWN if name == "routes" else 0)
