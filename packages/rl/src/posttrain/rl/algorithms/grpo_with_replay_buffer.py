@@ -65,8 +65,9 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     tag_names = ("posttrain", "grpo-with-replay-buffer")
     reads_images = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def look_at_model(self, parts: Parts) -> None:
+        """As the base's; makes the buffer."""
+        super().look_at_model(parts)
         self.replay_buffer = ReplayBuffer(self.args.replay_buffer_size)
         if self.layout.chunk % self.num_generations and self.dist.world_size > 1:
             raise ValueError(
