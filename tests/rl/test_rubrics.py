@@ -139,7 +139,7 @@ def test_what_is_wrong_is_said():
         RubricReward("judge", "http://host/v1", CRITERIA, weights={"correct": 1})
 
 
-@pytest.mark.parametrize("environment, reached", [
+@pytest.mark.parametrize(("environment", "reached"), [
     ({}, ("judge.example", None, {})),
     ({"https_proxy": "http://me:secret@proxy:8080"},
      ("proxy:8080", b"judge.example", {"Proxy-Authorization": "Basic bWU6c2VjcmV0"})),
