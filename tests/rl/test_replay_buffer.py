@@ -129,7 +129,7 @@ def test_an_agent_is_refused(tmp_path):
         return None
 
     args = GRPOWithReplayBufferConfig(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="one sequence; leave out agent"):
+    with pytest.raises(ValueError, match="one sequence of tokens each; leave out agent"):
         GRPOWithReplayBufferTrainer(
             tiny.causal_lm(), reward, args, train_dataset=ROWS, processing_class=tiny.tokenizer(), agent=agent
         )

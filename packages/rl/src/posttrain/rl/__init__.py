@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from posttrain.rl.algorithms.dpo import DPOConfig, DPOTrainer
     from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
     from posttrain.rl.algorithms.gmpo import GMPOConfig, GMPOTrainer
+    from posttrain.rl.algorithms.gold import GOLDConfig, GOLDTrainer
     from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
     from posttrain.rl.algorithms.grpo_with_replay_buffer import GRPOWithReplayBufferConfig, GRPOWithReplayBufferTrainer
     from posttrain.rl.algorithms.iw_opd import IWOPDConfig, IWOPDTrainer
@@ -54,54 +55,41 @@ if TYPE_CHECKING:
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 
 _HOMES = {
-    "agents.agent": ("Agent",),
-    "agents.command": ("AgentCommand",),
-    "algorithms.a2po": ("A2POConfig", "A2POTrainer"),
-    "algorithms.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
-    "algorithms.cpo": ("CPOConfig", "CPOTrainer"),
-    "algorithms.distillation": ("DistillationConfig", "DistillationTrainer"),
-    "algorithms.dpo": ("DPOConfig", "DPOTrainer"),
-    "algorithms.gkd": ("GKDConfig", "GKDTrainer"),
-    "algorithms.gmpo": ("GMPOConfig", "GMPOTrainer"),
-    "algorithms.grpo": ("GRPOConfig", "GRPOTrainer"),
-    "algorithms.grpo_with_replay_buffer": ("GRPOWithReplayBufferConfig", "GRPOWithReplayBufferTrainer"),
-    "algorithms.iw_opd": ("IWOPDConfig", "IWOPDTrainer"),
-    "algorithms.kto": ("KTOConfig", "KTOTrainer"),
-    "algorithms.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
-    "algorithms.orpo": ("ORPOConfig", "ORPOTrainer"),
-    "policy.bema_reference": ("BEMACallback",),
-    "policy.reference": ("SyncRefModelCallback", "create_reference_model"),
-    "algorithms.reinforce": ("ReinforcePlusPlusConfig", "ReinforcePlusPlusTrainer"),
-    "tools.response_templates": ("add_response_schema", "supports_tool_calling"),
-    "rewards.functions": (
-        "accuracy_reward",
-        "get_cosine_scaled_reward",
-        "get_repetition_penalty_reward",
-        "get_soft_overlong_punishment",
-        "reasoning_accuracy_reward",
-        "think_format_reward",
-    ),
-    "rewards.rubrics": ("RubricReward",),
-    "algorithms.reward_model": ("RewardConfig", "RewardTrainer"),
-    "algorithms.rloo": ("RLOOConfig", "RLOOTrainer"),
-    "algorithms.sdpo": ("SDPOConfig", "SDPOTrainer"),
-    "algorithms.server_distillation": (
-        "AsyncDistillationConfig",
-        "AsyncDistillationTrainer",
-        "ServerDistillationConfig",
-        "ServerDistillationTrainer",
-    ),
-    "preference.row_formats": (
-        "extract_prompt",
-        "maybe_extract_prompt",
-        "maybe_unpair_preference_dataset",
-        "unpair_preference_dataset",
-    ),
-    "tools.protocol": ("parse_response",),
-    "algorithms.sdft": ("SDFTConfig", "SDFTTrainer"),
-    "algorithms.tpo": ("TPOConfig", "TPOTrainer"),
+    "agents.agent": "Agent",
+    "agents.command": "AgentCommand",
+    "algorithms.a2po": "A2POConfig A2POTrainer",
+    "algorithms.async_grpo": "AsyncGRPOConfig AsyncGRPOTrainer",
+    "algorithms.cpo": "CPOConfig CPOTrainer",
+    "algorithms.distillation": "DistillationConfig DistillationTrainer",
+    "algorithms.dpo": "DPOConfig DPOTrainer",
+    "algorithms.gkd": "GKDConfig GKDTrainer",
+    "algorithms.gmpo": "GMPOConfig GMPOTrainer",
+    "algorithms.gold": "GOLDConfig GOLDTrainer",
+    "algorithms.grpo": "GRPOConfig GRPOTrainer",
+    "algorithms.grpo_with_replay_buffer": "GRPOWithReplayBufferConfig GRPOWithReplayBufferTrainer",
+    "algorithms.iw_opd": "IWOPDConfig IWOPDTrainer",
+    "algorithms.kto": "KTOConfig KTOTrainer",
+    "algorithms.online_dpo": "OnlineDPOConfig OnlineDPOTrainer",
+    "algorithms.orpo": "ORPOConfig ORPOTrainer",
+    "policy.bema_reference": "BEMACallback",
+    "policy.reference": "SyncRefModelCallback create_reference_model",
+    "algorithms.reinforce": "ReinforcePlusPlusConfig ReinforcePlusPlusTrainer",
+    "tools.response_templates": "add_response_schema supports_tool_calling",
+    "rewards.functions": "accuracy_reward get_cosine_scaled_reward get_repetition_penalty_reward "
+    "get_soft_overlong_punishment reasoning_accuracy_reward think_format_reward",
+    "rewards.rubrics": "RubricReward",
+    "algorithms.reward_model": "RewardConfig RewardTrainer",
+    "algorithms.rloo": "RLOOConfig RLOOTrainer",
+    "algorithms.sdpo": "SDPOConfig SDPOTrainer",
+    "algorithms.server_distillation": "AsyncDistillationConfig AsyncDistillationTrainer ServerDistillationConfig "
+    "ServerDistillationTrainer",
+    "preference.row_formats": "extract_prompt maybe_extract_prompt maybe_unpair_preference_dataset "
+    "unpair_preference_dataset",
+    "tools.protocol": "parse_response",
+    "algorithms.sdft": "SDFTConfig SDFTTrainer",
+    "algorithms.tpo": "TPOConfig TPOTrainer",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME_OF)
 

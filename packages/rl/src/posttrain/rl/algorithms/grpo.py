@@ -104,13 +104,18 @@ class GRPOConfig(RolloutConfig):
     )
     log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub to which completions are uploaded.")
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a completion is compared with the others of its prompt."""
+        return True
+
     def _normalize(self) -> None:
         # Earlier versions took True and False, which are words on a command line.
         earlier = {"true": "group", "false": "none"}
         self.scale_rewards = earlier.get(str(self.scale_rewards).lower(), self.scale_rewards)
 
     def _problems(self) -> Iterator[str]:
-        if self.num_generations == 1:
+        if self.num_generations == 1 and self.compares_groups:
             yield "num_generations=1 leaves no other completion to compare with; set 2 or more"
         if self.log_completions_hub_repo is not None and not self.log_completions:
             yield "log_completions_hub_repo needs log_completions=True"

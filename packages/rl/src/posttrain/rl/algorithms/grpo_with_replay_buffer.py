@@ -7,16 +7,15 @@ policy that sampled it are kept with it, so that its ratios are those to that po
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
 from posttrain.core.data.samplers import mix
-from posttrain.core.training.preflight import Parts, Problem
+from posttrain.core.training.preflight import Parts
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.rewards.scoring import Scores
@@ -64,6 +63,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     args: GRPOWithReplayBufferConfig
     tag_names = ("posttrain", "grpo-with-replay-buffer")
     reads_images = False
+    does_not_take = ("agent",)
 
     def look_at_model(self, parts: Parts) -> None:
         """As the base's; makes the buffer."""
@@ -74,15 +74,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
                 f"A process has {self.layout.chunk} completions of an optimizer step (per_device_train_batch_size * "
                 f"gradient_accumulation_steps), which num_generations={self.num_generations} does not divide, so it "
                 "has no whole groups to keep. Set gradient_accumulation_steps so that it does."
-            )
-
-    @classmethod
-    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
-        """Adds an agent, whose completions may have several sequences."""
-        yield from super().preflight(args, parts)
-        if parts.others.get("agent"):
-            yield ValueError(
-                "The replay buffer keeps completions of one sequence; leave out agent, or use GRPOTrainer."
             )
 
     @property

@@ -51,9 +51,8 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no address of a server; write it as http://host:8000")
         self._secure, self._host, self._path = parts.scheme == "https", parts.netloc.rpartition("@")[2], parts.path
-        self._proxy = urllib.request.getproxies().get("https", "") if by_proxy and self._secure else ""
-        if self._proxy and urllib.request.proxy_bypass(parts.hostname):
-            self._proxy = ""
+        goes_by_proxy = by_proxy and self._secure and not urllib.request.proxy_bypass(parts.hostname)
+        self._proxy = urllib.request.getproxies().get("https", "") if goes_by_proxy else ""
         self._kept: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue()
 
     def call(
