@@ -46,8 +46,8 @@ class HeadStates(NamedTuple):
 def logits_of(states: torch.Tensor, head: Any) -> torch.Tensor:
     """(M, H) hidden states -> (M, V) logits in float32, by a `HeadStates` or a `CausalHead`."""
     weight, bias = head.weight, head.bias
-    logits = F.linear(states.to(weight.dtype), weight, bias).float() * head.scale
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+    logits: torch.Tensor = F.linear(states.to(weight.dtype), weight, bias).float() * head.scale
+    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
 
 
 class TopK(NamedTuple):
@@ -276,8 +276,8 @@ class _WithTopK:
         torch.neg(_dot(student, log_s), out=scores[1])
         with torch.enable_grad():
             own = log_s.gather(1, ids).masked_fill(known.isinf(), -torch.inf).requires_grad_()
-            both = (completed(logps, self.measure.add_tail) for logps in (own, known))
-            terms = divergence_terms(*both, self.measure.beta)
+            mine, theirs = (completed(logps, self.measure.add_tail) for logps in (own, known))
+            terms = divergence_terms(mine, theirs, self.measure.beta)
             losses = terms.sum(1)
             (slope,) = torch.autograd.grad(losses.sum(), own)
         scores[0] = losses.detach()

@@ -331,7 +331,7 @@ class DistillationTrainer(RolloutTrainer):
         replaced = self.compared_in_head(model, inputs) if in_head else contextlib.nullcontext()
         with replaced, features_once(model, inputs.get("image_copies"), given) as shown:
             outputs = model(**shown)
-        if in_head:
+        if in_head or not isinstance(self.teacher, LocalTeacher):
             divergence, entropy = outputs.logits
         else:
             at, heat = inputs["labels"] != IGNORE_INDEX, self.measure.temperature

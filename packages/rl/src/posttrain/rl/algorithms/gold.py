@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from posttrain.core.config import opt
-from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.data.host_copies import on_host, places_of
+from posttrain.core.data.host_copies import on_host
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import logits_of
+from posttrain.lm.loss.language_modeling import labelled_places
 from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
 from posttrain.rl.losses.universal_logits import Texts, Vocabularies, entropy, universal_divergence
 from posttrain.rl.online.teachers import AlignedTeacher, rows_to_read
@@ -125,10 +125,10 @@ class GOLDTrainer(GKDTrainer):
         args, device = self.args, inputs["input_ids"].device
         read, groups = rows_to_read(inputs), on_host(inputs["groups"])
         labels = read.pop("labels")
-        known, theirs = self.teacher.states(read, labels), labels.flatten()[places_of(labels != IGNORE_INDEX)]
+        known, theirs = self.teacher.states(read, labels), labels.flatten()[labelled_places(labels)]
         marks = on_host(inputs["teacher_groups"])
         own, other = Texts.marked(groups), Texts.marked(torch.where(marks < 0, -2, marks))
-        tokens = inputs["labels"].flatten()[lm_head.labelled_places(inputs["labels"])]
+        tokens = inputs["labels"].flatten()[labelled_places(inputs["labels"])]
         rows = (groups >= -1).nonzero()[:, 0]
         shares = (1 / torch.bincount(rows, minlength=len(groups)).clamp(min=1))[rows].to(device)
 

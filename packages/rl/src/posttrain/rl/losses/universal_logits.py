@@ -94,7 +94,7 @@ def merged(logits: torch.Tensor, tokens: torch.Tensor, texts: Texts) -> torch.Te
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """The summed entropy of (M, V) logits in nats, shape ()."""
-    parts = (part.log_softmax(1) for part in logits.split(TEXTS_AT_ONCE))
+    parts = (part.log_softmax(1) for part in torch.split(logits, TEXTS_AT_ONCE))
     return sum((-(part.exp() * part.clamp(min=-1e30)).sum() for part in parts), logits.new_zeros(()))
 
 

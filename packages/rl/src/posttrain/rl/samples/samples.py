@@ -311,7 +311,7 @@ class Rollout:
         states = [part.state_dict() for part in parts]
         return cls(**{name: _joined([state[name] for state in states], name) for name in states[0]})
 
-    def for_teacher(self, rows: list[torch.Tensor], **marks: torch.Tensor) -> Rollout:
+    def for_teacher(self, rows: list[torch.Tensor], **marks: Any) -> Rollout:
         """This rollout with `rows` as what a teacher reads of each completion, and the `marks` of their tokens."""
         lengths = torch.tensor([len(row) for row in rows])
         return replace(self, teacher_rows=_stack(rows, 0), teacher_lengths=lengths, **marks)
@@ -333,7 +333,7 @@ def _stack(rows: list[torch.Tensor], value: Any) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-def _joined(parts: list[torch.Tensor], name: str) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor], name: str) -> Any:
     if parts[0].ndim == 1:
         return torch.cat(parts)
     return _stack([row for part in parts for row in part], OWN if name == "routes" else 0)
