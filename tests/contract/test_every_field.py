@@ -32,6 +32,7 @@ from posttrain.rl import (
     GMPOConfig,
     GRPOConfig,
     GRPOTrainer,
+    GRPOWithReplayBufferConfig,
     IWOPDConfig,
     KTOConfig,
     OnlineDPOConfig,
@@ -58,6 +59,7 @@ CONFIGS = [
     A2POConfig,
     SDPOConfig,
     SDFTConfig,
+    GRPOWithReplayBufferConfig,
     ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.

@@ -149,6 +149,15 @@ def test_grpo(loss_type, changes, folder):
     compare(folder, "GRPO", [*keys, *OWN.get(loss_type, CLIPPING)], loss_type=loss_type, **changes)
 
 
+def test_gspo_token_is_gspo_where_the_tokens_of_a_completion_have_one_advantage(folder):
+    """trl 1.16 has no ``sequence_token``; the paper's equations 11 and 16 say when the two are the same."""
+    changes = {"loss_type": "grpo", "num_iterations": 2, "epsilon_high": 0.3}
+    theirs = run(trl, "GRPO", folder, importance_sampling_level="sequence", **changes)
+    ours = run(posttrain.rl, "GRPO", folder, importance_sampling_level="sequence_token", **changes)
+    for key in ("loss", "grad_norm"):
+        assert [one[key] for one in ours] == pytest.approx([one[key] for one in theirs], rel=1e-4, abs=2e-6)
+
+
 @pytest.mark.parametrize("changes", [
     {}, {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.1}, {"num_iterations": 3, "beta": 0.1},
     {"top_entropy_quantile": 0.6},

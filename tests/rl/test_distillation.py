@@ -21,6 +21,7 @@ from posttrain.rl import (
     DistillationTrainer,
     GKDConfig,
     GKDTrainer,
+    IWOPDTrainer,
     ServerDistillationConfig,
     ServerDistillationTrainer,
 )
@@ -248,6 +249,27 @@ def test_a_teacher_in_four_bits(tmp_path):
     quantized, exact = (each.evaluate()["eval_loss"] for each in (run, whole))
     assert quantized == pytest.approx(exact, rel=0.3) and quantized != exact
     run.train()
+
+
+@pytest.mark.parametrize("kind", [DistillationTrainer, GKDTrainer, IWOPDTrainer])
+def test_max_length_bounds_prompt_and_completion_whoever_writes(kind, tmp_path):
+    prompts = [tiny.tokenizer()(row["prompt"])["input_ids"] for row in ROWS]
+    longest = max(map(len, prompts)) + 2
+    share = {} if kind is IWOPDTrainer else {"lmbda": 0.5}
+    run = make(tmp_path, kind, max_length=longest, max_completion_length=64, per_device_train_batch_size=8, **share)
+    run.model.train()
+    samples = [sample for number in range(4) for sample in completed(run, ROWS, number)]
+    assert max(len(sample.prompt_ids) + len(sample.ids) for sample in samples) == longest
+    run.train()
+
+
+def test_iw_opd_takes_the_divergence_under_trls_name(tmp_path):
+    with pytest.warns(FutureWarning, match="distillation_objective"):
+        run = make(tmp_path, IWOPDTrainer, distillation_objective="jsd", beta=0.5, top_p=1.0)
+    run.train()
+    plain = make(tmp_path, DistillationTrainer, beta=0.5, disable_dropout=True)
+    plain.train()
+    assert run.args.distillation_objective == "jsd" and logged(run, "loss") == logged(plain, "loss")
 
 
 # ------------------------------------------------------------------------------------------------- other tokenizers

@@ -205,7 +205,7 @@ def test_what_is_rewarded_becomes_likelier(kind, tmp_path):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 def test_every_loss_trains(loss_type, level, tmp_path):
     changes = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1, epsilon_high=0.3, num_iterations=2)
     run = trainer(tmp_path, **changes, off_policy_mask_threshold=0.5, top_entropy_quantile=0.5, max_steps=4)

@@ -36,6 +36,15 @@ def test_ratios_of_tokens_and_of_sequences():
     close(pl.importance_ratio(logps, old, mask, "sequence"), math.exp(-0.25))
 
 
+def test_gspo_token_has_the_value_of_the_sequence_and_the_gradient_of_each_token():
+    old, mask = torch.zeros(1, 3), torch.tensor([[1.0, 1.0, 0.0]])
+    logps = torch.tensor([[0.5, -1.0, 7.0]], requires_grad=True)
+    ratio = pl.importance_ratio(logps, old, mask, "sequence_token")
+    close(ratio, *[math.exp(-0.25)] * 3)
+    (slope,) = torch.autograd.grad((ratio * torch.tensor([1.0, 2.0, 3.0])).sum(), logps)
+    close(slope, math.exp(-0.25), 2 * math.exp(-0.25), 3 * math.exp(-0.25))
+
+
 def test_k3_is_zero_where_the_policies_agree_and_never_negative():
     close(pl.k3(t(-1), t(-1)), 0)
     close(pl.k3(t(-1), t(-2)), math.exp(-1) + 1 - 1)

@@ -137,3 +137,29 @@ def test_what_is_wrong_is_said():
         RubricReward("judge", "http://host/v1", {})
     with pytest.raises(ValueError, match="a number of at least 0 for each of correct, short"):
         RubricReward("judge", "http://host/v1", CRITERIA, weights={"correct": 1})
+
+
+@pytest.mark.parametrize(("environment", "reached"), [
+    ({}, ("judge.example", None, {})),
+    ({"https_proxy": "http://me:secret@proxy:8080"},
+     ("proxy:8080", b"judge.example", {"Proxy-Authorization": "Basic bWU6c2VjcmV0"})),
+    ({"https_proxy": "http://proxy:8080", "no_proxy": "judge.example"}, ("judge.example", None, {})),
+], ids=["", "proxy", "bypassed"])  # fmt: skip
+def test_a_judge_is_reached_through_the_proxy_of_the_environment(environment, reached, monkeypatch):
+    """The socket is not opened: what it would be opened to, and what is said to the proxy, are looked at."""
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+
+    def connect(self):
+        tunnel = self._tunnel_host
+        where = self.host if self.port == 443 else f"{self.host}:{self.port}"
+        headers = {name: value for name, value in self._tunnel_headers.items() if name != "Host"}
+        seen.append((where, tunnel.encode() if tunnel else None, headers))
+        raise OSError("not opened")
+
+    monkeypatch.setattr("http.client.HTTPSConnection.connect", connect)
+    made = RubricReward("judge", "https://judge.example/v1", CRITERIA, retries=0)
+    assert made(["a"], ["x"]) == [None] and seen == [reached]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from peft import LoraConfig
 
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.rl import SDFTConfig, SDFTTrainer
+from posttrain.lm.loss.distillation import TopK
+from posttrain.rl import SDFTConfig, SDFTTrainer, SDPOConfig, SDPOTrainer
 from posttrain.rl.algorithms.self_distillation import rewritten, self_distillation, text_of
+from posttrain.rl.generation.local import LocalGenerator
 from tests import tiny
-from tests.contract.trainers import arguments, text_rows, weights
+from tests.contract.trainers import arguments, digit_sum, text_rows, weights
+from tests.rl.test_distillation import serving
 
 TALK = [{"role": "system", "content": "be short"}, {"role": "user", "content": [{"type": "text", "text": "why ?"}]}]
 
@@ -21,12 +26,16 @@ def rows(number=9):
     return [{"prompt": row["prompt"], "privileged_context": "the answer"} for row in text_rows(number)]
 
 
-def trainer(path, model=None, data=None, kind=SDFTTrainer, peft_config=None, **changes):
+def trainer(path, model=None, data=None, kind=SDFTTrainer, peft_config=None, generator=None, **changes):
     usual = {"num_generations": 2, "max_completion_length": 6, "learning_rate": 1e-2}
     args = arguments(kind.config_class, path, **(usual | changes))
     model = tiny.causal_lm(initializer_range=0.1) if model is None else model
     data = rows() if data is None else data
-    return kind(model, args=args, train_dataset=data, processing_class=tiny.tokenizer(), peft_config=peft_config)
+    options = {"generator": LocalGenerator(tiny.tokenizer())} if generator else {}
+    options |= {"reward_funcs": digit_sum} if kind is SDPOTrainer else {}
+    return kind(
+        model, args=args, train_dataset=data, processing_class=tiny.tokenizer(), peft_config=peft_config, **options
+    )
 
 
 def test_the_teachers_prompt_is_made_of_the_last_message():
@@ -89,3 +98,73 @@ def test_what_is_wrong_is_said(tmp_path):
         SDFTConfig(str(tmp_path), teacher_prompt_template="{prompt}")
     with pytest.raises(DataError, match="row 0 has no privileged_context"):
         trainer(tmp_path, data=text_rows(9))
+
+
+# ------------------------------------------------------------------------------------------------------------ a server
+
+
+@contextlib.contextmanager
+def asking(path, kind=SDFTTrainer, **changes):
+    """A trainer whose teacher is asked of a server that has its policy; it samples here."""
+    model = tiny.causal_lm(initializer_range=0.1)
+    with serving(model) as (url, asked):
+        options = {"use_teacher_server": True, "use_vllm": True, "vllm_server_base_url": url}
+        yield trainer(path, kind=kind, model=model, generator=True, vllm_mode="server", **(options | changes)), asked
+
+
+@pytest.mark.parametrize("changes", [
+    {"distillation_topk": 384, "distillation_alpha": 0.5}, {"distillation_topk": 384, "distillation_alpha": 1.0},
+    {"distillation_mode": "sampled_token", "distillation_alpha": 1.0, "num_loss_tokens_to_skip": 1},
+], ids=str)  # fmt: skip
+def test_a_server_tells_what_a_forward_of_the_teacher_gives(changes, tmp_path):
+    changes = {"teacher_model_kind": "live", "max_steps": 1} | changes
+    with asking(tmp_path / "there", **changes) as (there, asked):
+        there.train()
+        bodies = len(asked)
+    here = trainer(tmp_path / "here", **changes)
+    here.train()
+    for name in ("loss", "grad_norm"):
+        values = [run.state.log_history[0][name] for run in (there, here)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
+    assert bodies == 8 and {body["prompt_logprobs"] for body in asked} == {changes.get("distillation_topk", 1)}
+    encoded = [tuple(here.codec.encode(f"{row['prompt']}\n\nthe answer")) for row in rows()]
+    assert all(any(tuple(body["prompt"][: len(ids)]) == ids for ids in encoded) for body in asked)
+
+
+def test_the_tokens_that_the_server_finds_most_probable_are_compared():
+    own = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    told = TopK(torch.tensor([[2, 1, 0]]), torch.tensor([[math.log(0.6), math.log(0.1), -math.inf]]))
+    usual = {"distillation_mode": "topk_logits", "distillation_alpha": 0.0, "distillation_is_clip": None}
+    usual |= {"distillation_topk": 1, "distillation_add_tail": True}
+    found = self_distillation(own, told, torch.tensor([1]), None, SimpleNamespace(**usual)).item()
+    assert found == pytest.approx(0.6 * math.log(0.6 / 0.2) + 0.4 * math.log(0.4 / 0.8))
+    usual |= {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}
+    found = self_distillation(own, told, torch.tensor([1]), None, SimpleNamespace(**usual)).item()
+    assert found == pytest.approx(math.log(0.3 / 0.1) * math.log(0.3))
+
+
+def test_completions_without_feedback_are_not_asked_of_the_server(tmp_path):
+    options = {"distillation_mode": "sampled_token", "max_steps": 1, "teacher_model_kind": "live"}
+    nothing = {"use_successful_as_teacher": True, "success_reward_threshold": 2.0}
+    with asking(tmp_path, SDPOTrainer, **options, **nothing) as (run, asked):
+        run.train()
+    assert asked == [] and run.state.log_history[0]["loss"] == 0
+
+
+def test_what_a_server_cannot_tell_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        SDPOConfig(str(tmp_path), use_teacher_server=True, distillation_mode="full_logits", temperature=0.5,
+                   distillation_weight=0.5, use_cpu=True)  # fmt: skip
+    for part in ("use_vllm=True", "teacher_model_kind='live'", "topk_logits", "temperature 1", "distillation alone"):
+        assert part in str(caught.value), part
+
+
+def test_one_completion_is_enough_where_feedback_is_shown(tmp_path):
+    run = trainer(tmp_path, kind=SDPOTrainer, num_generations=1, include_environment_feedback=True, max_steps=1,
+                  success_reward_threshold=2.0)  # fmt: skip
+    run.train()
+    assert run.state.log_history[0]["loss"] != 0 < run.state.log_history[0]["grad_norm"]
+    for changes, said in (({}, "show the teacher nothing"), ({"distillation_weight": 0.5}, "no other completion")):
+        feedback = {"include_environment_feedback": bool(changes)}
+        with pytest.raises(ConfigError, match=said):
+            SDPOConfig(str(tmp_path), num_generations=1, use_cpu=True, **feedback, **changes)

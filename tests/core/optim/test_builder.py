@@ -15,7 +15,7 @@ from posttrain.core.optim import builder
 from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.builder import OPTIMIZERS
-from posttrain.core.optim.by_name import target_matrices
+from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, target_matrices
 from posttrain.core.optim.galore import SIDES, galore, projection
 from posttrain.core.optim.layerwise import Layerwise
 from tests import tiny
@@ -23,6 +23,7 @@ from tests import tiny
 NEEDS = {"schedule_free": "schedulefree", "stable_adamw": "optimi", "bnb": "bitsandbytes"}
 NEEDS |= {"adamw_torch_4bit": "torchao", "adamw_torch_8bit": "torchao", "anyprecision": "torchdistx"}
 NEEDS |= dict.fromkeys(("adamw_8bit", "paged", "ademamix", "lion"), "bitsandbytes")
+NEEDS_EXACTLY = dict.fromkeys(OF_PYTORCH_OPTIMIZER, "pytorch_optimizer")
 COMPILED = ("adamw_torch_4bit", "adamw_torch_8bit")  # by torchao, which takes a minute on a CPU
 NEEDS |= {"xla": "torch_xla", "npu": "torch_npu"}
 
@@ -77,8 +78,10 @@ def assert_same(left, right, **tolerance):
 
 
 def skip_without_library(name):
-    for part, module in NEEDS.items():
-        if part in name and importlib.util.find_spec(module) is None:
+    for part, module in (NEEDS | NEEDS_EXACTLY).items():
+        if (
+            name == part if part in NEEDS_EXACTLY else part in name and name not in NEEDS_EXACTLY
+        ) and importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
     for problem in builder.package_problems(arguments(name)):
         pytest.skip(str(problem))
@@ -92,7 +95,8 @@ def skip_without_library(name):
 def test_every_optimizer_learns_and_goes_on_exactly_from_its_state(name, tmp_path):
     skip_without_library(name)
     options = {"optim_args": "rank=4, update_proj_gap=3"} if name.startswith(("galore", "apollo")) else {}
-    args = arguments(name, learning_rate=1e-2, weight_decay=0.01, lr_scheduler_type="constant", **options)
+    rate = 1.0 if name in ("prodigy", "dadaptadam") else 1e-2  # which find their own
+    args = arguments(name, learning_rate=rate, weight_decay=0.01, lr_scheduler_type="constant", **options)
 
     model = Net()
     straight = builder.build(model, args)
@@ -116,7 +120,7 @@ def test_every_optimizer_of_transformers_is_known():
 
     names = {member.value for member in OptimizerNames}
     assert names <= OPTIMIZERS.keys()
-    assert OPTIMIZERS.keys() - names == {"muon", "adamw_bf16"}
+    assert OPTIMIZERS.keys() - names == {"muon", "adamw_bf16", *OF_PYTORCH_OPTIMIZER}
     assert Arguments(optim=OptimizerNames.ADAFACTOR).optim == "adafactor"
     assert builder.optimizer_class_and_kwargs(SimpleNamespace(**vars(arguments()) | {"optim": OptimizerNames.SGD}))
 
@@ -159,6 +163,26 @@ def test_updates_equal_those_of_transformers(name, optim_args, tmp_path):
     train(theirs, their_class(builder.parameter_groups(theirs, names, 0.1), **their_kwargs), 5)
     train(mine, builder.build(mine, Arguments(weight_decay=0.1, **common)), 5)
     assert_same(weights(mine), weights(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_what_an_optimizer_of_pytorch_optimizer_is_not_told_is_its_own_default(monkeypatch):
+    pytest.importorskip("pytorch_optimizer")
+    (group, _) = builder.build(Net(), arguments("soap", learning_rate=1e-2, weight_decay=0.1)).param_groups
+    assert (group["betas"], group["lr"], group["weight_decay"]) == ((0.95, 0.95), 1e-2, 0.1)
+    told = arguments("soap", adam_beta2=0.9, adam_epsilon=1e-6, optim_args="precondition_frequency=3")
+    (group, _) = builder.build(Net(), told).param_groups
+    assert (group["betas"], group["eps"], group["precondition_frequency"]) == ((0.9, 0.9), 1e-6, 3)
+    for changes, missing in (({"optim_args": "rank=3"}, "rank"), ({"adam_epsilon": 1e-6}, "eps")):
+        with pytest.raises(ConfigError, match=f"optim='lion' has no {missing}; it takes lr, betas"):
+            builder.build(Net(), arguments("lion", **changes))
+
+
+def test_an_optimizer_that_is_not_installed_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pytorch_optimizer", None)
+    with pytest.raises(ImportError, match=r"optim='prodigy'.*pip install 'pytorch-optimizer>=4.1'"):
+        builder.build(Net(), arguments("prodigy"))
+    with pytest.raises(ConfigError, match="optim='sophiah' is not one of"):
+        arguments("sophiah")
 
 
 # ------------------------------------------------------------------------------------------------------- by the paper
@@ -528,7 +552,7 @@ def test_what_cannot_work_is_refused_with_the_arguments(kwargs, message):
         arguments(**kwargs)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in OF_PYTORCH_OPTIMIZER])
 def test_an_unknown_option_of_any_optimizer_is_refused(name):
     with pytest.raises(ConfigError, match=f"'no_such_option' is not an option of optim='{name}', which takes"):
         arguments(name, optim_args="no_such_option=1")

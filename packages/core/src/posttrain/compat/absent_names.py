@@ -21,11 +21,6 @@ _ONLINE_PAIRS = (
     "trl dropped it for want of users; posttrain.rl.OnlineDPOTrainer learns from pairs that a judge or rewards "
     "compare, see docs/online-rl.md"
 )
-_DISTIL = (
-    "posttrain.rl.DistillationTrainer has a teacher in this process, behind a server (teacher_model_server_url) and "
-    "with other tokens (teacher_tokenizer_name_or_path); see docs/distillation.md"
-)
-_MINILLM = "set DistillationConfig(loss_type='policy_gradient') of posttrain.rl; see docs/distillation.md"
 _PIXELS = "diffusion models are not trained here; diffusers has training scripts for them"
 _JUDGE = (
     "a judge is any object with judge(prompts, completions): pass one as judge to posttrain.rl.OnlineDPOTrainer, see "
@@ -34,11 +29,6 @@ _JUDGE = (
 _VALUE_HEAD = (
     "no trainer here has a value model; posttrain.rl.GRPOTrainer and RLOOTrainer take a plain causal language model"
 )
-_TEMPLATE = "the trainers apply the chat template themselves; by hand, call tokenizer.apply_chat_template"
-_PREFERENCES = (
-    "posttrain.rl.DPOTrainer and KTOTrainer read pairs and single completions, and turn one into the other themselves"
-)
-_REFERENCE = "posttrain.rl.DPOTrainer makes the reference of the model it is given; sync_ref_model=True moves it"
 _VARIANT = (
     "it is not in this version; posttrain.rl.GRPOTrainer is the nearest, and docs/write-an-algorithm.md shows how to "
     "change it"
@@ -49,15 +39,16 @@ _OF_TRL = "it is a part of trl that no script needs here; import it from trl if 
 _INSTEAD: dict[str, str] = {
     "PPO PPOv2 Policy": _PPO,
     "XPO NashMD Judge": _ONLINE_PAIRS,
-    "GOLD SSD": _DISTIL,
-    "MiniLLM": _MINILLM,
+    "SSD": "posttrain.rl.SDFTTrainer has a policy that learns from itself; see docs/distillation.md",
+    "MiniLLM": "set DistillationConfig(loss_type='policy_gradient') of posttrain.rl; see docs/distillation.md",
     "DDPO AlignProp": _PIXELS,
     "PRM": "trl dropped it for want of users; posttrain.rl.RewardTrainer scores whole completions, see "
     "docs/preference.md",
     "BCO": "trl dropped it for want of users; posttrain.rl.KTOTrainer learns from single completions called good or "
     "bad as well, see docs/preference.md",
     "IterativeSFT": "call posttrain.sft.SFTTrainer once for each round, with the model of the last",
-    "GFPO PAPO GRPOWithReplayBuffer GSPOToken DPPO": _VARIANT,
+    "GFPO PAPO DPPO": _VARIANT,
+    "GSPOToken": "set importance_sampling_level='sequence_token' of posttrain.rl.GRPOConfig",
 }
 INSTEAD = {
     name + ending: why for names, why in _INSTEAD.items() for name in names.split() for ending in ("Trainer", "Config")
@@ -69,10 +60,11 @@ for _names, _why in {
     "BaseJudge BasePairwiseJudge BaseRankJudge BaseBinaryJudge AllTrueJudge HfPairwiseJudge OpenAIPairwiseJudge "
     "PairRMJudge RandomPairwiseJudge RandomRankJudge": _JUDGE,
     "TextEnvironment TextHistory": "pass environment_factory or tools to posttrain.rl.GRPOTrainer",
+    "HarborSpec HarborEnv HarborBashEnv OpenRewardSpec": "write an environment or an agent, see docs/agents.md",
     "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
     "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
     "BEMACallback": "set ema_decay, which keeps an average of the weights",
-    "BEMAForRefModelCallback": _REFERENCE,
+    "BEMAForRefModelCallback": "posttrain.rl.BEMACallback moves the reference too, with update_ref_model=True",
     "LogCompletionsCallback": "set log_completions=True in GRPO, num_eval_samples in preference training, and "
     "predict_with_generate=True in SFT",
     "RichProgressCallback": "posttrain.core has PrinterCallback and its own progress bar; set disable_tqdm to choose",
@@ -82,8 +74,8 @@ for _names, _why in {
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
     "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
     "DataCollatorForUnpairedPreference": "leave data_collator out: the trainer makes its own batches",
-    "chat_template_utils": _TEMPLATE,
-    "maybe_reformat_dpo_to_kto": _PREFERENCES,
+    "chat_template_utils": "the trainers apply the chat template themselves; by hand: tokenizer.apply_chat_template",
+    "maybe_reformat_dpo_to_kto": "posttrain.rl.KTOTrainer reads pairs too, and takes them apart itself",
     "init_zero_verbose data_utils models scripts trainer TRLExperimentalWarning experimental import_utils core extras "
     "environment": _OF_TRL,
     "SFTScriptArguments DPOScriptArguments RewardScriptArguments": "use posttrain.sft.ScriptArguments",

@@ -167,8 +167,8 @@ def search(
             raise RuntimeError("The search failed on the main process; see its error.")
         return message[1]
     try:
-        searched = _with_ray if by_ray else _with_optuna
-        study, best = searched(trainer, run_everywhere, hp_space, n_trials, direction, caught, kwargs)
+        wanted = _Wanted(run_everywhere, hp_space, n_trials, direction, caught)
+        study, best = _with_ray(wanted, trainer, kwargs) if by_ray else _with_optuna(wanted, kwargs)
     finally:
         dist.broadcast_object((None, best))
         if start is not None:
@@ -182,56 +182,50 @@ def _optuna() -> Any:
     return require("optuna", "optuna", why="a search for hyperparameters")
 
 
-def _with_optuna(
-    trainer: Trainer,
-    run: Callable[[Any, dict[str, Any]], Any],
-    hp_space: Callable[[Any], dict[str, Any]],
-    n_trials: int | None,
-    direction: str | list[str],
-    caught: tuple[type[Exception], ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, BestRun | list[BestRun]]:
-    optuna, several = _optuna(), not isinstance(direction, str)
+class _Wanted(NamedTuple):
+    """What a backend searches: `run` trains one trial, with values of `hp_space`; errors `caught` end a trial alone."""
+
+    run: Callable[[Any, dict[str, Any]], Any]
+    hp_space: Callable[[Any], dict[str, Any]]
+    n_trials: int | None
+    direction: str | list[str]
+    caught: tuple[type[Exception], ...]
+
+
+def _with_optuna(wanted: _Wanted, kwargs: dict[str, Any]) -> tuple[Any, BestRun | list[BestRun]]:
+    optuna, several = _optuna(), not isinstance(wanted.direction, str)
     options = {name: kwargs.pop(name) for name in OPTIONS_OF_OPTIMIZE if name in kwargs}
-    goal = {"directions": list(direction)} if several else {"direction": direction}
+    goal = {"directions": list(wanted.direction)} if several else {"direction": wanted.direction}
 
     def objective(trial: Any) -> Any:
         try:
-            return run(trial, _space(hp_space, trial))
+            return wanted.run(trial, _space(wanted.hp_space, trial))
         except Pruned:
             raise optuna.TrialPruned from None
 
     study = optuna.create_study(**goal, **kwargs)
-    study.optimize(objective, n_trials=n_trials, catch=caught, **options)
+    study.optimize(objective, n_trials=wanted.n_trials, catch=wanted.caught, **options)
     return study, _best(study, several)
 
 
-def _with_ray(
-    trainer: Trainer,
-    run: Callable[[Any, dict[str, Any]], Any],
-    hp_space: Callable[[Any], dict[str, Any]],
-    n_trials: int | None,
-    direction: str | list[str],
-    caught: tuple[type[Exception], ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, BestRun]:
-    space = _space(hp_space, None)
+def _with_ray(wanted: _Wanted, trainer: Trainer, kwargs: dict[str, Any]) -> tuple[Any, BestRun]:
+    space, direction = _space(wanted.hp_space, None), str(wanted.direction)
     fields = {field.name for field in dataclasses.fields(trainer.args)}
     for_model = trainer.model_init is not None and takes_trial(trainer.model_init)
     known = fields if for_model else space.keys()  # what is neither an argument nor for `model_init` is refused
 
     def train(trial: ray_search.RayTrial) -> float | None:
         try:
-            return run(trial, {name: value for name, value in trial.items() if name in known})
+            return wanted.run(trial, {name: value for name, value in trial.items() if name in known})
         except Pruned:
             return None
-        except caught as error:
+        except wanted.caught as error:
             logger.warning("Trial %s has failed: %s", trial.number, error)
             return None
 
     kwargs.setdefault("storage_path", os.path.abspath(trainer.args.output_dir))
-    analysis = ray_search.search(train, space, n_trials, str(direction), kwargs)
-    best = analysis.get_best_trial(metric="objective", mode=str(direction)[:3])
+    analysis = ray_search.search(train, space, wanted.n_trials, direction, kwargs)
+    best = analysis.get_best_trial(metric="objective", mode=direction[:3])
     if best is None:
         raise RuntimeError("search: no trial was completed, so none is the best.")
     return analysis, BestRun(best.trial_id, best.last_result["objective"], best.config)

@@ -40,6 +40,12 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     return copy
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` on the CPU, for which this waits unless `host_copy` knows."""
+    copy = host_copy(tensor)
+    return tensor.cpu() if copy is None else copy
+
+
 def places_of(mask: torch.Tensor) -> torch.Tensor:
     """(M,) where the flattened bool `mask` holds, on its device, for which this waits unless `host_copy` knows."""
     copy = host_copy(mask)

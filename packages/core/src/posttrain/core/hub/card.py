@@ -57,6 +57,7 @@ METHODS = {
     "RLOOConfig": ("RLOO", "2402.14740"),
     "ReinforcePlusPlusConfig": ("REINFORCE++", "2501.03262"),
     "OnlineDPOConfig": ("online DPO", "2402.04792"),
+    "GOLDConfig": ("general on-policy logit distillation (GOLD)", "2402.12030"),
     "IWOPDConfig": ("importance-weighted on-policy distillation", "2606.22600"),
     "SDFTConfig": ("self-distillation fine-tuning (SDFT)", "2601.19897"),
     "SDPOConfig": ("self-distillation policy optimization (SDPO)", "2601.20802"),

@@ -7,6 +7,7 @@ the options that `optim_args` may set, with their types and defaults; libraries 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import re
 import types
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 ClassAndArguments = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 Factory = Callable[..., ClassAndArguments]
+PYTORCH_OPTIMIZER = "pytorch-optimizer>=4.1"
 TORCHDISTX = "torchdistx @ git+https://github.com/pytorch/torchdistx"
 
 
@@ -347,6 +349,23 @@ def stable_adamw_problem() -> str | None:
     return None
 
 
+def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> ClassAndArguments:
+    """The class of that name in pytorch-optimizer, with its own defaults but for the learning rate and weight decay."""
+    kind = require("pytorch_optimizer", PYTORCH_OPTIMIZER, why=f"optim={name!r}").load_optimizer(name)
+
+    def is_set(field: str) -> bool:
+        return bool(getattr(args, field) != type(args).__dataclass_fields__[field].default)
+
+    given: dict[str, Any] = {"lr": args.learning_rate}
+    if is_set("adam_beta1") or is_set("adam_beta2"):
+        given["betas"] = args.adam_beta1, args.adam_beta2
+    given |= {"eps": args.adam_epsilon} if is_set("adam_epsilon") else {}
+    known = [option for option in inspect.signature(kind).parameters if option not in ("params", "kwargs")]
+    if unknown := [option for option in {**given, **options} if option not in known]:
+        raise ConfigError("optim", [f"optim={name!r} has no {', '.join(unknown)}; it takes {', '.join(known)}"])
+    return kind, given | options
+
+
 def anyprecision_adamw(
     args: Any,
     model: Any,
@@ -373,6 +392,13 @@ def npu_adamw(args: Any, model: Any) -> ClassAndArguments:
     return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW, _adam(args)
 
 
+#: Of pytorch-optimizer, those for language models that go on exactly from their state. Others of it keep a part of
+#: that elsewhere, need a closure or second derivatives, draw random numbers that differ between processes, or train
+#: with weights that are not the model's.
+OF_PYTORCH_OPTIMIZER = (
+    "adabelief adamp adan adopt came dadaptadam exadam grams lamb laprop lion madgrad mars novograd prodigy qhadam "
+    "radam simplifiedademamix soap tiger yogi"
+).split()
 OPTIMIZERS: dict[str, Factory] = {
     "adamw_torch": adamw,
     "adamw_torch_fused": fused_adamw,
@@ -417,6 +443,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "schedule_free_adamw": partial(schedule_free, "AdamW"),
     "schedule_free_sgd": partial(schedule_free, "SGD"),
     "stable_adamw": stable_adamw,
+    **{name: partial(of_pytorch_optimizer, name) for name in OF_PYTORCH_OPTIMIZER},
 }
 #: Those that train all layers alike. One that a user adds may read `optim_target_modules`.
 WITHOUT_TARGETS = frozenset(n for n in OPTIMIZERS if n != "muon" and not n.startswith(("galore_", "apollo_")))
@@ -428,6 +455,8 @@ def package_of(name: str) -> tuple[str, str] | None:
         return "schedulefree", "schedulefree>=1.4"
     if name in ("adamw_torch_4bit", "adamw_torch_8bit"):
         return "torchao", "torchao>=0.11"
+    if name in OF_PYTORCH_OPTIMIZER:
+        return "pytorch_optimizer", PYTORCH_OPTIMIZER
     of_bitsandbytes = ("paged_", "ademamix", "lion_", "rmsprop_bnb", "adamw_bnb", "adamw_8bit", "galore_adamw_8bit")
     if name.startswith(of_bitsandbytes):
         return "bitsandbytes", "posttrain-core[quantization]"

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core.data.host_copies import host_copy, send
+from posttrain.core.data.host_copies import on_host, send
 from posttrain.core.distributed.collectives import WHOLE_ROWS, whole_rows
 from posttrain.core.models.wrapping import base_model, body_of
 from posttrain.lm.attention import varlen_attention
@@ -156,10 +156,10 @@ def segments_of(shape: tuple[int, ...], mask: torch.Tensor | None, positions: to
         )
     if mask is None and positions is None:
         return Segments.documents([width] * rows)
-    kept = torch.ones(shape, dtype=torch.bool) if mask is None else _on_host(mask).bool()[:, -width:]
+    kept = torch.ones(shape, dtype=torch.bool) if mask is None else on_host(mask).bool()[:, -width:]
     starts = torch.zeros(shape, dtype=torch.bool)
     if mask is None and positions is not None:
-        starts[:, 1:] = _on_host(positions.expand(shape)).diff(dim=1) != 1
+        starts[:, 1:] = on_host(positions.expand(shape)).diff(dim=1) != 1
     begins = starts.clone()
     begins[:, 0] = True
     begins[:, 1:] |= kept[:, 1:] != kept[:, :-1]
@@ -172,11 +172,6 @@ def segments_of(shape: tuple[int, ...], mask: torch.Tensor | None, positions: to
         parents.append(last if text and not starts_document else -1)
         last = i if text else last
     return Segments(tuple(lengths), tuple(parents))
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    copy = host_copy(tensor)
-    return tensor.cpu() if copy is None else copy
 
 
 # ---------------------------------------------------------------------------------------------------- a slice of a row

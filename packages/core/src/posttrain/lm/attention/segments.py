@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.data.host_copies import host_copy, know, send
+from posttrain.core.data.host_copies import host_copy, know, on_host, send
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def with_segments(batch: Mapping[str, Any]) -> dict[str, Any]:
     batch = dict(batch)
     if "seq_lengths" in batch:
         rows, width = batch["input_ids"].shape
-        documents = [[*row, width - sum(row)] for row in _known(batch.pop("seq_lengths")).tolist()]
+        documents = [[*row, width - sum(row)] for row in on_host(batch.pop("seq_lengths")).tolist()]
         segments = Segments.documents(length for row in documents for length in row if length)
         positions = batch.get("position_ids")
         batch |= segments.model_inputs((rows, width), batch["input_ids"].device)
@@ -186,14 +186,14 @@ def without_padding(batch: Mapping[str, Any], ignore_index: int = -100) -> dict[
     batch = dict(batch)
     kinds = {"input_ids", "labels"} | ({"sources"} & set(batch))
     if set(batch) == kinds | {"position_ids", "seq_lengths"}:
-        documents = _known(batch["seq_lengths"]).tolist()
+        documents = on_host(batch["seq_lengths"]).tolist()
     elif set(batch) == kinds | {"attention_mask"} and batch["attention_mask"].ndim == 2:
-        documents = _known(batch["attention_mask"]).sum(1, keepdim=True).tolist()
+        documents = on_host(batch["attention_mask"]).sum(1, keepdim=True).tolist()
     else:
         return with_segments(batch)
     lengths = torch.tensor([sum(row) for row in documents])
     shown = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
-    if not lengths.all() or not torch.equal(shown, _known(batch.get("attention_mask", shown)).bool()):
+    if not lengths.all() or not torch.equal(shown, on_host(batch.get("attention_mask", shown)).bool()):
         return with_segments(batch)
     places = shown.reshape(-1).nonzero().squeeze(1)
     rows = {name: _at(batch[name], places) for name in sorted(kinds)}
@@ -236,12 +236,6 @@ def shared_beginning(ids: torch.Tensor, labelled: torch.Tensor, lengths: Sequenc
     alike = (ids[first[:, :width]] == ids[:width]).all(0) & ~labelled[first[:, 1:]].any(0)
     shared = int(alike.int().cumprod(0).sum())
     return shared if (count - 1) * shared >= WORTH_SHARING * len(ids) else 0
-
-
-def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the CPU; waits for its device where it must."""
-    copy = host_copy(tensor)
-    return tensor.cpu() if copy is None else copy
 
 
 def _at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.lm.loss.language_modeling import labelled_places
@@ -40,6 +41,13 @@ class HeadStates(NamedTuple):
     bias: torch.Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+
+
+def logits_of(states: torch.Tensor, head: Any) -> torch.Tensor:
+    """(M, H) hidden states -> (M, V) logits in float32, by a `HeadStates` or a `CausalHead`."""
+    weight, bias = head.weight, head.bias
+    logits: torch.Tensor = F.linear(states.to(weight.dtype), weight, bias).float() * head.scale
+    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
 
 
 class TopK(NamedTuple):
@@ -84,6 +92,14 @@ def divergence_terms(student_logps: torch.Tensor, teacher_logps: torch.Tensor, b
         return student.exp() * (student - teacher)
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * teacher.exp() * (teacher - mixture) + (1 - beta) * student.exp() * (student - mixture)
+
+
+def completed(logps: torch.Tensor, add_tail: bool) -> torch.Tensor:
+    """(M, K) as a distribution: with a token for the rest, (M, K + 1), or normalised."""
+    total = logps.logsumexp(1, keepdim=True)
+    if not add_tail:
+        return logps - total
+    return torch.cat([logps, torch.log(-torch.expm1(total.clamp(max=-torch.finfo(logps.dtype).eps)))], 1)
 
 
 def linear_divergence(
@@ -260,17 +276,10 @@ class _WithTopK:
         torch.neg(_dot(student, log_s), out=scores[1])
         with torch.enable_grad():
             own = log_s.gather(1, ids).masked_fill(known.isinf(), -torch.inf).requires_grad_()
-            terms = divergence_terms(self._complete(own), self._complete(known), self.measure.beta)
+            mine, theirs = (completed(logps, self.measure.add_tail) for logps in (own, known))
+            terms = divergence_terms(mine, theirs, self.measure.beta)
             losses = terms.sum(1)
             (slope,) = torch.autograd.grad(losses.sum(), own)
         scores[0] = losses.detach()
         slope = slope.nan_to_num(0.0)  # of tokens that are not there
         return student.mul_(-slope.sum(1, keepdim=True)).scatter_add_(1, ids, slope)
-
-    def _complete(self, logps: torch.Tensor) -> torch.Tensor:
-        """(n, K) as a distribution: with a token for the rest, (n, K + 1), or normalised."""
-        total = logps.logsumexp(1, keepdim=True)
-        if not self.measure.add_tail:
-            return logps - total
-        rest = torch.log(-torch.expm1(total.clamp(max=-torch.finfo(logps.dtype).eps)))
-        return torch.cat([logps, rest], 1)

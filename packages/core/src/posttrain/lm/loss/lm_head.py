@@ -22,7 +22,7 @@ from posttrain.core.models.wrapping import PretrainedModel, base_model, has_virt
 from posttrain.lm.attention import context_parallel
 from posttrain.lm.attention.context_parallel import RowSlice
 from posttrain.lm.loss import vocabulary_slices
-from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence
+from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence, logits_of
 from posttrain.lm.loss.language_modeling import labelled_places, linear_cross_entropy, token_logps
 from posttrain.lm.loss.tiles import product_dtype
 from posttrain.lm.loss.vocabulary_slices import Slice
@@ -224,6 +224,22 @@ def divergence_in_head(
         return torch.stack(linear_divergence(*compared, **options, chunk_size=chunk_size))
 
     with _head_replaced(model, loss):
+        yield
+
+
+@contextlib.contextmanager
+def function_in_head(
+    model: nn.Module, labels: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """As `loss_in_head`, but the model's `logits` are what `function` makes of the logits, (M, V) in float32, at the M
+    positions that have a label: (B, T), aligned with the logits.
+    """
+
+    def of_labelled(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
+        rows = labelled_places(_aligned(model, labels, hidden, IGNORE_INDEX)).to(hidden.device)
+        return function(logits_of(hidden.reshape(-1, hidden.shape[-1])[rows], head))
+
+    with _head_replaced(model, of_labelled):
         yield
 
 

@@ -69,6 +69,7 @@ class A2POTrainer(RolloutTrainer):
     config_class: type[A2POConfig] = A2POConfig
     args: A2POConfig
     tag_names = ("posttrain", "a2po")
+    does_not_take = ("agent", "environment_factory")
 
     reference_rewards: dict[str, list[float]]
 
@@ -81,8 +82,6 @@ class A2POTrainer(RolloutTrainer):
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
         """Adds prompts that cannot be gone through before training."""
         yield from super().preflight(args, parts)
-        if parts.others.get("agent") or parts.others.get("environment_factory"):
-            yield ValueError("A2PO estimates the value of each row's prompt; leave out agent and environments.")
         if is_stream(parts.train_dataset):
             yield ValueError("A2PO reads all prompts before training; give a train_dataset that is no stream.")
 

@@ -18,7 +18,6 @@ from posttrain.core.config import opt
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.core.optim.lr_scheduler import SCHEDULES
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
-from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.losses.policy_losses import LOSSES
 from posttrain.rl.online.arguments import SERVER
 
@@ -129,8 +128,6 @@ class AsyncGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
-        quantization_config: Any = None,
-        generator: Generator | None = None,
         **others: Any,
     ) -> None:
         refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
@@ -142,10 +139,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
-            quantization_config=quantization_config,
             peft_config=peft_config,
             tools=tools,
             environment_factory=environment_factory,
-            generator=generator,
             **others,
         )

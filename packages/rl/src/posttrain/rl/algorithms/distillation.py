@@ -12,6 +12,7 @@ of MiniLLM, Gu et al. 2023, https://arxiv.org/abs/2306.08543, eq. 3, in its sing
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,9 @@ class DistillationConfig(RolloutConfig):
     )
     lmbda: float = opt(1.0, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
     seq_kd: bool = opt(False, "Let the teacher write the completions that the student does not.")
+    max_length: int | None = opt(
+        None, "Tokens of prompt and completion at most; completions are cut there. Prompts: see long_prompts.", min=2
+    )
     loss_type: str = opt(
         "divergence",
         "The divergence of whole distributions, or the policy gradient of the reverse one.",
@@ -218,9 +222,14 @@ class DistillationTrainer(RolloutTrainer):
                 if getattr(args, name):
                     yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
         if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
-            for name in ("teacher_model_server_url", "teacher_server_urls", "teacher_tokenizer_name_or_path"):
-                if getattr(args, name):
+            texts = "teacher_model_server_url", "teacher_server_urls", "teacher_tokenizer_name_or_path", "use_uld_loss"
+            for name in texts:
+                if getattr(args, name, None):
                     yield f"{name} is not supported for prompts with images, which the teacher reads too"
+        if args.max_length is not None and parts.others.get("agent"):
+            yield ValueError(
+                "max_length is for prompts of rows, and an agent makes its own; set max_completion_length."
+            )
         row = _first(parts.train_dataset)
         if args.lmbda < 1 and not args.seq_kd and row is not None and row.get("completion") is None:
             yield DataError(
@@ -268,7 +277,9 @@ class DistillationTrainer(RolloutTrainer):
         if self.seq_kd:
             given = iter(self._written_by_teacher(others, sampling) if others else [])
         else:
-            given = iter(self._with_completion(sample, sampling.max_new_tokens) for sample in others)
+            most, context = sampling.max_new_tokens, self.sampler.context
+            room = [most if context is None else min(most, context - len(one.prompt_ids)) for one in others]
+            given = iter(map(self._with_completion, others, room))
         return [next(written if self._is_written(sample) else given) for sample in samples]
 
     def _with_completion(self, sample: Sample, most: int) -> Sample:
@@ -305,7 +316,7 @@ class DistillationTrainer(RolloutTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         divergence, entropy, aux_loss = self.divergence(model, inputs)
         tokens = inputs["loss_mask"].sum()
-        self.metrics.add_sum("divergence", divergence.detach(), tokens)
+        self.metrics.add_sum("divergence", divergence.detach(), self.count_items(inputs))
         self.metrics.add_sum("entropy", entropy, tokens)
         loss = self.mean_loss(divergence, inputs, num_items_in_batch, aux_loss)
         return (loss, {"divergence": divergence.detach(), "entropy": entropy}) if return_outputs else loss
@@ -318,20 +329,23 @@ class DistillationTrainer(RolloutTrainer):
         given |= inputs.get("image_inputs", {})
         if self.router_aux_loss_coef:
             given["output_router_logits"] = True
-        if self._in_head or not isinstance(self.teacher, LocalTeacher):
-            in_head = lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure)
-            with in_head, features_once(model, inputs.get("image_copies"), given) as shown:
-                outputs = model(**shown)
+        in_head = self._in_head or not isinstance(self.teacher, LocalTeacher)
+        replaced = self.compared_in_head(model, inputs) if in_head else contextlib.nullcontext()
+        with replaced, features_once(model, inputs.get("image_copies"), given) as shown:
+            outputs = model(**shown)
+        if in_head or not isinstance(self.teacher, LocalTeacher):
             divergence, entropy = outputs.logits
         else:
-            with features_once(model, inputs.get("image_copies"), given) as shown:
-                outputs = model(**shown)
             at, heat = inputs["labels"] != IGNORE_INDEX, self.measure.temperature
             own = (outputs.logits[:, -at.shape[1] :][at].float() / heat).log_softmax(-1)
             other = (self.teacher.logits(inputs).float() / heat).log_softmax(-1)
             divergence = divergence_terms(own, other, self.measure.beta).sum()
             entropy = -(own.exp() * own.clamp(min=-1e30)).sum().detach()
         return divergence, entropy.detach(), getattr(outputs, "aux_loss", None) if self.router_aux_loss_coef else None
+
+    def compared_in_head(self, model: nn.Module, inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Within this context the `logits` of `model` are two numbers of a micro-batch: its divergence and entropy."""
+        return lm_head.divergence_in_head(model, inputs["labels"], self.teacher.known(inputs), self.measure)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As the core's, with the forward of a local teacher: 2 x tokens x parameters. Sampling is not counted."""
@@ -370,16 +384,23 @@ class DistillationTrainer(RolloutTrainer):
         reference.place(self.dist)
         return reference
 
+    def tokenizer_of_teacher(self, reference: FrozenReference) -> str | None:
+        """The name of the tokenizer of a teacher with other tokens."""
+        return self.args.teacher_tokenizer_name_or_path
+
+    def translated_teacher(self, *parts: Any) -> TranslatedTeacher:
+        """A teacher with other tokens; the arguments are those of `TranslatedTeacher`."""
+        return TranslatedTeacher(*parts)
+
     def _make_teacher(self) -> LocalTeacher | ServerTeacher:
         args, reference = self.args, self.reference
         why_not = lm_head.supports_loss_in_head(self.model)
         if not isinstance(reference, FrozenReference):
             teacher: LocalTeacher | ServerTeacher = ServerTeacher(args.teacher_urls, args.loss_top_k)
-        elif args.teacher_tokenizer_name_or_path:
-            tokenizer = loading.load_tokenizer(args.teacher_tokenizer_name_or_path, args.trust_remote_code)
-            codec = PromptCodec(tokenizer, args.chat_template_kwargs)
+        elif name := self.tokenizer_of_teacher(reference):
+            codec = PromptCodec(loading.load_tokenizer(name, args.trust_remote_code), args.chat_template_kwargs)
             ends = self.sampling().eos_token_ids
-            teacher = TranslatedTeacher(reference, self.processing_class, codec, ends)
+            teacher = self.translated_teacher(reference, self.processing_class, codec, ends)
         else:
             sizes = [wrapping.base_model(m).config.get_text_config().vocab_size for m in (self.model, reference.model)]
             problem = vocabulary_problem(*sizes)
@@ -393,6 +414,11 @@ class DistillationTrainer(RolloutTrainer):
         if why_not and type(teacher) is not LocalTeacher:
             raise ValueError(f"A teacher with other tokens or behind a server needs the student's head: {why_not}")
         return teacher
+
+    def _make_sampler(self, generator: Generator | None, agent: Any) -> None:
+        super()._make_sampler(generator, agent)
+        longest, context = self.args.max_length, self.sampler.context
+        self.sampler.context = longest if context is None else context if longest is None else min(longest, context)
 
     def _is_written(self, sample: Sample) -> bool:
         """Whether the student writes this completion. Evaluations read those of the dataset, if training does."""

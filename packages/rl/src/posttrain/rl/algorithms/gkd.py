@@ -35,7 +35,6 @@ class GKDConfig(DistillationConfig):
     disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
 
     OLD_NAMES = {
-        "max_length": Removed("completions are cut at max_completion_length, and prompts never."),
         "packing": Removed("completions are sampled, and not packed.", harmless=(None, False)),
         "eval_packing": Removed("completions are sampled, and not packed.", harmless=(None, False)),
         "packing_strategy": Removed("completions are sampled, and not packed.", harmless=None),

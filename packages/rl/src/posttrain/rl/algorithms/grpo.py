@@ -46,8 +46,9 @@ class GRPOConfig(RolloutConfig):
     )
     importance_sampling_level: str = opt(
         "token",
-        "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO).",
-        choices=("token", "sequence"),
+        "Ratio to the old policy of each token, or of each completion (with loss_type='grpo': GSPO); sequence_token: "
+        "of each completion, with each token's gradient and advantage (GSPO-token).",
+        choices=("token", "sequence", "sequence_token"),
     )
     scale_rewards: str = opt(
         "group",
@@ -103,13 +104,18 @@ class GRPOConfig(RolloutConfig):
     )
     log_completions_hub_repo: str | None = opt(None, "Dataset on the Hub to which completions are uploaded.")
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a completion is compared with the others of its prompt."""
+        return True
+
     def _normalize(self) -> None:
         # Earlier versions took True and False, which are words on a command line.
         earlier = {"true": "group", "false": "none"}
         self.scale_rewards = earlier.get(str(self.scale_rewards).lower(), self.scale_rewards)
 
     def _problems(self) -> Iterator[str]:
-        if self.num_generations == 1:
+        if self.num_generations == 1 and self.compares_groups:
             yield "num_generations=1 leaves no other completion to compare with; set 2 or more"
         if self.log_completions_hub_repo is not None and not self.log_completions:
             yield "log_completions_hub_repo needs log_completions=True"
@@ -159,11 +165,12 @@ class GRPOTrainer(RolloutTrainer):
             logger.warning(
                 "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
             )
-        if config.loss_type in OF_TOKENS and config.importance_sampling_level == "sequence":
+        if config.loss_type in OF_TOKENS and config.importance_sampling_level != "token":
             logger.warning(
-                "importance_sampling_level='sequence' with loss_type=%r weights each sequence by its completion "
-                "length, because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
+                "importance_sampling_level=%r with loss_type=%r weights each sequence by its completion length, "
+                "because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
                 "loss_type='grpo'.",
+                config.importance_sampling_level,
                 config.loss_type,
             )
         self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.fields.old_names import Removed
+from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
 
@@ -29,7 +29,9 @@ class IWOPDConfig(DistillationConfig):
     """Arguments of `IWOPDTrainer`."""
 
     loss_type: str = opt(
-        "policy_gradient", "The policy gradient of the reverse divergence.", choices=("policy_gradient",)
+        "policy_gradient",
+        "The weighted policy gradient of the reverse divergence, or a divergence of whole distributions.",
+        choices=("policy_gradient", "divergence"),
     )
     top_p: float = opt(
         0.95, "Sample among the most probable tokens that together reach this probability.", above=0, max=1
@@ -39,17 +41,18 @@ class IWOPDConfig(DistillationConfig):
     iw_opd_epsilon: float = opt(1e-8, "Lower bound of the sum that the weights divide by.", above=0)
 
     OLD_NAMES = {
-        "distillation_objective": Removed("for the divergence, use DistillationConfig.", harmless=("iw_opd",)),
-        "use_teacher_server": Removed("teacher_model_server_url alone says so.", harmless=None),
-        "max_length": Removed(
-            "completions are cut at max_completion_length, and prompts never.", harmless=(1024, None)
+        "distillation_objective": Renamed(
+            "loss_type",
+            lambda old: {"iw_opd": "policy_gradient", "jsd": "divergence"}.get(old, old),
+            back=lambda new: {"policy_gradient": "iw_opd", "divergence": "jsd"}[new],
         ),
-        "vllm_sync_frequency": Removed("weights are sent after each optimizer step.", harmless=(1,)),
-        "log_completions_steps": Removed("set logging_steps.", harmless=None),
+        "use_teacher_server": Removed("teacher_model_server_url alone says so.", harmless=None),
     }
 
     def _problems(self) -> Iterator[str]:
-        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations):
+        if self.loss_type == "policy_gradient" and self.gradient_accumulation_steps % (
+            self.steps_per_generation * self.num_iterations
+        ):
             yield (
                 f"steps_per_generation={self.steps_per_generation} and num_iterations={self.num_iterations} learn in "
                 "several optimizer steps from what one policy sampled, and the loss has no ratio to it; leave both out"

@@ -64,6 +64,7 @@ class SDFTTrainer(SelfDistillationTrainer):
     args: SDFTConfig
     tag_names = ("posttrain", "sdft")
     learns_from_rewards = False
+    does_not_take = ("agent", "environment_factory")
 
     def __init__(
         self,
@@ -98,8 +99,6 @@ class SDFTTrainer(SelfDistillationTrainer):
         """Adds rows without privileged_context, and what makes prompts itself."""
         checked_args(args, SDFTConfig)
         yield from super().preflight(args, parts)
-        if parts.others.get("agent") or parts.others.get("environment_factory"):
-            yield ValueError("SDFT reads prompt and privileged_context of rows; leave out agent and environments.")
         for name in ("train_dataset", "eval_dataset"):
             rows = getattr(parts, name)
             if isinstance(rows, Mapping) or rows is None or is_stream(rows) or not len(rows):

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.training.plan import Plan
-from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.algorithms.self_distillation import SelfDistillationConfig, SelfDistillationTrainer, rewritten
 from posttrain.rl.losses import policy_losses
@@ -81,11 +79,20 @@ class SDPOConfig(SelfDistillationConfig, GRPOConfig):
         "diagnostics_flat_tolerance": Removed("records that show no learning are warned of.", harmless=None),
     }
 
+    @property
+    def compares_groups(self) -> bool:
+        """As the base's; the distillation alone reads one completion."""
+        return self.distillation_weight < 1
+
     def _problems(self) -> Iterator[str]:
-        if not (self.use_successful_as_teacher or self.include_environment_feedback):
+        if self.use_teacher_server and self.distillation_weight != 1:
+            yield "use_teacher_server=True is for distillation alone; set distillation_weight=1"
+        shows = self.use_successful_as_teacher and (self.num_generations > 1 or not self.dont_reprompt_on_self_success)
+        if not (shows or self.include_environment_feedback):
             yield (
-                "use_successful_as_teacher=False and include_environment_feedback=False show the teacher nothing; set "
-                "one of them to True"
+                f"use_successful_as_teacher={self.use_successful_as_teacher} with num_generations="
+                f"{self.num_generations} and include_environment_feedback=False show the teacher nothing; set "
+                "include_environment_feedback=True, or use_successful_as_teacher=True with several completions"
             )
 
 
@@ -101,13 +108,7 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
     config_class: type[SDPOConfig] = SDPOConfig
     args: SDPOConfig
     tag_names = ("posttrain", "sdpo")
-
-    @classmethod
-    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
-        """Adds what makes prompts itself."""
-        yield from super().preflight(args, parts)
-        if parts.others.get("agent") or parts.others.get("environment_factory"):
-            yield ValueError("SDPO makes the teacher's prompts of those of rows; leave out agent and environments.")
+    does_not_take = ("agent", "environment_factory")
 
     @property
     def average(self) -> str:

@@ -22,11 +22,11 @@ from posttrain.core.config import opt
 from posttrain.core.data.host_copies import host_copy, know, places_of
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.fields.old_names import Removed
 from posttrain.core.training.preflight import Parts
-from posttrain.lm.loss.distillation import divergence_terms
+from posttrain.lm.loss.distillation import TopK, completed, divergence_terms
+from posttrain.rl.generation.engines import server_url
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.teachers import rows_to_read
+from posttrain.rl.online.teachers import ServerTeacher, rows_to_read
 from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import FOR_THE_MODEL, ROWS_AT_ONCE
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, make_reference
@@ -78,11 +78,21 @@ class SelfDistillationConfig(RolloutConfig):
         1, "Optimizer steps between updates of the average.", min=1, needs="teacher_model_kind=ema"
     )
 
-    OLD_NAMES = {
-        "use_teacher_server": Removed("the teacher is the policy, in this process.", harmless=(False,)),
-    }
+    use_teacher_server: bool = opt(
+        False,
+        "Ask the vLLM server that samples for the teacher's distillation_topk most probable tokens, or for the written "
+        "one, instead of a forward of the teacher. Its weights are those that sampled.",
+    )
 
     def _problems(self) -> Iterator[str]:
+        if self.use_teacher_server:
+            for name, needed in (("use_vllm", True), ("vllm_mode", "server"), ("teacher_model_kind", "live")):
+                if getattr(self, name) != needed:
+                    yield f"use_teacher_server=True asks the server that samples, of the policy: set {name}={needed!r}"
+            if self.distillation_mode == "full_logits":
+                yield "use_teacher_server=True: a server tells some tokens alone; set distillation_mode='topk_logits'"
+            if self.temperature != 1:
+                yield "use_teacher_server=True: a server tells log-probabilities at temperature 1; set temperature=1"
         if self.distillation_mode == "sampled_token" and self.distillation_alpha != 1:
             yield (
                 f"distillation_mode='sampled_token' is the reverse divergence, and distillation_alpha="
@@ -112,6 +122,9 @@ class SelfDistillationTrainer(RolloutTrainer):
         """As the base's; the reference is the teacher."""
         super().look_at_model(parts)
         self.teacher_model = self.model if self.reference is None else self.reference.model
+        asked = self.args.distillation_topk if self.args.distillation_mode == "topk_logits" else None
+        where = {"": server_url(self.args).partition(",")[0]}
+        self.teacher_server = ServerTeacher(where, asked or 1) if self.args.use_teacher_server else None
         if self.reference is not None and self.args.teacher_model_kind == "ema":
             self.remove_callback(SyncReference)  # of the model before
             rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
@@ -150,22 +163,25 @@ class SelfDistillationTrainer(RolloutTrainer):
             rows.append(torch.tensor([0] if prompt is None else [*prompt, *sample.ids]))
             if prompt is not None and skipped < len(sample.ids):
                 places[number, skipped : len(sample.ids)] = len(prompt) + torch.arange(skipped, len(sample.ids))
-        return replace(
-            rollout,
-            teacher_rows=nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            teacher_lengths=torch.tensor([len(row) for row in rows]),
-            teacher_places=places.masked_fill(~rollout.loss_mask, -1),
-        )
+        if self.teacher_server is not None:
+            pairs = zip(samples, prompts, strict=True)
+            asked = [replace(one, prompt_ids=prompt or [], ids=one.ids if prompt else []) for one, prompt in pairs]
+            rollout = replace(self.teacher_server.complete(rollout, asked), ref_logps=rollout.ref_logps)
+        return rollout.for_teacher(rows, teacher_places=places.masked_fill(~rollout.loss_mask, -1))
 
     def distillation(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(the loss of each token of a micro-batch, which of them are compared): (N, C) each, 0 where not."""
         args, compared = self.args, inputs["teacher_places"] >= 0
         copy = host_copy(inputs["teacher_places"])
         at = places_of(know(compared, None if copy is None else copy >= 0))
-        read = rows_to_read(inputs)
-        with self._teacher(model) as teacher:
-            labelled = read.pop("labels") >= 0
-            other = teacher(**read).logits[:, -labelled.shape[1] :][labelled]
+        other: TopK | torch.Tensor
+        if self.teacher_server is not None:
+            other = TopK(*(inputs[name].flatten(0, 1)[at] for name in ("teacher_ids", "teacher_logps")))
+        else:
+            read = rows_to_read(inputs)
+            with self._teacher(model) as teacher:
+                labelled = read.pop("labels") >= 0
+                other = teacher(**read).logits[:, -labelled.shape[1] :][labelled]
         given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
         logits = model(**given).logits[:, -inputs["labels"].shape[1] :].flatten(0, 1)
         places = inputs["places"].flatten()[at]
@@ -176,8 +192,9 @@ class SelfDistillationTrainer(RolloutTrainer):
         def losses(start: int) -> torch.Tensor:
             part = slice(start, start + ROWS_AT_ONCE)
             before = None if old is None else old[part]
+            theirs = TopK(*(each[part] for each in other)) if isinstance(other, TopK) else other[part]
             return checkpoint(  # type: ignore[no-any-return]
-                self_distillation, own[part], other[part], tokens[part], before, args, self.temperature,
+                self_distillation, own[part], theirs, tokens[part], before, args, self.temperature,
                 use_reentrant=False,
             )  # fmt: skip
 
@@ -190,7 +207,7 @@ class SelfDistillationTrainer(RolloutTrainer):
 
 def self_distillation(
     student: torch.Tensor,
-    teacher: torch.Tensor,
+    teacher: torch.Tensor | TopK,
     tokens: torch.Tensor,
     old_logps: torch.Tensor | None,
     args: SelfDistillationConfig,
@@ -199,28 +216,29 @@ def self_distillation(
     """The losses of M tokens, (M,), see the top of this file.
 
     Args:
-        student, teacher: (M, V) logits. tokens: (M,), those that were written. old_logps: (M,) of the policy that
-            sampled them; None: it is the student.
+        student, teacher: (M, V) logits. Of a teacher behind a server, its most probable tokens and the written one, at
+            temperature 1; then the former are those that are compared.
+        tokens: (M,), those that were written. old_logps: (M,) of the policy that sampled them; None: it is the student.
     """
-    own, other = ((logits.float() / temperature).log_softmax(-1) for logits in (student, teacher))
-    logps = own.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    own, written = (student.float() / temperature).log_softmax(-1), tokens.unsqueeze(1)
+    logps, most = own.gather(1, written).squeeze(1), args.distillation_topk or 1
+    if isinstance(teacher, TopK):  # as whole distributions of which nothing else is read
+        other = torch.full_like(own, -torch.inf).scatter_reduce(1, teacher.ids, teacher.logps.to(own.dtype), "amax")
+        ranked = other
+    else:
+        other = (teacher.float() / temperature).log_softmax(-1)
+        ranked = own
     if args.distillation_mode == "sampled_token":
-        losses = (logps - other.gather(1, tokens.unsqueeze(1)).squeeze(1)).detach() * logps
+        losses = (logps - other.gather(1, written).squeeze(1)).detach() * logps
     else:
         if args.distillation_mode == "topk_logits":
-            ids = own.topk(min(args.distillation_topk or 1, own.shape[1])).indices
-            own, other = (_complete(part.gather(1, ids), args.distillation_add_tail) for part in (own, other))
+            ids = ranked.topk(min(most, own.shape[1])).indices
+            own, other = (completed(part.gather(1, ids), args.distillation_add_tail) for part in (own, other))
         losses = divergence_terms(own, other, args.distillation_alpha).sum(1)
     if old_logps is None or args.distillation_is_clip is None:
         return losses
     ratio = (logps.detach() - old_logps).clamp(*AS_MANY_TOKENS).exp()
     return losses * ratio.clamp(max=args.distillation_is_clip)
-
-
-def _complete(logps: torch.Tensor, add_tail: bool) -> torch.Tensor:
-    """(M, K) as a distribution: with a token for the rest, (M, K + 1), or normalised."""
-    total = logps.logsumexp(1, keepdim=True)
-    return torch.cat([logps, torch.log(-torch.expm1(total.clamp(max=-1e-7)))], 1) if add_tail else logps - total
 
 
 def rewritten(prompt: Any, make: Callable[[str], str]) -> Any:

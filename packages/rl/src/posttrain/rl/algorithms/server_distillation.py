@@ -17,7 +17,6 @@ from posttrain.core.config import JSONObject, opt
 from posttrain.core.fields.old_names import Removed
 from posttrain.rl.algorithms.async_grpo import AsyncArguments, refuse_loop_of_trl
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
-from posttrain.rl.generation.protocol import Generator
 from posttrain.rl.online.arguments import SERVER
 
 TOP_K = "Most probable tokens that a teacher's server is asked for."
@@ -91,8 +90,6 @@ class AsyncDistillationConfig(AsyncArguments, DistillationConfig):
     loss_top_k: int = opt(8, TOP_K, min=1, aliases=("teacher_top_k",))
     loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token.", aliases=("add_tail_bucket",))
 
-    OLD_NAMES = {"log_completions_steps": Removed("set logging_steps.", harmless=None)}
-
     def _normalize(self) -> None:
         if not self.teacher_urls and self.teacher_model_name_or_path is None:
             self.teacher_server_urls = {"default": "http://localhost:8001"}
@@ -125,8 +122,6 @@ class AsyncDistillationTrainer(DistillationTrainer):
         peft_config: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
-        quantization_config: Any = None,
-        generator: Generator | None = None,
         **others: Any,
     ) -> None:
         refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
@@ -137,8 +132,6 @@ class AsyncDistillationTrainer(DistillationTrainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
-            quantization_config=quantization_config,
             peft_config=peft_config,
-            generator=generator,
             **others,
         )

@@ -141,15 +141,19 @@ def settings_of(args: Any) -> dict[str, Any]:
     return {k: v for k, v in (args.generation_kwargs or {}).items() if k not in (*FOLDED, *ENDS, "do_sample")}
 
 
+def server_url(args: Any) -> str:
+    """The address of the server that samples; of several, between commas."""
+    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+
+
 def _vllm(args: Any, settings: dict[str, Any]) -> Generator:
     if args.vllm_structured_outputs_regex:
         settings["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     if args.vllm_mode == "server":
         from posttrain.rl.generation.vllm import VLLMServerGenerator
 
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return VLLMServerGenerator(
-            url,
+            server_url(args),
             args.vllm_server_timeout,
             args.vllm_group_port,
             settings,

@@ -1,7 +1,8 @@
-"""HTTP requests to a generation server, over connections that are kept."""
+"""HTTP requests to a server, over connections that are kept."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
@@ -10,14 +11,15 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.distributed.environment import rank
 
 RETRIES = 4
 """Times that a request which may be repeated is sent again, after 1, 2, 4 ... seconds."""
-BUSY = (500, 502, 503)
+BUSY = (408, 429, 500, 502, 503, 504)
 CONNECT_SECONDS = 10.0
 """Seconds until a server that does not even accept a connection counts as unreachable."""
 
@@ -36,14 +38,21 @@ class Server:
     Args:
         url: such as ``http://host:8000``.
         timeout: seconds within which it must answer a request.
+        headers: of every request.
+        by_proxy: reach an https address through the proxy that the environment names (``https_proxy``), if any.
     """
 
-    def __init__(self, url: str, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, url: str, timeout: float = 1800.0, headers: Mapping[str, str] | None = None, by_proxy: bool = False
+    ) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no address of a server; write it as http://host:8000")
         self._secure, self._host, self._path = parts.scheme == "https", parts.netloc.rpartition("@")[2], parts.path
+        goes_by_proxy = by_proxy and self._secure and not urllib.request.proxy_bypass(parts.hostname)
+        self._proxy = urllib.request.getproxies().get("https", "") if goes_by_proxy else ""
         self._kept: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue()
 
     def call(
@@ -90,7 +99,7 @@ class Server:
         while True:
             connection, is_kept = self._connection(timeout)
             try:
-                connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
+                connection.request(method, self._path + path, data, self._headers)
                 answer = connection.getresponse()
                 found = answer.status, answer.read()
             except (OSError, http.client.HTTPException) as error:
@@ -113,11 +122,15 @@ class Server:
             connection.sock.settimeout(timeout)
             return connection, True
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, timeout=min(CONNECT_SECONDS, timeout))
+        user, _, between = urllib.parse.urlsplit(self._proxy or f"//{self._host}").netloc.rpartition("@")
+        connection = kind(between, timeout=min(CONNECT_SECONDS, timeout))
+        if self._proxy:
+            secret = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+            connection.set_tunnel(self._host, headers={"Proxy-Authorization": f"Basic {secret}"} if user else {})
         try:
             connection.connect()
         except OSError as error:
-            raise ConnectionError(f"The vLLM server at {self.url} cannot be reached: {error}") from error
+            raise ConnectionError(f"The server at {self.url} cannot be reached: {error}") from error
         connection.sock.settimeout(timeout)
         keep_alive(connection.sock)
         return connection, False
@@ -125,10 +138,10 @@ class Server:
     def _lost(self, path: str, error: Exception, timeout: float) -> ConnectionError:
         if isinstance(error, TimeoutError):
             return ConnectionError(
-                f"The vLLM server at {self.url} has not answered {path} within {timeout:g} seconds. If completions "
+                f"The server at {self.url} has not answered {path} within {timeout:g} seconds. If completions "
                 "take that long, raise vllm_request_timeout."
             )
-        return ConnectionError(f"The vLLM server at {self.url} cannot be reached: {error or type(error).__name__}")
+        return ConnectionError(f"The server at {self.url} cannot be reached: {error or type(error).__name__}")
 
     def wait(self, timeout: float) -> None:
         """Wait until it is up, for `timeout` seconds at most."""

@@ -39,13 +39,17 @@ def importance_ratio(
     r""":math:`\pi_\theta / \pi_{old}`, of each token (N, T), or of each trajectory (N, 1) as GSPO has it of a response.
 
     GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equation 7: the geometric mean of the tokens' ratios.
+    With the level "sequence_token", GSPO-token, equation 14, that is the value at each token, (N, T), and the gradient
+    is the token's own.
     """
     log_ratio = logps - old_logps
-    if level == "sequence":
+    if level in ("sequence", "sequence_token"):
         tokens = of_trajectory(mask.sum(1, keepdim=True), trajectories)
         log_ratio = of_trajectory((log_ratio * mask).sum(1, keepdim=True), trajectories) / tokens.clamp(min=1)
     elif level != "token":
-        raise ValueError(f"level={level!r} is neither token nor sequence.")
+        raise ValueError(f"level={level!r} is none of token, sequence and sequence_token.")
+    if level == "sequence_token":
+        log_ratio = log_ratio.detach() + logps - logps.detach()
     return log_ratio.exp()
 
 

@@ -26,6 +26,8 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
         "prompts are never cut, since a question without its end has another answer; filter the dataset by length",
         harmless=None,
     ),
+    "vllm_sync_frequency": Removed("weights are sent after each optimizer step", harmless=(1,)),
+    "log_completions_steps": Removed("set logging_steps", harmless=None),
     "use_liger_loss": Removed("logits are never held whole, without Liger too", harmless=None),
     "vllm_device": Removed(
         "set vllm_mode='colocate', or vllm_server_base_url for one on other devices", (None, "auto")

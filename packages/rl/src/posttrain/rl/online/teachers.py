@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.data.host_copies import host_copy, know, places_of, send
+from posttrain.core.data.host_copies import host_copy, know, on_host, places_of, send
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_features import ImageCopies, features_once
@@ -41,7 +42,7 @@ class LocalTeacher:
     def known(self, batch: Mapping[str, Any]) -> HeadStates | TopK:
         """What is known of the distributions at the labels of a micro-batch, in their order."""
         inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
-        return self._states(inputs, batch["labels"], batch.get("image_copies"))
+        return self.states(inputs, batch["labels"], batch.get("image_copies"))
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """(M, V) whole logits at the labels, for models whose head cannot be reached."""
@@ -50,9 +51,10 @@ class LocalTeacher:
             logits = model(**shown).logits
         return logits[:, -batch["labels"].shape[1] :][batch["labels"] != IGNORE_INDEX]
 
-    def _states(
+    def states(
         self, inputs: dict[str, Any], labels: torch.Tensor, image_copies: ImageCopies | None = None
     ) -> HeadStates:
+        """Of a forward over `inputs`, at the positions of (B, T) `labels`."""
         with (
             self.reference.use() as model,
             lm_head.states_in_head(model, labels) as found,
@@ -88,33 +90,77 @@ class TranslatedTeacher(LocalTeacher):
             for own, other in common:
                 places[number, own] = len(prompt) + other
         places = places.masked_fill(~rollout.loss_mask, -1)
-        return replace(
-            rollout,
-            loss_mask=places >= 0,
-            teacher_rows=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-            teacher_lengths=torch.tensor([len(row) for row in rows]),
-            teacher_places=places,
-        )
+        return replace(rollout.for_teacher(rows, teacher_places=places), loss_mask=places >= 0)
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates:
         """As `LocalTeacher.known`."""
         read = rows_to_read(batch)
         labels = read.pop("labels")
-        return self._states(read, labels)
+        return self.states(read, labels)
+
+
+class AlignedTeacher(TranslatedTeacher):
+    """A model with other tokens. It reads the same texts, and is asked of every token of a text that tokens of both
+    cover.
+
+    Args:
+        compares_ends: whether the ends of completions are compared too.
+    """
+
+    def __init__(self, *args: Any, compares_ends: bool) -> None:
+        super().__init__(*args)
+        self.compares_ends = compares_ends
+
+    def complete(self, rollout: Rollout, samples: Sequence[Sample]) -> Rollout:
+        """Adds the texts in the teacher's tokens, and which tokens of both cover the same text."""
+        rows, marks, groups = [], [], torch.where(rollout.loss_mask, -1, -2)
+        for number, sample in enumerate(samples):
+            prompt = self.codec.encode(sample.prompt)
+            ids, texts = align(sample.ids, self.tokenizer, self.codec.tokenizer, self.ends, self.compares_ends)
+            mark = torch.full((len(prompt) + len(ids),), -1)
+            learned = [pair for pair in texts if rollout.loss_mask[number, pair[0]].all()]
+            for text, (own, other) in enumerate(learned):
+                groups[number, own] = mark[len(prompt) :][other] = text
+            rows.append(torch.tensor([*prompt, *ids]))
+            marks.append(mark)
+        marked = torch.nn.utils.rnn.pad_sequence(marks, batch_first=True, padding_value=-1)
+        return rollout.for_teacher(rows, groups=groups, teacher_groups=marked)
 
 
 def rows_to_read(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The ``teacher_rows`` of a micro-batch as inputs of a model, with ``labels`` where tokens at ``teacher_places``
-    are predicted: (N, L) each.
+    """The ``teacher_rows`` of a micro-batch as inputs of a model, with ``labels``: the tokens at ``teacher_places``, or
+    those that ``teacher_groups`` counts, where they are predicted. (N, L) each.
     """
-    ids, lengths, places = batch["teacher_rows"], batch["teacher_lengths"], batch["teacher_places"]
+    ids, lengths = batch["teacher_rows"], batch["teacher_lengths"]
     mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-    known = host_copy(places)
-    known = places.cpu() if known is None else known
+    marks = on_host(batch["teacher_groups"] if "teacher_groups" in batch else batch["teacher_places"])
+    row, place = (marks >= 0).nonzero(as_tuple=True)
+    if "teacher_groups" not in batch:
+        place = marks[row, place]
     labels = torch.full(ids.shape, IGNORE_INDEX)
-    row, column = (known >= 0).nonzero(as_tuple=True)
-    labels[row, known[row, column] - 1] = 0  # the position before a token predicts it
+    labels[row, place - 1] = on_host(ids)[row, place]  # the position before a token predicts it
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": send(labels, ids.device)}
+
+
+def align(
+    ids: Sequence[int], student: Any, teacher: Any, ends: Iterable[int] = (), with_end: bool = False
+) -> tuple[list[int], list[tuple[slice, slice]]]:
+    """A completion in the tokens of `teacher`, and the shortest texts that tokens of both cover.
+
+    Args:
+        ids, ends: as of `translate`. with_end: the end of the completion is one of the texts.
+
+    Returns:
+        (the teacher's ids, ``[(where in ids, where in the teacher's ids), ...]`` in ascending order). A character of
+        which `ids` hold a part alone is in none.
+    """
+    made, common = translate(ids, student, teacher, ends)
+    is_ended = bool(ids) and ids[-1] in {*ends}
+    own, other = len(ids) - is_ended, len(made) - (is_ended and teacher.eos_token_id is not None)
+    edges = [(0, 0), *(pair for pair in common if min(pair) > 0 and pair[0] < own), (own, other)]
+    texts = [(slice(a, c), slice(b, d)) for (a, b), (c, d) in pairwise(edges) if a < c and b < d]
+    texts = [pair for pair in texts if "\ufffd" not in student.decode(ids[pair[0]], clean_up_tokenization_spaces=False)]
+    return made, [*texts, (slice(own, own + 1), slice(other, other + 1))] if with_end and other < len(made) else texts
 
 
 def translate(
@@ -191,6 +237,8 @@ class ServerTeacher:
 
     def _ask(self, sample: Sample) -> list[dict[int, float]]:
         """``{token: log-probability}`` at each token of a completion."""
+        if not sample.ids:
+            return []
         ids = [*sample.prompt_ids, *sample.ids]
         name = self._name(sample)
         server = self.servers[name]

@@ -120,6 +120,8 @@ class RolloutTrainer(LanguageModelTrainer):
     fixed_at_construction: tuple[str, ...] = ("num_generations", "beta", "reward_weights", "chat_template_kwargs")
     #: Whether prompts may have images.
     reads_images = True
+    #: Parts that do not go with the algorithm, which needs the prompts of rows and one sequence of each.
+    does_not_take: tuple[str, ...] = ()
     #: Whether there must be reward functions. Elsewhere they are metrics.
     learns_from_rewards = True
     #: The reference; None: the weights that the policy begins with.
@@ -246,6 +248,9 @@ class RolloutTrainer(LanguageModelTrainer):
     def dataset_problems(cls, args: Any, parts: Parts) -> Iterator[Problem]:
         """Problems with prompts, with what answers the policy, and with reward functions."""
         yield from setup.problems(args, parts, cls.__name__, cls.reads_images, cls.learns_from_rewards)
+        for name in cls.does_not_take:
+            if parts.others.get(name):
+                yield f"{cls.__name__} reads the prompts of rows, with one sequence of tokens each; leave out {name}"
 
     def shows_images(self, args: Any, parts: Parts) -> bool:
         """Whether prompts have images, or may have them in evaluations to come."""

@@ -10,17 +10,15 @@ import hashlib
 import json
 import os
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
+from posttrain.rl.generation.server import Server
+
 HIGHEST = 10
 """The best grade by a criterion; the worst is 0."""
-RETRIED = (408, 429, 500, 502, 503, 504)
 _WRITING = threading.Lock()  # not of an instance, which may be sent to another process
 SYSTEM = (
     "You grade answers to a question. You are given a JSON object with the question, the answers and the criteria. The "
@@ -65,7 +63,7 @@ class RubricReward:
         cache: str | os.PathLike[str] | None = None,
         temperature: float = 0.0,
     ) -> None:
-        self.model, self.url = model, base_url.rstrip("/") + "/chat/completions"
+        self.model, self.url = model, base_url
         self.criteria, self.weights = dict(criteria), dict(weights or dict.fromkeys(criteria, 1.0))
         if not self.criteria:
             raise ValueError("RubricReward needs criteria, such as {'correct': 'The result is right.'}.")
@@ -124,7 +122,9 @@ class RubricReward:
             NoVerdict: the judge cannot be reached, or its answer is not of the schema.
         """
         body = self.request(prompt, completions)
-        key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
+        key = hashlib.sha256(
+            json.dumps([self.url.rstrip("/") + "/chat/completions", body], sort_keys=True).encode()
+        ).hexdigest()
         if key not in self._known:
             grades = self.read(self._ask(body), len(completions))
             with _WRITING:
@@ -183,26 +183,16 @@ class RubricReward:
         total = sum(self.weights[name] * value for name, value in grade.items())
         return total / sum(self.weights.values()) / HIGHEST
 
-    def _ask(self, body: Mapping[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if secret := os.environ.get(self.api_key_env):
-            headers["Authorization"] = f"Bearer {secret}"
-        data, problem = json.dumps(body).encode(), ""
-        for attempt in range(self.retries + 1):
-            try:
-                request = urllib.request.Request(self.url, data, headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                    found = json.load(answer)
-                with _WRITING:
-                    for name in self._tokens:
-                        self._tokens[name] += int((found.get("usage") or {}).get(name) or 0)
-                return found["choices"][0]["message"]["content"]
-            except urllib.error.HTTPError as error:
-                problem = f"it answered {error.code}"
-                if error.code not in RETRIED:
-                    break
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < self.retries:
-                time.sleep(2**attempt)
-        raise NoVerdict(f"The judge at {self.url} gave no answer: {problem}.")
+    def _ask(self, body: dict[str, Any]) -> Any:
+        secret = os.environ.get(self.api_key_env)
+        server = Server(
+            self.url, self.timeout, {"Authorization": f"Bearer {secret}"} if secret else None, by_proxy=True
+        )
+        try:
+            found = server.call("/chat/completions", body, retries=self.retries)
+            with _WRITING:
+                for name in self._tokens:
+                    self._tokens[name] += int((found.get("usage") or {}).get(name) or 0)
+            return found["choices"][0]["message"]["content"]
+        except (ConnectionError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise NoVerdict(f"The judge at {self.url} gave no answer: {type(error).__name__}: {error}.") from error

@@ -124,8 +124,9 @@ OF_TOKENS = (
     "teacher_ids",
     "teacher_logps",
     "teacher_places",
+    "groups",
 )
-OF_ROWS = ("teacher_rows", "teacher_lengths")
+OF_ROWS = ("teacher_rows", "teacher_lengths", "teacher_groups")
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,9 @@ class Rollout:
             log-probabilities, -inf where it names fewer.
         teacher_rows, teacher_lengths: (N, L) and (N,), prompt and completion in the tokens of a teacher with others.
         teacher_places: (N, C), the token of `teacher_rows` that begins where this one does; -1 for none.
+        groups, teacher_groups: (N, C) and (N, L), which tokens of the completion and of `teacher_rows` cover the same
+            text: the number of the text in the row, from 0; -1 for those that are not compared, in `groups` -2 for
+            those without a loss.
         versions: (N, C) the optimizer step of the weights that wrote each token; None in synchronous training.
         routes: (N, at most P + C, layers, k) the experts of a mixture with which each token of prompt and completion,
             one behind the other, was read in sampling, -1 for none; None unless they are replayed.
@@ -170,6 +174,8 @@ class Rollout:
     teacher_rows: torch.Tensor | None = None
     teacher_lengths: torch.Tensor | None = None
     teacher_places: torch.Tensor | None = None
+    groups: torch.Tensor | None = None
+    teacher_groups: torch.Tensor | None = None
     versions: torch.Tensor | None = None
     routes: torch.Tensor | None = None
     images: RolloutImages | None = None
@@ -295,6 +301,21 @@ class Rollout:
                 part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
         return part
 
+    def part(self, start: int, stop: int) -> Rollout:
+        """The completions `start` to `stop`, of text and each a trajectory."""
+        return Rollout(**{name: values[start:stop] for name, values in self.state_dict().items()})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The completions of all `parts`, of text, each a trajectory and with the same fields."""
+        states = [part.state_dict() for part in parts]
+        return cls(**{name: _joined([state[name] for state in states], name) for name in states[0]})
+
+    def for_teacher(self, rows: list[torch.Tensor], **marks: Any) -> Rollout:
+        """This rollout with `rows` as what a teacher reads of each completion, and the `marks` of their tokens."""
+        lengths = torch.tensor([len(row) for row in rows])
+        return replace(self, teacher_rows=_stack(rows, 0), teacher_lengths=lengths, **marks)
+
     def state_dict(self) -> dict[str, Any]:
         """Every tensor by name, for a checkpoint."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -310,3 +331,9 @@ class Rollout:
 
 def _stack(rows: list[torch.Tensor], value: Any) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def _joined(parts: list[torch.Tensor], name: str) -> Any:
+    if parts[0].ndim == 1:
+        return torch.cat(parts)
+    return _stack([row for part in parts for row in part], OWN if name == "routes" else 0)

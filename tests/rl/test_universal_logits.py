@@ -1,0 +1,94 @@
+"""Distributions over two vocabularies: which tokens are of which text, and what is compared, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from posttrain.rl.losses.universal_logits import Texts, Vocabularies, by_rank, entropy, merged, universal_divergence
+from posttrain.rl.online.teachers import align
+from tests import tiny
+
+STUDENT = tiny.tokenizer()
+TEACHER = STUDENT.train_new_from_iterator([word[1:] for text in tiny.CORPUS for word in text.split()] * 9, 330)
+EMOJI = "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize(
+    "text", ["".join(tiny.CORPUS), f"a {EMOJI}{EMOJI} b", "  x\n\ny", "é\u0301 \N{HIRAGANA LETTER A}"]
+)
+def test_texts_are_the_shortest_that_tokens_of_both_cover_and_leave_nothing_out(text):
+    ids = [*STUDENT(text)["input_ids"], 1]
+    made, texts = align(ids, STUDENT, TEACHER, {1}, with_end=True)
+    assert [i for own, _ in texts for i in range(len(ids))[own]] == [*range(len(ids))]
+    assert [i for _, other in texts for i in range(len(made))[other]] == [*range(len(made))]
+    for own, other in texts[:-1]:
+        assert STUDENT.decode(ids[own]) == TEACHER.decode(made[other])
+    edges = {len(STUDENT.decode(ids[:i])) for i in range(len(ids)) if text.startswith(STUDENT.decode(ids[:i]))}
+    others = {len(TEACHER.decode(made[:i])) for i in range(len(made)) if text.startswith(TEACHER.decode(made[:i]))}
+    assert len(texts) == len(edges & others)  # the last one is the end, the first edge 0
+    assert texts[-1] == (slice(len(ids) - 1, len(ids)), slice(len(made) - 1, len(made)))
+    assert align(ids, STUDENT, TEACHER, {1})[1] == texts[:-1]
+
+
+def test_a_part_of_a_character_is_in_no_text():
+    ids = STUDENT(f"so {EMOJI}")["input_ids"][:-1]
+    made, texts = align(ids, STUDENT, TEACHER)
+    assert "".join(STUDENT.decode(ids[own]) for own, _ in texts).rstrip() == "so"
+    assert all("\ufffd" not in TEACHER.decode(made[other]) for _, other in texts)
+
+
+def test_an_empty_completion_has_no_text():
+    assert align([], STUDENT, TEACHER, {1})[1] == [] and align([1], STUDENT, TEACHER, {1})[1] == []
+    groups = torch.tensor([[-1, -2]])
+    texts = Texts.marked(groups)
+    assert [len(part) for part in texts] == [0, 0, 0, 0]
+    logits = torch.zeros(1, 3, requires_grad=True)
+    found = universal_divergence(logits, torch.tensor([0]), texts, None, torch.tensor([]), texts, Vocabularies(), 1)
+    found.sum().backward()
+    assert found.tolist() == [0] and logits.grad.abs().sum() == 0
+
+
+def test_tokens_are_numbered_among_those_with_a_logit():
+    texts = Texts.marked(torch.tensor([[0, 0, -1, 1], [-2, 0, -1, -2]]))
+    assert [part.tolist() for part in texts] == [[0, 1, 3, 4], [0, 0, 1, 2], [1, 2, 3], [0, 0, 1]]
+    assert [part.tolist() for part in texts.part(1, 3)] == [[3, 4], [0, 1], [0, 1], [0, 1]]
+
+
+def test_the_distribution_of_a_text_is_that_of_its_last_token_times_those_before():
+    logits = torch.tensor([[0.5, 0.5], [0.8, 0.2], [0.3, 0.7]]).log()
+    texts = Texts.marked(torch.tensor([[0, 0, 1]]))
+    found = merged(logits, torch.tensor([0, 1, 1]), texts).exp()
+    torch.testing.assert_close(found, torch.tensor([[0.4, 0.1], [0.3, 0.7]]))
+
+
+def test_losses_by_hand():
+    p, q = torch.tensor([[0.4, 0.1, 0.0]]), torch.tensor([[0.5, 0.25]])
+    assert by_rank(p, q).item() == pytest.approx(0.1 + 0.15)
+    shared = torch.tensor([1]), torch.tensor([0])  # token 1 of the student is token 0 of the teacher
+    forward = 0.5 * math.log(0.5 / 0.1)
+    found = Vocabularies(shared, 0.0, (2.0, 10.0)).compare(p.log(), q.log()).item()
+    assert found == pytest.approx(2 * forward + 10 * abs(0.4 - 0.25))
+    found = Vocabularies(shared, 0.0).compare(p.log(), q.log()).item()
+    assert found == pytest.approx(0.5 * forward + 0.5 * 0.15)  # one of the teacher's two tokens is shared
+    logits = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).log()
+    assert entropy(logits).item() == pytest.approx(math.log(2))
+
+
+def test_texts_are_averaged_over_each_completion_whatever_is_held_at_once(monkeypatch):
+    torch.manual_seed(0)
+    marks = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1], [-1, -1, -2, -2]])
+    own, other = Texts.marked(marks), Texts.marked(torch.tensor([[0, 1, 2, 2], [0, 0, 0, 1], [-2, -2, -2, -2]]))
+    student, teacher = torch.randn(10, 7, requires_grad=True), torch.randn(8, 5)
+    tokens, others = torch.randint(7, (10,)), torch.randint(5, (8,))
+
+    def losses():
+        found = universal_divergence(student, tokens, own, lambda at: teacher[at], others, other, Vocabularies(), 3)
+        return found, torch.autograd.grad(found.sum(), student)[0]
+
+    whole = losses()
+    monkeypatch.setattr("posttrain.rl.losses.universal_logits.TEXTS_AT_ONCE", 2)
+    torch.testing.assert_close(losses(), whole)
+    each = by_rank(merged(student[own.at], tokens[own.at], own).exp(), merged(teacher, others, other).exp())
+    expected = torch.stack([each[:3].mean(), each[3:].mean(), torch.zeros(())])
+    torch.testing.assert_close(whole[0], expected)
