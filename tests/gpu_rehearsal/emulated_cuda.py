@@ -175,8 +175,7 @@ class EmulatedCuda(TorchDispatchMode):
         self.dispatched = self.live = self.peak = self.largest = self.largest_on_host = 0
         self.flops = 0
         self._known: set[int] = set()
-        self._to_host = False
-        self._local = threading.local()
+        self._local = threading.local()  # of each thread, for copies of others run meanwhile
         self._around = contextlib.ExitStack()
 
     def __enter__(self) -> EmulatedCuda:
@@ -218,11 +217,11 @@ class EmulatedCuda(TorchDispatchMode):
     @contextlib.contextmanager
     def to_host(self) -> Iterator[None]:
         """Within it, a copy to the CPU is meant, and not one that C++ takes for one to where the tensor is."""
-        before, self._to_host = self._to_host, True
+        before, self._local.to_host = getattr(self._local, "to_host", False), True
         try:
             yield
         finally:
-            self._to_host = before
+            self._local.to_host = before
 
     # ------------------------------------------------------------------------------------------------ waits
 
@@ -255,7 +254,7 @@ class EmulatedCuda(TorchDispatchMode):
         elif torch.device(asked).type != "cpu":
             to_device = False
         elif name == "aten::_to_copy":
-            to_device = bool(on_device) and not self._to_host
+            to_device = bool(on_device) and not getattr(self._local, "to_host", False)
         else:  # C++ asks for the device of its arguments, which it takes for the CPU
             to_device = self._callers.on_device
         if name in ("aten::_to_copy", "aten::copy_", "aten::copy"):
