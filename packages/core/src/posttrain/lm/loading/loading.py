@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from posttrain.lm.loading.quantization import asked_bits, is_quantized, quantiza
 
 ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+#: A file that a tokenizer is loaded from, by what its name holds.
+TOKENIZER_FILES = re.compile(r"token|vocab|\.model$|\.spm$")
 
 
 #: The classes of transformers that load a model and what reads its rows, of text alone and with images.
@@ -236,8 +239,14 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
         raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
     try:
         yield
-    except OSError as error:
-        if os.path.isdir(path):
+    except (OSError, ValueError) as error:
+        is_folder = os.path.isdir(path)
+        if is_folder and what == "tokenizer" and not any(map(TOKENIZER_FILES.search, os.listdir(path))):
+            raise MissingModelError(
+                f"The folder {path!r} holds no tokenizer, such as tokenizer.json. Save that of its base model there: "
+                f"AutoTokenizer.from_pretrained('BASE').save_pretrained({path!r})."
+            ) from error
+        if is_folder or isinstance(error, ValueError):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingModelError(
