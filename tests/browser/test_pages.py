@@ -40,7 +40,7 @@ QUERIES = {
     "kto": "preference",
     "reward model": "preference",
     "grpo": "online-rl",
-    "vllm": "online-rl",
+    "vllm": "engines",
     "reward function": "online-rl",
     "tools": "online-rl",
     "distillation": "distillation",
