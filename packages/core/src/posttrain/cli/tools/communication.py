@@ -91,24 +91,18 @@ class Traffic(TorchDispatchMode):
             more, bytes_more = calls * self._times, size * self._times
             self.exchanges[kind, ranks] = replace(before, calls=before.calls + more, size=before.size + bytes_more)
 
+    @staticmethod
     @contextlib.contextmanager
-    def times(self, number: float) -> Iterator[None]:
-        """Count what happens in here so many times."""
-        before, self._times = self._times, self._times * number
+    def times(number: float) -> Iterator[None]:
+        """What happens in here counts so many times, wherever it is counted."""
+        counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Traffic)]
+        for one in counting:
+            one._times *= number
         try:
             yield
         finally:
-            self._times = before
-
-    @staticmethod
-    @contextlib.contextmanager
-    def counting(number: float) -> Iterator[None]:
-        """`times` of each one that is entered."""
-        with contextlib.ExitStack() as stack:
-            for mode in _get_current_dispatch_mode_stack():
-                if isinstance(mode, Traffic):
-                    stack.enter_context(mode.times(number))
-            yield
+            for one in counting:
+                one._times /= number
 
 
 def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -145,16 +145,13 @@ def longest_row(*lengths: int | None) -> int:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
-    """The footprint of `run`.
-
-    Args:
-        device: type of its device; None: the training device of this machine.
+def measure(run: Run, work: Workload) -> Footprint:
+    """The footprint of `run` on the training device of this machine.
 
     Raises:
         ConfigError: there is no such model, or it does not run with fake tensors.
     """
-    config, device = load_config(run), device or device_type(run.config)
+    config, device = load_config(run), device_type(run.config)
     mesh = memory_mesh.mesh_of(run.config, device, config)
     try:
         with torch.device("meta"):
@@ -233,12 +230,12 @@ class _EqualRows(attention_blocks.Blocks):
     def forward(ctx, query, key, value, layout, scale):
         two = dataclasses.replace(layout, own=layout.own[:2])
         ctx.times = len(layout.own) / len(two.own)
-        with Traffic.counting(ctx.times):
+        with Traffic.times(ctx.times):
             return attention_blocks.Blocks.forward(ctx, query, key, value, two, scale)
 
     @staticmethod
     def backward(ctx, grad_out):
-        with Traffic.counting(ctx.times):
+        with Traffic.times(ctx.times):
             return attention_blocks.Blocks.backward(ctx, grad_out)
 
 

@@ -219,7 +219,7 @@ class ToolProtocol:
         raise DataError("it renders a call differently when tools have answered")
 
     def _encode(self, tail: str) -> tuple[list[int], int]:
-        """The tokens of `tail` after a call, and how many of them (at least one) end the turn."""
+        """The tokens of `tail` after a call, and how many of them end the turn."""
         ending = len(self._ending) if tail.startswith(self._ending) else 0
         before = self._closing[-1:]
         if before and getattr(self.tokenizer, "is_fast", False):
@@ -228,9 +228,9 @@ class ToolProtocol:
             first, crosses = chat_template.token_at(encoding, len(before), len(text))
             if not crosses:
                 stop = chat_template.token_at(encoding, len(before) + ending, len(text))[0]
-                return encoding.ids[first:], max(stop - first, 1)
+                return encoding.ids[first:], stop - first
         ids, ends = (encoding.ids for encoding in chat_template.encode_texts(self.tokenizer, [tail, tail[:ending]]))
-        return ids, max(len(ends), 1)
+        return ids, len(ends)
 
     def _asking(self, names: Sequence[str], ids: Sequence[str]) -> dict[str, Any]:
         """A turn of the assistant that calls these tools, each with an argument that can be found."""
@@ -323,10 +323,12 @@ def behind(written: Sequence[int], ids: list[int], ends: int, tokenizer: Any) ->
     Args:
         ids: from the end of a turn to the next one's beginning; the first `ends` of them end the turn.
     """
+    added = tokenizer.added_tokens_decoder
     for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):
-        if list(written[-length:]) == ids[:length]:
+        # A plain word that the next message begins with is part of that message, though the policy wrote it last.
+        if list(written[-length:]) == ids[:length] and (length <= ends or written[-1] in added):
             return ids[length:]
-    if written and written[-1] in ids[:ends] and written[-1] in tokenizer.added_tokens_decoder:
+    if written and written[-1] in ids[: max(ends, 1)] and written[-1] in added:
         return ids[ids.index(written[-1]) + 1 :]  # the policy has left out white space before the end of its turn
     return ids
 
