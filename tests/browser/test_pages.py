@@ -182,10 +182,8 @@ def test_the_report_of_a_run_is_whole(browser, reports, kind, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_of_trajectories_is_whole(browser, reports, width):
-    seen = main(["trajectories", str(reports["agent"].parent), "--page"])
-    page = reports["agent"].with_name("trajectories.html")
-    assert seen == 0 and page.is_file()
-    look(browser, page, "trajectories", width)
-    browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    assert main(["trajectories", str(reports["agent"].parent), "--page"]) == 0
+    look(browser, reports["agent"].with_name("trajectories.html"), "trajectories", width)
+    rows = browser.evaluate("document.querySelectorAll('table tr').length")
     shown = browser.evaluate("document.body.innerText")
-    assert "once more, in other words" in shown and shown.count("advantage") >= 8
+    assert rows > 8 and "once more, in other words" in shown

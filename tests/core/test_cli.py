@@ -236,10 +236,10 @@ def test_a_model_that_cannot_be_found_ends_without_a_traceback(recorder, capsys,
     assert said.startswith("posttrain teach: 'hub/m' is not a folder here") and "We couldn't connect" in said
 
 
-@pytest.mark.parametrize("words", [["chat"], ["generate", "in.jsonl", "out.jsonl"], ["serve"]], ids=lambda w: w[0])
-def test_a_folder_without_a_tokenizer_is_said_to_be_one(words, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_folder_without_a_tokenizer_is_said_to_be_one(command, tmp_path, capsys):
     tiny.causal_lm().save_pretrained(tmp_path / "model")
-    assert main([words[0], str(tmp_path / "model"), *words[1:]]) == 1
+    assert main([command, str(tmp_path / "model")]) == 1
     said = capsys.readouterr().err
     assert "holds no tokenizer" in said and "AutoTokenizer.from_pretrained('BASE').save_pretrained(" in said
 

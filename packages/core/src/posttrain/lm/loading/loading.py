@@ -152,6 +152,7 @@ def load_tokenizer(
 
     Raises:
         ValueError: a model that was not loaded from anywhere.
+        MissingModelError: the folder holds no tokenizer.
     """
     import transformers
 
@@ -164,6 +165,12 @@ def load_tokenizer(
             )
     else:
         path = os.fspath(source)
+    elsewhere = kwargs.keys() & {"gguf_file", "subfolder"}
+    if os.path.isdir(path) and not elsewhere and not any(map(TOKENIZER_FILES.search, os.listdir(path))):
+        raise MissingModelError(  # transformers makes an empty tokenizer for some models
+            f"The folder {path!r} holds no tokenizer, such as tokenizer.json. Save that of its base model there: "
+            f"AutoTokenizer.from_pretrained('BASE').save_pretrained({path!r})."
+        )
     with explain_missing(path, "tokenizer"):
         loader = getattr(transformers, auto_class)
         return loader.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
@@ -239,14 +246,8 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
         raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
     try:
         yield
-    except (OSError, ValueError) as error:
-        is_folder = os.path.isdir(path)
-        if is_folder and what == "tokenizer" and not any(map(TOKENIZER_FILES.search, os.listdir(path))):
-            raise MissingModelError(
-                f"The folder {path!r} holds no tokenizer, such as tokenizer.json. Save that of its base model there: "
-                f"AutoTokenizer.from_pretrained('BASE').save_pretrained({path!r})."
-            ) from error
-        if is_folder or isinstance(error, ValueError):
+    except OSError as error:
+        if os.path.isdir(path):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingModelError(
