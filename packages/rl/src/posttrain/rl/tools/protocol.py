@@ -219,7 +219,7 @@ class ToolProtocol:
         raise DataError("it renders a call differently when tools have answered")
 
     def _encode(self, tail: str) -> tuple[list[int], int]:
-        """The tokens of `tail` after a call, and how many of them end the turn."""
+        """The tokens of `tail` after a call, and how many of them (at least one) end the turn."""
         ending = len(self._ending) if tail.startswith(self._ending) else 0
         before = self._closing[-1:]
         if before and getattr(self.tokenizer, "is_fast", False):
@@ -228,9 +228,9 @@ class ToolProtocol:
             first, crosses = chat_template.token_at(encoding, len(before), len(text))
             if not crosses:
                 stop = chat_template.token_at(encoding, len(before) + ending, len(text))[0]
-                return encoding.ids[first:], stop - first
+                return encoding.ids[first:], max(stop - first, 1)
         ids, ends = (encoding.ids for encoding in chat_template.encode_texts(self.tokenizer, [tail, tail[:ending]]))
-        return ids, len(ends)
+        return ids, max(len(ends), 1)
 
     def _asking(self, names: Sequence[str], ids: Sequence[str]) -> dict[str, Any]:
         """A turn of the assistant that calls these tools, each with an argument that can be found."""
