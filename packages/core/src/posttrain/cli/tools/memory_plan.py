@@ -227,14 +227,14 @@ class _EqualRows(attention_blocks.Blocks):
     """Of rows of one length, which need the same memory one after another, the first two; operations count for all."""
 
     @staticmethod
-    def forward(ctx, query, key, value, layout, scale):
-        two = dataclasses.replace(layout, own=layout.own[:2])
-        ctx.times = len(layout.own) / len(two.own)
+    def forward(ctx: Any, query: Any, key: Any, value: Any, layout: Any, scale: float) -> Any:
+        forward: Any = attention_blocks.Blocks.forward
+        ctx.times = max(len(layout.own) / 2, 1)
         with Traffic.times(ctx.times):
-            return attention_blocks.Blocks.forward(ctx, query, key, value, two, scale)
+            return forward(ctx, query, key, value, dataclasses.replace(layout, own=layout.own[:2]), scale)
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Any) -> Any:
         with Traffic.times(ctx.times):
             return attention_blocks.Blocks.backward(ctx, grad_out)
 
