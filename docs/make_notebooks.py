@@ -15,6 +15,8 @@ from pathlib import Path
 import nbclient
 import nbformat
 
+from posttrain.core.logging.noise import MESSAGES
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "notebooks"
 WIDGETS = "application/vnd.jupyter.widget-view+json"  # progress bars, which nobody can see once they are stored
 
@@ -36,7 +38,7 @@ def make(path: Path, model: str | None) -> float:
         cell.source = source
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if WIDGETS not in one.get("data", {})]
+            cell.outputs = joined(cell.outputs)
             for output in cell.outputs:
                 for here, there in names.items() if "text" in output else ():
                     output.text = output.text.replace(here, there)
@@ -44,6 +46,19 @@ def make(path: Path, model: str | None) -> float:
     notebook.metadata["language_info"] = {"name": "python"}
     nbformat.write(notebook, path)
     return seconds
+
+
+def joined(outputs: list) -> list:
+    """What is seen of `outputs`: one text of each stream, without progress bars and what the commands leave out too."""
+    kept: list = []
+    for one in outputs:
+        if WIDGETS in one.get("data", {}) or str(one.get("text", "")).startswith(tuple(MESSAGES.values())):
+            continue
+        if kept and one.output_type == "stream" and kept[-1].get("name") == one.name:
+            kept[-1].text += one.text
+        else:
+            kept.append(one)
+    return kept
 
 
 def main() -> None:
