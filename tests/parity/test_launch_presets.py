@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.tools import launch
-from posttrain.cli.tools.launch import PRESETS
+from posttrain.cli.tools.launch_presets import PRESETS
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")

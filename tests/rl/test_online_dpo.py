@@ -9,8 +9,8 @@ import torch
 
 from posttrain.core.errors import ConfigError
 from posttrain.rl import OnlineDPOConfig, OnlineDPOTrainer, TPOConfig, TPOTrainer
-from posttrain.rl.algorithms.online_dpo import JudgeReward
 from posttrain.rl.policy.logprobs import CompletionLogps
+from posttrain.rl.rewards.judges import JudgeReward
 from tests import tiny
 
 WORDS = " ".join(tiny.CORPUS).split()

@@ -12,12 +12,12 @@ from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
+from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.builder import OPTIMIZERS
 from posttrain.core.optim.by_name import target_matrices
 from posttrain.core.optim.galore import SIDES, galore, projection
 from posttrain.core.optim.layerwise import Layerwise
-from posttrain.core.optim.of_libraries import adafactor_class
 from tests import tiny
 
 NEEDS = {"schedule_free": "schedulefree", "stable_adamw": "optimi", "bnb": "bitsandbytes"}

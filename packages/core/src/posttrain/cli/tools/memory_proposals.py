@@ -48,9 +48,9 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least:
                 one = Proposal(changes, price, measure(changed, workload(changed)))
             except ConfigError:  # not with this model, as an adapter on layers unknown to peft, or this config
                 continue
+            found = one if found is None or one.footprint.peak <= memory else found
             if one.footprint.peak > memory:
-                return found or one  # a milder one needs more
-            found = one
+                break  # a milder one needs more
         return found
 
     alone = []

@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
+from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.bf16 import BF16AdamW
 from posttrain.core.optim.galore import SIDES, galore
@@ -27,7 +28,7 @@ from posttrain.core.optim.grokadamw import GrokAdamW
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.optim.muon import MuonWithAdamW
-from posttrain.core.optim.of_libraries import adafactor_class, torchao_adamw
+from posttrain.core.optim.torchao import torchao_adamw
 
 logger = logging.getLogger(__name__)
 

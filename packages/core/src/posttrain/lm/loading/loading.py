@@ -21,6 +21,8 @@ from posttrain.lm.loading.quantization import asked_bits, is_quantized, quantiza
 
 ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+#: A file that a tokenizer is loaded from, by what its name holds.
+TOKENIZER_FILES = re.compile(r"token|vocab|\.model$|\.spm$")
 
 
 #: The classes of transformers that load a model and what reads its rows, of text alone and with images.
@@ -163,10 +165,8 @@ def load_tokenizer(
             )
     else:
         path = os.fspath(source)
-    names = (
-        " ".join(os.listdir(path)) if os.path.isdir(path) and not kwargs.keys() & {"gguf_file", "subfolder"} else None
-    )
-    if names is not None and not re.search(r"token|vocab|\.model\b|\.spm\b", names):
+    elsewhere = kwargs.keys() & {"gguf_file", "subfolder"}
+    if os.path.isdir(path) and not elsewhere and not any(map(TOKENIZER_FILES.search, os.listdir(path))):
         raise MissingModelError(  # transformers makes an empty tokenizer for some models
             f"The folder {path!r} holds no tokenizer, such as tokenizer.json. Save that of its base model there: "
             f"AutoTokenizer.from_pretrained('BASE').save_pretrained({path!r})."

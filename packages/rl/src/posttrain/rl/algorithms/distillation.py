@@ -22,7 +22,6 @@ from torch import nn
 
 from posttrain.core import TrainingArguments
 from posttrain.core.config import JSONObject, opt
-from posttrain.core.data import pipeline
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, checked_args
@@ -35,12 +34,12 @@ from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, has_images
 from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import Measure, divergence_terms
-from posttrain.lm.text import chat_template
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.losses.policy_losses import clipped
 from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.distillation_data import has_completions, prompt_and_completion, with_prompts
 from posttrain.rl.online.teachers import (
     LocalTeacher,
     ServerTeacher,
@@ -410,50 +409,3 @@ class DistillationTrainer(RolloutTrainer):
         with self.sampler.engine(engine):
             samples = super().generate(samples, sampling)
         return [replace(sample, logps=None, is_exact=False) for sample in samples]
-
-
-def with_prompts(dataset: Any, name: str) -> Any:
-    """Dataset `name`, or each of a dict of them, whose rows of ``messages`` are turned into prompt and completion.
-
-    Raises:
-        DataError: the messages of a row are no conversation; names the row.
-    """
-    if isinstance(dataset, Mapping):
-        return {part: with_prompts(rows, f"{name}[{part!r}]") for part, rows in dataset.items()}
-    row = _first_row(dataset)
-    if row is None or "prompt" in row or "messages" not in row:
-        return dataset
-
-    def numbered(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-        try:
-            return prompt_and_completion(row)
-        except DataError as error:
-            raise DataError(f"{name}: {error} (rows {number}). Correct or filter that row.") from None
-
-    if hasattr(dataset, "map"):
-        return dataset.map(numbered, with_indices=True, remove_columns=["messages"])
-    return [numbered(row, number) for number, row in enumerate(dataset)]
-
-
-def prompt_and_completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of ``messages`` with ``prompt`` and ``completion``, the assistant's last turn, instead; others stay."""
-    if "prompt" in row or "messages" not in row:
-        return dict(row)
-    messages = chat_template.to_messages(row["messages"])
-    rest = {name: value for name, value in row.items() if name != "messages"}
-    if messages[-1]["role"] != "assistant":
-        return rest | {"prompt": messages, "completion": None}
-    return rest | {"prompt": messages[:-1], "completion": messages[-1:]}
-
-
-def has_completions(dataset: Any) -> bool:
-    """Whether the first row of `dataset` has a completion; True where no row can be looked at."""
-    row = _first_row(dataset)
-    return row is None or row.get("completion") is not None
-
-
-def _first_row(dataset: Any) -> Any:
-    if dataset is None or pipeline.is_stream(dataset) or not pipeline.has_length(dataset) or not len(dataset):
-        return None
-    row = dataset[0]
-    return row if isinstance(row, Mapping) else None

@@ -20,7 +20,6 @@ from torch import nn
 from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import pipeline
-from posttrain.core.data.collators import pad_rows
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import embeddings, regularization, wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
@@ -39,7 +38,7 @@ from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, score_completions, sharing_problem
-from posttrain.rl.preference import precomputed
+from posttrain.rl.preference import precomputed, side_by_side
 from posttrain.rl.preference.arguments import PreferenceConfig, as_config
 from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics, start_problem
 from posttrain.rl.preference.data import PreferenceReport, prepare_preferences
@@ -369,7 +368,7 @@ class PreferenceTrainer(LanguageModelTrainer):
             if not self.dist.is_main:
                 return
             stack.enter_context(self.compute_loss_context_manager())
-            samples = side_by_side(
+            samples = side_by_side.compare(
                 self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
             )
         written.append(samples, self.state.global_step, self.args.output_dir)
@@ -455,38 +454,3 @@ class PreferenceTrainer(LanguageModelTrainer):
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """As the core's, with the reference."""
         return super().checkpoint_parts() | ({} if self.reference is None else {"reference": self.reference})
-
-
-@torch.no_grad()
-def continuations(model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[str]:
-    """What `model` writes to each prompt, most probable token by token.
-
-    Args:
-        prompts: token ids.
-    """
-    ids = pad_rows(prompts, tokenizer.pad_token_id, side="left").to(next(model.parameters()).device)
-    mask = pad_rows([[1] * len(prompt) for prompt in prompts], 0, side="left").to(ids.device)
-    options = {"do_sample": False, "use_cache": True, "pad_token_id": tokenizer.pad_token_id}
-    written = wrapping.unwrap(model).generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options
-    )
-    has_encoder = getattr(wrapping.base_model(model).config, "is_encoder_decoder", False)
-    return tokenizer.batch_decode(written[:, 1 if has_encoder else ids.shape[1] :], skip_special_tokens=True)
-
-
-def side_by_side(
-    policy: nn.Module,
-    reference: references.Reference | None,
-    tokenizer: Any,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-) -> list[dict[str, str]]:
-    """``{"prompt", "policy", "reference"}`` for each prompt; without "reference" if it no longer exists."""
-    tokenizer = tokenizer_of(tokenizer)
-    columns = {"prompt": tokenizer.batch_decode(prompts)}
-    with eval_loop.eval_mode(policy):
-        columns["policy"] = continuations(policy, tokenizer, prompts, max_new_tokens)
-    if reference is not None and not reference.is_gone:
-        with reference.use() as model:
-            columns["reference"] = continuations(model, tokenizer, prompts, max_new_tokens)
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
