@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -28,11 +29,12 @@ HEAD = """\
 """
 
 
-def closure() -> dict[str, str]:
-    """{package: version} of all that the distributions need, themselves left out."""
+def closure(more: Iterable[str] = ()) -> dict[str, str]:
+    """{package: version} of all that the distributions and the requirements `more` need, the distributions left out."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     todo = [(name, extra) for name, extras in EXTRAS.items() for extra in ("", *extras.split())]
+    todo += [(canonical(one.name), extra) for one in map(Requirement, more) for extra in ("", *one.extras)]
     while todo:
         name, extra = todo.pop()
         if (name, extra) in seen:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import email
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -107,6 +108,16 @@ def test_the_lock_file_has_every_package_and_no_other_version_than_the_tests():
         needed += [one for extra in extras.get(part, ()) for one in described["optional-dependencies"][extra]]
         names = {re.split(r"[>=\[]", one)[0].replace("_", "-").lower() for one in needed}
         assert {name for name in names if not name.startswith("posttrain-")} <= lock.keys()
+
+
+def test_every_package_of_the_environment_that_make_sets_up_is_pinned():
+    """A package that is not pinned comes in the version of the day, and a test fails on one machine alone."""
+    lock = runpy.run_path(str(ROOT / ".ci" / "lock.py"))
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {lock["canonical"](line.split("==")[0]) for line in pins if "==" in line.split("#")[0]}
+    installed = lock["closure"](groups["dev"])
+    assert len(installed) > 150 and set(installed) - pinned == set()
 
 
 def test_all_distributions_say_who_made_them_and_where_they_are():

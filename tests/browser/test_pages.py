@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cli import main
 from tests import tiny
 from tests.browser.chromium import PROGRAM, Chromium
 
@@ -40,7 +41,7 @@ QUERIES = {
     "kto": "preference",
     "reward model": "preference",
     "grpo": "online-rl",
-    "vllm": "online-rl",
+    "vllm": "engines",
     "reward function": "online-rl",
     "tools": "online-rl",
     "distillation": "distillation",
@@ -136,12 +137,19 @@ def reports(tmp_path_factory):
     ids = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 16
 
     def make(name, trainer_class, config_class, rows, **others):
-        extra = {"num_generations": 4, "max_completion_length": 8} if name == "grpo" else {}
+        extra = {"num_generations": 4, "max_completion_length": 64} if trainer_class is GRPOTrainer else {}
+        extra |= {"log_trajectories": 8} if "agent" in others else {}
         args = config_class(output_dir=str(base / name), **common, **extra)
         trainer_class(model=tiny.causal_lm(), args=args, train_dataset=rows, eval_dataset=rows, **others).train()
         return base / name / "report.html"
 
-    tokenizer = tiny.tokenizer()
+    async def agent(episode, row):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        said = (await episode.generate(messages, max_tokens=8))["content"]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "once more"}]
+        return float(len((await episode.generate(messages, max_tokens=8))["content"] or ""))
+
+    tokenizer, talking = tiny.tokenizer(), tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
 
     def length(completions, **_):
         return [float(len(text)) for text in completions]
@@ -151,11 +159,12 @@ def reports(tmp_path_factory):
         "sft": make("sft", SFTTrainer, SFTConfig, texts, processing_class=tokenizer),
         "dpo": make("dpo", DPOTrainer, DPOConfig, pairs, processing_class=tokenizer),
         "grpo": make("grpo", GRPOTrainer, GRPOConfig, prompts, processing_class=tokenizer, reward_funcs=length),
+        "agent": make("agent", GRPOTrainer, GRPOConfig, prompts, processing_class=talking, agent=agent),
     }
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo", "agent"])
 def test_the_report_of_a_run_is_whole(browser, reports, kind, width):
     look(browser, reports[kind], f"report-{kind}", width)
     # Of each curve: how many pixels are drawn, and how many of them in its first column, where a label would be cut.
@@ -170,3 +179,12 @@ def test_the_report_of_a_run_is_whole(browser, reports, kind, width):
            })"""
     )
     assert drawn and all(pixels > 100 and not cut for pixels, cut in drawn), drawn
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_trajectories_is_whole(browser, reports, width):
+    assert main(["trajectories", str(reports["agent"].parent), "--page"]) == 0
+    look(browser, reports["agent"].with_name("trajectories.html"), "trajectories", width)
+    rows = browser.evaluate("document.querySelectorAll('table tr').length")
+    shown = browser.evaluate("document.body.innerText")
+    assert rows > 8 and "once more" in shown

@@ -20,6 +20,7 @@ from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.hub import uploads
+from tests import tiny
 
 ROWS = [{"text": f"row {index}"} for index in range(10)]
 
@@ -233,6 +234,14 @@ def test_a_model_that_cannot_be_found_ends_without_a_traceback(recorder, capsys,
     assert main(["teach", "--model_name_or_path", "hub/m", "--dataset_name", "d"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("posttrain teach: 'hub/m' is not a folder here") and "We couldn't connect" in said
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_folder_without_a_tokenizer_is_said_to_be_one(command, tmp_path, capsys):
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    assert main([command, str(tmp_path / "model")]) == 1
+    said = capsys.readouterr().err
+    assert "holds no tokenizer" in said and "AutoTokenizer.from_pretrained('BASE').save_pretrained(" in said
 
 
 def test_ctrl_c_outside_of_the_steps_of_a_run_ends_without_a_traceback(recorder, capsys, monkeypatch):

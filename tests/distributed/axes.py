@@ -1,5 +1,5 @@
 """Which trainer is compared on which axis of a mesh, read from the parameters of the tests that do it: the table of
-docs/distributed.md.
+docs/compared.md.
 
     python -m tests.distributed.axes --write
 """
@@ -14,7 +14,7 @@ from typing import Any
 from tests.contract.trainers import EXACT
 from tests.distributed import test_equal, test_experts, test_resume_axes, test_resume_elsewhere
 
-PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compared.md"
 START, END = "<!-- made by python -m tests.distributed.axes -->\n", "<!-- end -->"
 
 #: By axis, the tests of two processes that compare weights and evaluation with one process.

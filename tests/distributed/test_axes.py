@@ -1,4 +1,4 @@
-"""The table of trainers and axes in docs/distributed.md says what is tested, and nothing else."""
+"""The table of trainers and axes in docs/compared.md says what is tested, and nothing else."""
 
 from tests.contract.trainers import EXACT
 from tests.distributed import axes, test_equal

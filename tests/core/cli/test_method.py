@@ -49,8 +49,9 @@ def test_a_method_before_the_file_counts_and_must_agree_with_it(write, capsys):
     write({"text": "a"}, "method: dpo\n")
     found, words = method.of_words(["sft", "run.yaml"], "plan")
     assert (found.name, words) == ("sft", ["run.yaml"])
-    assert main(["check", "sft", "run.yaml"]) == 2
-    assert "run.yaml:3: method='dpo' and the command is sft; keep one" in capsys.readouterr().err
+    for command in ("check", "train"):
+        assert main([command, "sft", "run.yaml"]) == 2
+        assert "run.yaml:3: method='dpo' and the command is sft; keep one" in capsys.readouterr().err
 
 
 def test_what_is_no_method_is_named_with_the_nearest(write):

@@ -170,3 +170,10 @@ def test_the_seconds_of_reward_functions_count_once_as_a_part_of_scoring(tmp_pat
     (tmp_path / "log.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     text = text_of(report.write([tmp_path], tmp_path / "report.html"))
     assert "score 1.0 s (25%)" in text and "forward and backward 3.0 s (75%)" in text
+
+
+@pytest.mark.parametrize(("record", "shown"), [({"loss": 2.0}, "loss"), ({"loss": 3e-8, "reward": 0.5}, "reward")])
+def test_a_run_with_rewards_is_headed_by_them_and_not_by_its_loss(record, shown, tmp_path):
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 1, **record}) + "\n", encoding="utf-8")
+    page = report.write([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r'class="tile"><span>([^<]+)<', page)[1:] == [shown]

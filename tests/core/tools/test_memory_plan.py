@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 import shlex
@@ -17,7 +18,7 @@ import torch
 from datasets import Dataset
 
 from posttrain.cli import main
-from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
+from posttrain.cli.tools import memory_count, memory_mesh, memory_plan, memory_proposals
 from posttrain.core import TrainerCallback, registry
 from posttrain.lm.loading import adapters, parts
 from posttrain.lm.loading.arguments import ModelConfig
@@ -253,6 +254,27 @@ def table(text: str) -> dict[str, float]:
     return {name.strip(): float(size) for name, size in re.findall(r"^  (\w[^\d\n]*?) +(-?[\d.]+) MiB$", text, re.M)}
 
 
+@pytest.mark.parametrize("loss", ["tokens", "logps"])
+def test_more_rows_take_no_longer_to_plan_and_count_in_full(loss, folder, monkeypatch):
+    """Rows of one length, and blocks of a tile of logits, need the same memory one after another."""
+    calls, dispatch = [], memory_count.LiveBytes.__torch_dispatch__
+
+    def counted(self, func, *args, **kwargs):
+        calls.append(func)
+        return dispatch(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(memory_count.LiveBytes, "__torch_dispatch__", counted)
+    found = {}
+    for rows in (8, 32):  # of more labels than a tile has
+        calls.clear()
+        run = a_run(folder)
+        work = dataclasses.replace(workload(run), rows=rows, loss=loss)
+        found[rows] = memory_plan.measure(run, work), len(calls)
+    assert found[8][1] == found[32][1] > 500
+    assert found[32][0].operations == pytest.approx(4 * found[8][0].operations, rel=1e-3)
+    assert found[32][0].activations == pytest.approx(4 * found[8][0].activations, rel=0.02)
+
+
 def test_the_command_shows_parts_that_add_up_and_writes_and_trains_nothing(place, capsys, monkeypatch):
     monkeypatch.setattr(SFTTrainer, "train", lambda *_, **__: pytest.fail("it trained"))
     assert main(["plan", "sft", "run.yaml", "--max_length", "96", "--memory", "1GiB"]) == 0
@@ -393,7 +415,7 @@ def test_proposals_for_divided_weights_leave_out_optimizers_that_need_them_whole
     monkeypatch.setattr(memory_proposals, "measure", measure)
     with memory_mesh.imagined(2):
         run = a_run(folder, fsdp="full_shard", activation_checkpointing=False)
-        assert not list(memory_proposals.proposals(run, workload, 4))
+        assert not list(memory_proposals.proposals(run, workload, 4, least=5))
     assert len(tried) > 4 and set(tried) == {run.config.optim}
 
 

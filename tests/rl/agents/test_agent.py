@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.rl import (
     Agent,
@@ -24,9 +26,11 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from posttrain.rl.agents.recorder import next_ids
 from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
+from posttrain.rl.samples.prompts import PromptCodec
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
 
@@ -441,3 +445,18 @@ def test_what_an_agent_returns_must_be_a_reward(tmp_path):
     run = trainer(tmp_path, agent=returns_a_text)
     with pytest.raises(TypeError, match="returned 'good'"):
         run.rollout_maker.sample(run.new_samples(ROWS[:1]))
+
+
+@pytest.mark.parametrize("hint", ["lower", "higher"])
+def test_a_message_that_begins_as_the_turn_ended_is_read_whole(hint):
+    """Where a template writes nothing between turns, only special tokens can be the end that the policy wrote."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<end>", "lower", "higher"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, chat_template=template, pad_token="<pad>", eos_token="<end>"
+    )
+    (asked,) = tokenizer(hint)["input_ids"]
+    for written in range(4):
+        assert next_ids(PromptCodec(tokenizer), [written], [{"role": "user", "content": hint}], ()) == [asked]

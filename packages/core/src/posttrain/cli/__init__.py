@@ -168,6 +168,8 @@ def _run_method(name: str, words: list[str]) -> int:
     if name == TRAIN and asks:
         print(help.TRAIN)
         return 0
+    if name == TRAIN and rest and rest[0] in registry.methods():  # as the other commands are given one
+        name, *rest = rest
     method = of_words([TRAIN, *rest], TRAIN)[0] if name == TRAIN else registry.method(name, others=COMMANDS)
     if asks:
         print(help.of_method(method, _classes(method)))

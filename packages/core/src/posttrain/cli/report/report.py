@@ -43,7 +43,7 @@ _PHASE_NAMES = {"forward_backward": "forward and backward"}
 # Those of single reward functions are parts of "score".
 _PHASE = re.compile(r"perf/(?!step_|time_left_|reward_)(\w+)_seconds")
 _ASSETS = Path(__file__).with_name("report_page")
-_FIRST = ["loss", "reward", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy"]
+_FIRST = ["reward", "loss", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy"]
 _FIRST += ["learning_rate", "grad_norm"]
 # Of the last record, about the whole run: no curves.
 _TOTALS = re.compile(
@@ -349,7 +349,7 @@ def _tiles(run: Run) -> str:
     seconds = lasts.get("train_runtime")
     tiles = {"optimizer steps": f"{steps:,}"}
     tiles |= {"training time": _duration(seconds)} if seconds else {}
-    tiles |= {name: _number(lasts[name]) for name in ("loss", "reward") if name in lasts}
+    tiles |= {name: _number(lasts[name]) for name in [n for n in ("reward", "loss") if n in lasts][:1]}
     evaluated = sorted((name for name in lasts if _is_result(name)), key=lambda name: _rank(name.removeprefix("eval_")))
     tiles |= {name: _number(lasts[name]) for name in evaluated[:3]}
     for name in evaluated:

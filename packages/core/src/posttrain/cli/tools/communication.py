@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -71,7 +71,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.exchanges: dict[tuple[str, tuple[int, ...]], Exchange] = {}
         self.operations = 0.0
-        self._times = 1
+        self._times = 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -91,14 +91,18 @@ class Traffic(TorchDispatchMode):
             more, bytes_more = calls * self._times, size * self._times
             self.exchanges[kind, ranks] = replace(before, calls=before.calls + more, size=before.size + bytes_more)
 
+    @staticmethod
     @contextlib.contextmanager
-    def times(self, number: int) -> Iterator[None]:
-        """Count what happens in here so many times."""
-        before, self._times = self._times, number
+    def times(number: float) -> Iterator[None]:
+        """What happens in here counts so many times, wherever it is counted."""
+        counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Traffic)]
+        for one in counting:
+            one._times *= number
         try:
             yield
         finally:
-            self._times = before
+            for one in counting:
+                one._times /= number
 
 
 def _ranks(args: tuple[Any, ...]) -> tuple[int, ...]:

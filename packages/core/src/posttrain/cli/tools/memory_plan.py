@@ -9,9 +9,11 @@ see `Footprint`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +33,11 @@ from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, wrapping
 from posttrain.core.optim import builder
 from posttrain.core.registry import Run
-from posttrain.lm.attention import context_parallel, varlen_attention
+from posttrain.lm.attention import attention_blocks, context_parallel, varlen_attention
 from posttrain.lm.attention.activation_offloading import OffloadActivations
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.loading import adapters, loading, parts
-from posttrain.lm.loss import language_modeling, lm_head
+from posttrain.lm.loss import language_modeling, lm_head, tiles
 
 TILE = 512  # rows of the largest tile of `posttrain.lm.loss.language_modeling`
 BUCKET = 25  # MiB of gradients that DDP averages at a time, unless ddp_bucket_cap_mb is set
@@ -144,16 +146,13 @@ def longest_row(*lengths: int | None) -> int:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
-    """The footprint of `run`.
-
-    Args:
-        device: type of its device; None: the training device of this machine.
+def measure(run: Run, work: Workload) -> Footprint:
+    """The footprint of `run` on the training device of this machine.
 
     Raises:
         ConfigError: there is no such model, or it does not run with fake tensors.
     """
-    config, device = load_config(run), device or device_type(run.config)
+    config, device = load_config(run), device_type(run.config)
     mesh = memory_mesh.mesh_of(run.config, device, config)
     try:
         with torch.device("meta"):
@@ -161,7 +160,12 @@ def measure(run: Run, work: Workload, device: str | None = None) -> Footprint:
         # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
         # device.
         varlen_attention.tiles_of(_rows(work.rows, work.length))  # kept, because it hangs on numbers
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device), memory_mesh.even_routes(mesh):
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.device(device),
+            memory_mesh.even_routes(mesh),
+            _two_blocks(),
+        ):
             _make_fake(model)
             precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
             if run.config.activation_checkpointing:
@@ -219,6 +223,33 @@ def _rows(rows: int, length: int) -> Segments:
     return Segments((length,) * rows, (-1,) * rows)
 
 
+class _EqualRows(attention_blocks.Blocks):
+    """Of rows of one length, which need the same memory one after another, the first two; operations count for all."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, layout: Any, scale: float) -> Any:
+        forward: Any = attention_blocks.Blocks.forward
+        ctx.times = max(len(layout.own) / 2, 1)
+        with Traffic.times(ctx.times):
+            return forward(ctx, query, key, value, dataclasses.replace(layout, own=layout.own[:2]), scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Any) -> Any:
+        with Traffic.times(ctx.times):
+            return attention_blocks.Blocks.backward(ctx, grad_out)
+
+
+@contextlib.contextmanager
+def _two_blocks() -> Iterator[None]:
+    """Of the blocks of a tile of logits, which need the same memory one after another, compute the first two."""
+    blocks = tiles.Tiles.blocks
+    tiles.Tiles.blocks = lambda self, tile: itertools.islice(blocks(self, tile), 2)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tiles.Tiles.blocks = blocks  # type: ignore[method-assign]
+
+
 @functools.cache
 def _register_attention() -> str:
     """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is
@@ -237,7 +268,7 @@ def _register_attention() -> str:
         segments = _rows(rows, length)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         window, softcap = varlen_attention.layer_window(module, kwargs.get("sliding_window")), kwargs.get("softcap")
-        options = {"scale": scale, "window": window, "softcap": softcap}
+        options = {"scale": scale, "window": window, "softcap": softcap, "blocks": _EqualRows}
         out = varlen_attention.segment_attention(queries, keys, values, segments, **options)
         return out[0].transpose(0, 1).unflatten(0, (rows, length)), None
 

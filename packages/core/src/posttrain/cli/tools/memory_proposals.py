@@ -26,7 +26,7 @@ class Proposal:
     footprint: Footprint
 
 
-def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Iterator[Proposal]:
+def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least: int) -> Iterator[Proposal]:
     """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
 
     Changes that suffice alone, or else combinations. The last one fits, unless nothing does.
@@ -34,6 +34,7 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
     Args:
         workload: the method's function that returns a run's workload.
         memory: available bytes.
+        least: the peak of `run` as it is, in bytes.
     """
 
     def try_rung(run: Run, rung: Rung) -> Proposal | None:
@@ -41,21 +42,24 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int) -> Ite
         be.
         """
         found = None
-        for changes, price in rung(run, workload(run)):
+        for changes, price in reversed(list(rung(run, workload(run)))):
             try:
                 changed = with_changes(run, changes)
-                found = Proposal(changes, price, measure(changed, workload(changed)))
+                one = Proposal(changes, price, measure(changed, workload(changed)))
             except ConfigError:  # not with this model, as an adapter on layers unknown to peft, or this config
                 continue
-            if found.footprint.peak <= memory:
-                break
+            found = one if found is None or one.footprint.peak <= memory else found
+            if one.footprint.peak > memory:
+                break  # a milder one needs more
         return found
 
-    alone = [try_rung(run, rung) for rung in RUNGS]
-    if enough := [found for found in alone if found and found.footprint.peak <= memory]:
-        yield from enough
+    alone = []
+    for rung in RUNGS:
+        alone.append(found := try_rung(run, rung))
+        if found is not None and found.footprint.peak <= memory:
+            yield found
+    if any(found.footprint.peak <= memory for found in alone if found is not None):
         return
-    least = measure(run, workload(run)).peak
     changes: dict[str, Any] = {}
     for rung, first in zip(RUNGS, alone, strict=True):
         found = try_rung(with_changes(run, changes), rung) if changes else first

@@ -149,7 +149,7 @@ def _show(
     taken = plan.peak + (plan.host if is_host else 0)
     print(f"{_verdict(taken, memory)}: {in_words(memory)} {whose}.", flush=True)
     if taken > memory:
-        _propose(memory_proposals.proposals(asked, workload, memory), memory)
+        _propose(memory_proposals.proposals(asked, workload, memory, plan.peak), memory)
     return plan
 
 

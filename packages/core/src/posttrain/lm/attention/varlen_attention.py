@@ -333,6 +333,7 @@ def segment_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
+    blocks: type[Blocks] = Blocks,
 ) -> torch.Tensor:
     """Softmax attention of one flattened row under ``segments.dense_mask(window)``, without building it.
 
@@ -341,6 +342,7 @@ def segment_attention(
         scale: multiplies the scores.
         softcap: bounds them to (-softcap, softcap) by a tanh (Gemma 2).
         sinks: (H,) the score of each head's attention sink (GPT-OSS).
+        blocks: computes long documents on the CPU.
 
     Returns:
         (1, H, N, E), laid out as (1, N, H, E), in the type of the inputs or of autocast.
@@ -354,10 +356,10 @@ def segment_attention(
             return piece_by_piece(query, key, value, layout_of(segments), scale, window, softcap, sinks, dropout)
         if device != "cpu":
             return _on_gpu(query, key, value, segments, scale, window, softcap)
-        if device == "cpu" and window is None and not softcap and query.shape[-1] == value.shape[-1]:
+        if window is None and not softcap and query.shape[-1] == value.shape[-1]:
             if (tiles := tiles_of(segments)) is not None:
                 return _by_tiles(query, key, value, tiles, scale)
-            return Blocks.apply(query, key, value, layout_of(segments), scale)
+            return blocks.apply(query, key, value, layout_of(segments), scale)
         return piece_by_piece(query, key, value, layout_of(segments), scale, window, softcap, sinks, dropout)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, t
 
 ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+#: A file that a tokenizer is loaded from, by what its name holds.
+TOKENIZER_FILES = re.compile(r"token|vocab|\.model$|\.spm$")
 
 
 #: The classes of transformers that load a model and what reads its rows, of text alone and with images.
@@ -149,6 +152,7 @@ def load_tokenizer(
 
     Raises:
         ValueError: a model that was not loaded from anywhere.
+        MissingModelError: the folder holds no tokenizer.
     """
     import transformers
 
@@ -161,6 +165,12 @@ def load_tokenizer(
             )
     else:
         path = os.fspath(source)
+    elsewhere = kwargs.keys() & {"gguf_file", "subfolder"}
+    if os.path.isdir(path) and not elsewhere and not any(map(TOKENIZER_FILES.search, os.listdir(path))):
+        raise MissingModelError(  # transformers makes an empty tokenizer for some models
+            f"The folder {path!r} holds no tokenizer, such as tokenizer.json. Save that of its base model there: "
+            f"AutoTokenizer.from_pretrained('BASE').save_pretrained({path!r})."
+        )
     with explain_missing(path, "tokenizer"):
         loader = getattr(transformers, auto_class)
         return loader.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)

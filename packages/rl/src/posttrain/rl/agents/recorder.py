@@ -274,7 +274,7 @@ def next_ids(
         raise DataError("the chat template leaves out an earlier turn of the assistant")
     ending = os.path.commonprefix([tail, template.turn_ending()])
     whole, end = (encoding.ids for encoding in encode_texts(codec.tokenizer, [tail, ending]))
-    return behind(written, whole, max(len(end), 1), codec.tokenizer)
+    return behind(written, whole, len(end), codec.tokenizer)
 
 
 def _key(history: Any) -> str | tuple[Any, ...]:

@@ -190,7 +190,8 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
             "nothing to learn. Make the prompts easier or harder, sample more completions (do_sample=False makes those "
             "of a group equal), or use graded rewards."
         )
-    if logs.get("completions/clipped_ratio") == 1:
+    # An agent may ask for fewer tokens itself.
+    if logs.get("completions/clipped_ratio") == 1 and logs.get("agent/cut/tokens", 1) == 1:
         return (
             "Every completion was cut at max_completion_length. Raise it, or check that the model generates an "
             "end-of-sequence token."

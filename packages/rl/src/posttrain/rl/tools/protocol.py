@@ -323,10 +323,12 @@ def behind(written: Sequence[int], ids: list[int], ends: int, tokenizer: Any) ->
     Args:
         ids: from the end of a turn to the next one's beginning; the first `ends` of them end the turn.
     """
+    added = tokenizer.added_tokens_decoder
     for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):
-        if list(written[-length:]) == ids[:length]:
+        # A plain word that the next message begins with is part of that message, though the policy wrote it last.
+        if list(written[-length:]) == ids[:length] and (length <= ends or written[-1] in added):
             return ids[length:]
-    if written and written[-1] in ids[:ends] and written[-1] in tokenizer.added_tokens_decoder:
+    if written and written[-1] in ids[: max(ends, 1)] and written[-1] in added:
         return ids[ids.index(written[-1]) + 1 :]  # the policy has left out white space before the end of its turn
     return ids
 
