@@ -67,10 +67,9 @@ def _in_this_model_alone(model: nn.Module) -> Iterator[None]:
         names = {**vars(file)}
         vars(file).update({key: before[name][key] for key in changed})
         for module in model.modules():
-            forward = module.forward
-            code = getattr(forward, "__code__", None)
-            if code is not None and forward.__globals__ is vars(file) and set(changed) & set(code.co_names):
-                function = forward.__func__
+            function: Any = getattr(module.forward, "__func__", None)
+            code = getattr(function, "__code__", None)
+            if code is not None and function.__globals__ is vars(file) and set(changed) & set(code.co_names):
                 own = types.FunctionType(code, names, code.co_name, function.__defaults__, function.__closure__)
                 own.__kwdefaults__, own.__module__ = function.__kwdefaults__, function.__module__
                 module.forward = types.MethodType(own, module)

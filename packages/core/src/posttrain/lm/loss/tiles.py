@@ -302,9 +302,17 @@ def _score_tile(
     """
     options = tiles.options
     if tiles.fuses:
-        rule = {"softcap": options.softcap, "scale": options.scale, "temperature": options.temperature}
-        smoothing, with_gradient = options.label_smoothing, gradients is not None
-        fused_scores.score(tile, labels, scores, stats, **rule, smoothing=smoothing, with_gradient=with_gradient)
+        fused_scores.score(
+            tile,
+            labels,
+            scores,
+            stats,
+            softcap=options.softcap,
+            scale=options.scale,
+            temperature=options.temperature,
+            smoothing=options.label_smoothing,
+            with_gradient=gradients is not None,
+        )
         return
     for a, b in tiles.blocks(tile):
         logits, slope = tiles.logits(tile[a:b], with_slope=gradients is not None)

@@ -65,7 +65,8 @@ class LocalSteps:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.texts: dict[tuple[int, ...], Text] | None = None
         self.num_read = 0
-        self.decoding, self._step = Decoding(next(model.parameters()).device), step
+        self._step: DecoderStep | StepGraph | None = step
+        self.decoding = Decoding(next(model.parameters()).device)
         if step is not None and self.decoding.device.type == accelerator.CUDA:
             self._step = StepGraph(step, self.decoding)
         self._calls: list[Call] = []

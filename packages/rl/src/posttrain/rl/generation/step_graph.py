@@ -68,10 +68,10 @@ class StepGraph:
 
     def _now(self, tokens: torch.Tensor) -> tuple[Any, ...] | None:
         """What changes where an address does; None for a step whose operations depend on the position."""
-        blocks, turns = self.decoding.blocks, self.step.turns
+        blocks, turns = [block for block in self.decoding.blocks if isinstance(block, FixedBlock)], self.step.turns
+        if len(blocks) < len(self.decoding.blocks):
+            return None
         longest = max(block.longest for block in blocks)
         if turns is None or any(layer.window is not None and longest >= layer.window for layer in self.step.layers):
-            return None
-        if not all(isinstance(block, FixedBlock) for block in blocks):
             return None
         return len(tokens), len(turns[0]), *((block, block.changes) for block in blocks)
