@@ -95,16 +95,16 @@ tl: Any = None
 
 
 def _score_row(
-    tile: Any,
-    labels: Any,
-    scores: Any,
-    tile_stride: Any,
-    score_stride: Any,
-    vocabulary: Any,
-    softcap: Any,
-    scale: Any,
-    temperature: Any,
-    smoothing: Any,
+    tile,
+    labels,
+    scores,
+    tile_stride,
+    score_stride,
+    vocabulary,
+    softcap,
+    scale,
+    temperature,
+    smoothing,
     HAS_SOFTCAP: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     CORRECT: tl.constexpr,
@@ -112,7 +112,7 @@ def _score_row(
     MEAN: tl.constexpr,
     COLLISION: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     products, label = tile + row * tile_stride, tl.load(labels + row)
     columns = tl.arange(0, WIDTH)
