@@ -57,3 +57,43 @@ def test_what_liger_replaces_is_said(monkeypatch, caplog):
     with caplog.at_level("INFO", "posttrain"):
         assert liger.apply_liger(model) is None
     assert f"the forward of: Qwen3RMSNorm x {norms}." in caplog.text
+
+
+def test_what_liger_changes_in_a_file_of_models_stays_in_one_model(monkeypatch):
+    """Its functions replace classes and functions there, for every model that is made or called later."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    turned = []
+
+    def patch(model, fused_linear_cross_entropy=True, **config):
+        assert fused_linear_cross_entropy is hasattr(model, "lm_head")  # its forward is that of a language model
+        original = modeling_qwen3.apply_rotary_pos_emb
+
+        def rotary(*args, **kwargs):
+            turned.append(model)
+            return original(*args, **kwargs)
+
+        modeling_qwen3.apply_rotary_pos_emb = rotary
+        modeling_qwen3.Qwen3RMSNorm = None
+
+    kernels = types.ModuleType("liger_kernel.transformers")
+    kernels._apply_liger_kernel_to_instance = patch
+    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": patch}
+    for module in (types.ModuleType("liger_kernel"), kernels, patches):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    before = dict(vars(modeling_qwen3))
+    models = [tiny.causal_lm(), tiny.reward_model()]
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        expected = [model(input_ids=ids).logits for model in models]
+        assert [liger.apply_liger(model) for model in models] == [None, None]
+        assert vars(modeling_qwen3) == before
+        for model, logits in zip(models, expected, strict=True):
+            turned.clear()
+            assert torch.equal(model(input_ids=ids).logits, logits)
+            assert turned == [model] * model.config.num_hidden_layers
+        turned.clear()
+        tiny.causal_lm()(input_ids=ids)
+    assert turned == []
