@@ -52,7 +52,7 @@ def model_of(size: int) -> Any:
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=size, intermediate_size=3 * size, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=size // 4, max_position_embeddings=4096,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=max(size // 4, 16), max_position_embeddings=4096,
             tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None,
         )
     )  # fmt: skip

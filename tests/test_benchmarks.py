@@ -127,9 +127,9 @@ def test_the_counts_of_a_step_are_made_for_a_tiny_model(counts, monkeypatch):
     found = counts.measure("posttrain", "dpo-40", 16)
     assert (found["waits"], found["breaks"]) == (0, 0)
     # Of 4 pairs: the policy's forward and backward and the reference's forward, over each prompt once.
-    tokens, weights = 4 * (53 + 2 * 40), 4 * (16 * 4 * 2 * (4 + 2) + 3 * 16 * 48)
+    tokens, weights = 4 * (53 + 2 * 40), 4 * (16 * 16 * 2 * (4 + 2) + 3 * 16 * 48)
     head = 10 * 4 * 2 * 40 * 600 * 16  # completions alone, and the policy's logits twice
-    attention = 9 * 4 * 4 * 4 * 8 * (53 * 54 // 2 + 2 * 40 * 53 + 40 * 41)
+    attention = 9 * 4 * 4 * 16 * 8 * (53 * 54 // 2 + 2 * 40 * 53 + 40 * 41)
     assert found["flops"] == pytest.approx(8 * tokens * weights + head + attention, rel=0.1)
     assert found["operations"] < 1900
     [row] = columns(counts.table({"dpo-40": {"posttrain": found, "trl": found}}))

@@ -194,7 +194,7 @@ def test_attention_over_segments_trains_as_attention_under_a_mask_does(rows, cha
     for problem in (None, "it was not wanted"):
         if problem:
             monkeypatch.setattr(
-                "posttrain.lm.attention.varlen_attention.segments_problem", lambda model, example: "it was not wanted"
+                "posttrain.lm.attention.varlen_attention.segments_problem", lambda *args, **options: "it was not wanted"
             )
         trainer = make(tmp_path, rows, max_steps=4, train_sampling_strategy="sequential", **changes)
         assert trainer.model.config._attn_implementation == ("sdpa" if problem else "segments_sdpa")

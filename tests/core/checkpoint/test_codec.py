@@ -206,7 +206,7 @@ class Other:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (Other(), "test_checkpoint_codec.Other"),
+        (Other(), "test_codec.Other"),
         (len, "builtin_function_or_method"),
         ({1, 2}, "builtins.set"),
         (collections.defaultdict(list), "defaultdict"),

@@ -169,7 +169,7 @@ class Saving:
         """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
-        check, should_save = bool(args.check_saved_model) and not of_checkpoint, owner.checkpoints.should_save
+        check, should_save = bool(args.check_saved_model) and not of_checkpoint, args.should_save
         alone = dist.num_processes == 1 or check or args.save_on_each_node or writes_itself
         if not alone and shares.save(model, directory, dist, args.max_shard_size):
             if should_save:
@@ -181,8 +181,8 @@ class Saving:
             if check:
                 reload.check(model, directory, whole, logits=dist.cp_size == 1)
             elif args.check_saved_model is None and not writes_itself and whole is None:
-                is_first = owner.checkpoints.saved_step is None and not args.save_async
-                if not of_checkpoint or (is_first and not wrapping.is_peft_model(model)):
+                is_later = of_checkpoint and (args.save_async or owner.checkpoints.saved_step is not None)
+                if not is_later and not (of_checkpoint and wrapping.is_peft_model(model)):
                     reload.check_if_cheap(model, directory, logits=not of_checkpoint and dist.cp_size == 1)
 
     def write(self, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:

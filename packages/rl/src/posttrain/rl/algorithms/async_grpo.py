@@ -128,6 +128,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         environment_factory: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        quantization_config: Any = None,
         **others: Any,
     ) -> None:
         refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
@@ -142,5 +143,6 @@ class AsyncGRPOTrainer(GRPOTrainer):
             peft_config=peft_config,
             tools=tools,
             environment_factory=environment_factory,
+            quantization_config=quantization_config,
             **others,
         )

@@ -122,6 +122,7 @@ class AsyncDistillationTrainer(DistillationTrainer):
         peft_config: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        quantization_config: Any = None,
         **others: Any,
     ) -> None:
         refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
@@ -133,5 +134,6 @@ class AsyncDistillationTrainer(DistillationTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            quantization_config=quantization_config,
             **others,
         )
