@@ -79,12 +79,13 @@ def scores(gpu: AbsentGpu, dtype: str = "bfloat16", softcap: float | None = None
     import torch
 
     from posttrain.lm.loss import fused_scores
+    from posttrain.lm.loss.language_modeling import TOKEN_STATS
 
     tile = torch.randn(8, 151_936, dtype=getattr(torch, dtype))
     found, rule = torch.empty(5, 8), {"softcap": softcap, "scale": 1.0, "temperature": 1.0, "smoothing": 0.0}
     labels = torch.zeros(8, dtype=torch.long)
     for with_gradient in (True, False):
-        fused_scores.score(tile, labels, found, fused_scores.STATS, **rule, with_gradient=with_gradient)
+        fused_scores.score(tile, labels, found, TOKEN_STATS, **rule, with_gradient=with_gradient)
 
 
 CASES: dict[str, Callable[[AbsentGpu], None]] = {

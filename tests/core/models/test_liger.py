@@ -16,18 +16,23 @@ from tests.core.models.gradients import LORA
 peft = pytest.importorskip("peft")
 
 
+def install(monkeypatch, apply):
+    """A package of Liger's that has kernels for Qwen3 alone, which `apply` puts into a model."""
+    kernels = types.ModuleType("liger_kernel.transformers")
+    kernels._apply_liger_kernel_to_instance = apply
+    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": apply}
+    for module in (types.ModuleType("liger_kernel"), kernels, patches):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 def test_liger_says_why_it_is_not_applied(monkeypatch):
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "liger-kernel is not installed" in liger.apply_liger(tiny.causal_lm())
 
     applied = []
-    kernels = types.ModuleType("liger_kernel.transformers")
-    kernels._apply_liger_kernel_to_instance = lambda model, **config: applied.append((model, config))
-    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
-    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": None}
-    for module in (types.ModuleType("liger_kernel"), kernels, patches):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    install(monkeypatch, lambda model, **config: applied.append((model, config)))
     assert "no kernels for 'gpt2'" in liger.apply_liger(tiny.causal_lm("gpt2"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert "need a GPU" in liger.apply_liger(tiny.causal_lm())
@@ -45,12 +50,7 @@ def test_what_liger_replaces_is_said(monkeypatch, caplog):
             if type(module).__name__ == "Qwen3RMSNorm":
                 module.forward = types.MethodType(lambda self, x: x, module)
 
-    kernels = types.ModuleType("liger_kernel.transformers")
-    kernels._apply_liger_kernel_to_instance = replace_norms
-    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
-    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": None}
-    for module in (types.ModuleType("liger_kernel"), kernels, patches):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    install(monkeypatch, replace_norms)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     model = tiny.causal_lm()
     norms = sum(type(module).__name__ == "Qwen3RMSNorm" for module in model.modules())
@@ -76,12 +76,7 @@ def test_what_liger_changes_in_a_file_of_models_stays_in_one_model(monkeypatch):
         modeling_qwen3.apply_rotary_pos_emb = rotary
         modeling_qwen3.Qwen3RMSNorm = None
 
-    kernels = types.ModuleType("liger_kernel.transformers")
-    kernels._apply_liger_kernel_to_instance = patch
-    patches = types.ModuleType("liger_kernel.transformers.monkey_patch")
-    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": patch}
-    for module in (types.ModuleType("liger_kernel"), kernels, patches):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    install(monkeypatch, patch)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     before = dict(vars(modeling_qwen3))
     models = [tiny.causal_lm(), tiny.reward_model()]

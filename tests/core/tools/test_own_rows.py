@@ -187,9 +187,9 @@ def test_a_modelfile_has_the_turns_of_the_template_and_its_own_system_message(tm
         "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
     ))  # fmt: skip
-    text = export.write(tmp_path / "model.gguf", tokenizer, ["</s>"]).read_text()
+    text = export.write_modelfile(tmp_path / "model.gguf", tokenizer, ["</s>"]).read_text()
     assert "FROM ./model.gguf" in text and 'SYSTEM """Be kind."""' in text and 'PARAMETER stop "</s>"' in text
     assert '{{ if eq .Role "system" }}<s>system\n{{ .Content }}</s>{{ else if eq .Role "user" }}<s>user\n' in text
     assert '{{ end }}{{ end }}<s>assistant\n"""' in text
     odd = tiny.tokenizer(chat_template="{% for m in messages %}{{ loop.index }}{{ m['content'] }}{% endfor %}")
-    assert "Ollama reads the one in the file" in export.write(tmp_path / "odd.gguf", odd, []).read_text()
+    assert "Ollama reads the one in the file" in export.write_modelfile(tmp_path / "odd.gguf", odd, []).read_text()

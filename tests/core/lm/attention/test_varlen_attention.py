@@ -321,9 +321,7 @@ def test_flash_attention_is_told_where_each_document_ends(rule, monkeypatch):
     torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_each_text_has_the_logits_and_gradients_it_has_alone(arch):
-    model = model_of(arch).eval()
+def assert_texts_are_as_alone(model):
     row = row_of(TREE)
     expected = alone(model, row, TREE, TEXTS)
     expected_gradients = gradients(model, expected)
@@ -331,6 +329,12 @@ def test_each_text_has_the_logits_and_gradients_it_has_alone(arch):
     found = together(model, row, TREE)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert_near(gradients(model, found), expected_gradients)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_each_text_has_the_logits_and_gradients_it_has_alone(arch):
+    model = model_of(arch).eval()
+    assert_texts_are_as_alone(model)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -380,13 +384,7 @@ def test_adapters_are_trained_through_segments():
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(causal_lm(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    row = row_of(TREE)
-    expected = alone(model, row, TREE, TEXTS)
-    expected_gradients = gradients(model, expected)
-    enable_segments(model)
-    found = together(model, row, TREE)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert_near(gradients(model, found), expected_gradients)
+    assert_texts_are_as_alone(model)
 
 
 def test_wrapped_models_pass_segments_on(tmp_path):

@@ -157,7 +157,7 @@ def export(
         shutil.move(file, target)
         whole = loading.load_tokenizer(folder)
         stops = [] if whole.eos_token is None else [whole.eos_token]
-        beside_it = write(target, whole, stops)
+        beside_it = write_modelfile(target, whole, stops)
     return Export(str(target), dtype, largest, str(beside_it))
 
 
@@ -220,7 +220,7 @@ def _files(path: Path) -> list[Path]:
 _MARKS = {"system": "posttrain5ystem", "user": "posttrainu5er", "assistant": "posttraina55istant"}
 
 
-def write(gguf: Path, tokenizer: Any, stops: list[str]) -> Path:
+def write_modelfile(gguf: Path, tokenizer: Any, stops: list[str]) -> Path:
     """Write ``NAME.Modelfile`` beside the file `gguf`.
 
     Args:

@@ -197,6 +197,7 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
     name, reader, parameter = type(base).__name__, text_part(base), next(base.parameters())
     before, segments, trial = reader.config._attn_implementation, trial.segments, trial.to(parameter.device)
     alone, lengths = trial.alone["input_ids"], segments.lengths
+    again = alone.is_cuda and reader is base and max(segments.parents) >= 0  # documents, by the kernel of their own
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -205,7 +206,7 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
         if reader.config._attn_implementation == before and not before.startswith(PREFIX):
             return f"{name} does not look its attention up in transformers' AttentionInterface."
         found = _logits_of(model, trial.row, segments)
-        if alone.is_cuda and reader is base:
+        if again:
             sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
             packed = torch.cat([line[:size] for line, size in zip(alone, sizes, strict=True)])
             documents = _logits_of(model, {"input_ids": packed[None]}, Segments.documents(sizes)).float().split(sizes)
@@ -222,7 +223,7 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
         return f"{name} gives logits for {tuple(found.shape[:1])} of {segments.num_tokens} tokens."
     parts = zip(found.float().split(lengths), expected.float(), segments.offsets, lengths, strict=True)
     wrong = max(float((part - line[at : at + length]).abs().max()) for part, line, at, length in parts)
-    if alone.is_cuda and reader is base:
+    if again:
         gaps = [(part - line[: len(part)]).abs().max() for part, line in zip(documents, expected.float(), strict=True)]
         wrong = max(wrong, float(torch.stack(gaps).max()))
     wrong /= float(expected.abs().max().clamp_min(1e-12))

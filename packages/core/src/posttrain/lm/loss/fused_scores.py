@@ -21,7 +21,6 @@ import torch
 
 #: Logits of a row that a program reads at a time.
 WIDTH = 4096
-STATS = ("correct", "entropy", "mean_logit", "log_collision")
 
 
 def can_score(tile: torch.Tensor) -> bool:
@@ -56,10 +55,10 @@ def score(
         tile: (n, V) products, contiguous; replaced by the gradient of the summed loss with respect to the scaled
             products, if asked for.
         labels: (n,). scores: (1 + len(stats), n) float32, its columns adjacent.
-        stats: of `STATS`.
+        stats: of `posttrain.lm.loss.language_modeling.TOKEN_STATS`.
     """
     rows, vocabulary = tile.shape
-    places = {name: 1 + stats.index(name) if name in stats else 0 for name in STATS}
+    places = {name: number for number, name in enumerate(stats, start=1)}
     _kernel()[(rows,)](
         tile,
         labels,
@@ -73,10 +72,10 @@ def score(
         smoothing,
         HAS_SOFTCAP=bool(softcap),
         WITH_GRADIENT=with_gradient,
-        CORRECT=places["correct"],
-        ENTROPY=places["entropy"],
-        MEAN=places["mean_logit"],
-        COLLISION=places["log_collision"],
+        CORRECT=places.get("correct", 0),
+        ENTROPY=places.get("entropy", 0),
+        MEAN=places.get("mean_logit", 0),
+        COLLISION=places.get("log_collision", 0),
         WIDTH=WIDTH,
         num_warps=8,
     )

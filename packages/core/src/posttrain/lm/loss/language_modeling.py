@@ -31,9 +31,8 @@ class LossStats(NamedTuple):
 
 
 #: Further statistics that `token_logps` computes for each predicted distribution: whether the target is the most
-#: probable
-#: token (1 or 0), the entropy in nats, the mean of the logits over the vocabulary, and log sum p^2, the logarithm of
-#: the probability that two draws agree.
+#: probable token (1 or 0), the entropy in nats, the mean of the logits over the vocabulary, and log sum p^2, the
+#: logarithm of the probability that two draws agree.
 TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
 
 

@@ -389,15 +389,16 @@ class TokenLosses(torch.autograd.Function):
         factors = grad_losses * (options.scale / options.temperature)
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
-            gradients = Gradients(tiles, weight, ctx.needs)
+            gradients, scores = Gradients(tiles, weight, ctx.needs), tiles.scores(1)
             for start, stop in tiles:
                 states, factor = tiles.hidden_at(start, stop), factors[start:stop]
                 tile = tiles.multiply(states)
                 if tiles.fuses:
-                    _score_tile(tiles, tile, labels[start:stop], (), tiles.scores(1)[:, start:stop], gradients)
-                for a, b in () if tiles.fuses else tiles.blocks(tile):
-                    logits, slope = tiles.logits(tile[a:b], with_slope=True)
-                    tiles.softmax(logits)
-                    gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
+                    _score_tile(tiles, tile, labels[start:stop], (), scores[:, start:stop], gradients)
+                else:
+                    for a, b in tiles.blocks(tile):
+                        logits, slope = tiles.logits(tile[a:b], with_slope=True)
+                        tiles.softmax(logits)
+                        gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
                 gradients.of_tile(tiles, start, stop, states, tile, factor)
         return *gradients.scaled(), None, None, None, None, None

@@ -9,6 +9,7 @@ for the product with the keys of their prompt, and are already split by row for 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ import torch
 
 from posttrain.core.data.host_copies import send
 from posttrain.rl.generation.block import SLOTS, Block, copy_numbers
+
+_VERSIONS = itertools.count()
 
 
 class _Grid(NamedTuple):
@@ -40,11 +43,10 @@ class FixedBlock(Block):
     """A `Block` whose shapes do not depend on how many tokens are written. `own` has (B, slots, D) for each layer.
 
     Attributes:
-        changes: how often a tensor that a token reads was replaced by another.
+        version: another number whenever a tensor that a token reads is replaced; no two blocks share one.
     """
 
     def __init__(self, lengths, copies: int, device: torch.device, max_new: int = sys.maxsize) -> None:
-        self.changes = 0
         self._shape, self._cells = (0, 0), torch.empty(0, dtype=torch.long)  # (P, copies); (R,) in P * copies
         self._grids: dict[int, _Grid] = {}  # by the number of head groups
         self._views: dict[int, _Views] = {}
@@ -115,7 +117,7 @@ class FixedBlock(Block):
 
     def _look_up(self, *layers: int) -> None:
         """Find again what a token reads, of these layers or of all."""
-        self.changes += 1
+        self.version = next(_VERSIONS)
         for layer in layers or self.own:
             (keys, values), (own_keys, own_values) = self.prompts[layer], self.own[layer]
             own_keys = own_keys.transpose(1, 2)

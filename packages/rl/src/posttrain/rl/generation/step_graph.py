@@ -37,7 +37,6 @@ class StepGraph:
         self._addresses: tuple[Any, ...] | None = None
         self._replay: Callable[[], Any] | None = None
         self._times = 0
-        self.replayed = 0
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """As that of `DecoderStep`; the logits are overwritten by the next call."""
@@ -51,7 +50,6 @@ class StepGraph:
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
         self._replay()
-        self.replayed += 1
         return self._logits
 
     def _try_to_capture(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> None:
@@ -74,4 +72,4 @@ class StepGraph:
         longest = max(block.longest for block in blocks)
         if turns is None or any(layer.window is not None and longest >= layer.window for layer in self.step.layers):
             return None
-        return len(tokens), len(turns[0]), *((block, block.changes) for block in blocks)
+        return len(tokens), len(turns[0]), *(block.version for block in blocks)

@@ -300,10 +300,10 @@ def count(
         tokens_per_row: tokens with a loss in the rollout that these rows belong to, by its trajectories.
         num_trajectories: that these rows are of; None: each is one.
     """
-    number = float(len(mask) if num_trajectories is None else num_trajectories)
-    rows = torch.full((), number, device=mask.device)  # a tensor of a number would be copied to the device, with a wait
     if average == "tokens":
         return mask.sum().float()
+    number = float(len(mask) if num_trajectories is None else num_trajectories)
+    rows = torch.full((), number, device=mask.device)  # a tensor of a number would be copied to the device, with a wait
     if average == "rollout_tokens":
         return rows * tokens_per_row
     return rows * max_length if average == "constant" else rows

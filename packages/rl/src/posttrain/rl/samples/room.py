@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.core.errors import DataError
+from posttrain.core.models import wrapping
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.samples.samples import Sample
 
@@ -17,8 +18,7 @@ def context_length(config: Any, engine: int | None = None) -> int | None:
     Args:
         engine: the limit of the engine that generates, where it has one of its own.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limits = [getattr(text, "max_position_embeddings", None), engine]
+    limits = [getattr(wrapping.text_config(config), "max_position_embeddings", None), engine]
     return min((limit for limit in limits if limit and limit > 0), default=None)
 
 
