@@ -33,6 +33,7 @@ from posttrain.cli.report.plots import loss_curve
 from posttrain.cli.tools.generate import complete
 from posttrain.core.losses import shift_labels
 from posttrain.lm.attention.segments import without_padding
+from posttrain.lm.attention.varlen_attention import PREFIX
 from posttrain.lm.loading import loading
 from posttrain.lm.loss.lm_head import logps_in_head
 from posttrain.sft import SFTConfig, SFTTrainer
@@ -117,8 +118,10 @@ def measure(trainer: SFTTrainer, rows: Dataset | None = None) -> tuple[list[floa
     Greedy decoding writes an answer exactly if and only if the most probable token at each place is the answer's own.
     """
     model, right, scores, losses = trainer.model.eval(), [], [], []
+    reads_segments = trainer.model.config._attn_implementation.startswith(PREFIX)
     for batch in trainer.get_eval_dataloader(rows):
-        row = without_padding(trainer.prepare_inputs(batch))
+        row = trainer.prepare_inputs(batch)
+        row = without_padding(row) if reads_segments else row
         segments, labels = row.get("segments"), shift_labels(row.pop("labels"))
         with trainer.compute_loss_context_manager(), logps_in_head(model, labels, shifted=True, stats=("correct",)):
             logps, correct = model(**row, use_cache=False).logits.cpu()

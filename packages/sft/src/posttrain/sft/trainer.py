@@ -306,13 +306,11 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             return False
         example = None if self._image_rows is None else self._image_rows.vision.example()
         with self.dist.autocast():  # kernels differ by precision
-            problem = (
-                PADDED if example and not self._packs else varlen_attention.segments_problem(self.model, example, False)
-            )
+            problem = PADDED if example and not self._packs else varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
-        varlen_attention.enable_segments(self.model, example, shared=False)
+        varlen_attention.enable_segments(self.model, example)
         if isinstance(self.data_collator, (SFTCollator, VisionCollator)):
             self.data_collator = dataclasses.replace(self.data_collator, seq_lengths=True)
         return True

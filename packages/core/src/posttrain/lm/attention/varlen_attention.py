@@ -40,7 +40,7 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def enable_segments(model: nn.Module, example: ImageExample | None = None, shared: bool = True) -> None:
+def enable_segments(model: nn.Module, example: ImageExample | None = None) -> None:
     """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
     Registers an attention function with transformers and sets it as ``segments_<previous one>``, of a model that sees
@@ -49,12 +49,12 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None, share
     Raises:
         ValueError: for a problem from `segments_problem`.
     """
-    if problem := segments_problem(model, example, shared):
+    if problem := segments_problem(model, example):
         raise ValueError(problem)
     _set_implementation(text_part(base_model(model)), PREFIX + _underlying(model))
 
 
-def segments_problem(model: nn.Module, example: ImageExample | None = None, shared: bool = True) -> str | None:
+def segments_problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
     """Why `model` cannot compute `Segments` rightly, as a sentence; None if it can.
 
     Tried by two forwards of 27 tokens, without dropout: the logits of packed documents and of completions behind a
@@ -64,7 +64,6 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None, shar
 
     Args:
         example: of a model that sees, what it is tried with instead. Without one, such a model has a problem.
-        shared: prompts that completions share are tried too, for which a GPU compiles a kernel.
     """
     base = base_model(model)
     name = type(base).__name__
@@ -89,14 +88,14 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None, shar
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = device.type, _underlying(model), autocast, shared or example is not None
+    key = device.type, _underlying(model), autocast
     if key not in tried:
         from torch._subclasses.fake_tensor import FakeTensor
 
         if isinstance(next(base.parameters()), FakeTensor):  # of a memory plan, without numbers
             tried[key] = None
         else:
-            tried[key] = _try(unwrap(model), base, _texts(base, shared) if example is None else _prompts(base, example))
+            tried[key] = _try(unwrap(model), base, _texts(base) if example is None else _prompts(base, example))
     return tried[key]
 
 
@@ -113,7 +112,7 @@ def reading_problem(base: PretrainedModel, example: ImageExample | None = None) 
     return None
 
 
-_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None, bool], str | None]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str, torch.dtype | None], str | None]] = WeakKeyDictionary()
 
 
 def _underlying(model: nn.Module) -> str:
@@ -170,8 +169,8 @@ class _Trial:
         return replace(self, row=row, alone=alone)
 
 
-def _texts(base: PretrainedModel, shared: bool) -> _Trial:
-    lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2) if shared else (-1,) * 5
+def _texts(base: PretrainedModel) -> _Trial:
+    lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2)
     row = torch.arange(1, 1 + sum(lengths)).mul(7).remainder(base.config.vocab_size)
     return _Trial.of(parents, {"input_ids": [piece.tolist() for piece in row.split(lengths)]})
 
@@ -197,7 +196,6 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
     name, reader, parameter = type(base).__name__, text_part(base), next(base.parameters())
     before, segments, trial = reader.config._attn_implementation, trial.segments, trial.to(parameter.device)
     alone, lengths = trial.alone["input_ids"], segments.lengths
-    again = alone.is_cuda and reader is base and max(segments.parents) >= 0  # documents, by the kernel of their own
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -206,7 +204,7 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
         if reader.config._attn_implementation == before and not before.startswith(PREFIX):
             return f"{name} does not look its attention up in transformers' AttentionInterface."
         found = _logits_of(model, trial.row, segments)
-        if again:
+        if alone.is_cuda and reader is base:
             sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
             packed = torch.cat([line[:size] for line, size in zip(alone, sizes, strict=True)])
             documents = _logits_of(model, {"input_ids": packed[None]}, Segments.documents(sizes)).float().split(sizes)
@@ -223,7 +221,7 @@ def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
         return f"{name} gives logits for {tuple(found.shape[:1])} of {segments.num_tokens} tokens."
     parts = zip(found.float().split(lengths), expected.float(), segments.offsets, lengths, strict=True)
     wrong = max(float((part - line[at : at + length]).abs().max()) for part, line, at, length in parts)
-    if again:
+    if alone.is_cuda and reader is base:
         gaps = [(part - line[: len(part)]).abs().max() for part, line in zip(documents, expected.float(), strict=True)]
         wrong = max(wrong, float(torch.stack(gaps).max()))
     wrong /= float(expected.abs().max().clamp_min(1e-12))
