@@ -61,6 +61,22 @@ def test_quickstart_fine_tunes_the_pretrained_model(quickstart, model_folder, mo
     assert Path("out/quickstart/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("problem", [None, "it reads whole rows"], ids=["segments", "padding"])
+def test_quickstart_measures_what_an_evaluation_does(problem, quickstart, model_folder, tmp_path, monkeypatch):
+    if problem:
+        monkeypatch.setattr(
+            "posttrain.lm.attention.varlen_attention.segments_problem", lambda *args, **options: problem
+        )
+    words = ["How was it? " + "very " * n for n in range(8)]
+    rows = quickstart.as_turns([{"prompt": text, "completion": "Positive"} for text in words], chats=True)
+    args = quickstart.SFTConfig(
+        str(tmp_path / "out"), per_device_eval_batch_size=4, use_cpu=True, report_to="none", max_length=512
+    )
+    trainer = quickstart.SFTTrainer(model_folder, args, train_dataset=rows, eval_dataset=rows)
+    assert trainer.model.config._attn_implementation == ("sdpa" if problem else "segments_sdpa")
+    assert quickstart.measure(trainer)[2] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+
+
 def test_quickstart_says_that_it_was_cut_short(quickstart, model_folder, monkeypatch, capsys):
     from posttrain.core import TrainerCallback
 
