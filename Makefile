@@ -87,7 +87,8 @@ test-torchao: $(TORCHAO_STAMP) ## Run the tests of torchao's optimizers and type
 	  tests/sft/test_quantized.py -k "adamw_torch_4bit or adamw_torch_8bit or float8 or torchao"
 
 kernels: $(STAMP) $(KERNELS_STAMP) ## Compile the kernels of a step for an A100, an H100 and a B200, without a GPU: 20 minutes.
-	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS):. OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/gpu/test_scores.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS):. OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/gpu/test_scores.py \
+	  tests/gpu/test_decode_kernels.py
 	PYTHONPATH=$(KERNELS):. OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m tests.kernels.report
 
 signatures: $(STAMP) ## Compare calls of packages that need a GPU with their releases, which are downloaded: 100 MB.

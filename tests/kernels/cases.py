@@ -88,6 +88,24 @@ def scores(gpu: AbsentGpu, dtype: str = "bfloat16", softcap: float | None = None
         fused_scores.score(tile, labels, found, TOKEN_STATS, **rule, with_gradient=with_gradient)
 
 
+def decoding(gpu: AbsentGpu, dtype: str = "bfloat16", size: int = 128) -> None:
+    """A token of each row: heads that turn, and what they attend to."""
+    import torch
+
+    from posttrain.rl.generation import decode_kernels
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=getattr(torch, dtype))
+
+    mixed, turns, weight = numbers(4, 6, size), numbers(4, 1, size), numbers(4, size)
+    for one in (weight, None):
+        decode_kernels.turn(mixed, 4, one, 1e-6, turns, turns)
+    parts = mixed.split((2, 2, 2), 1)
+    kept = [tuple(numbers(*shape) for _ in range(2)) for shape in ((2, 2, 300, size), (8, 64, size))]
+    places, owners = torch.arange(8).view(4, 2), torch.tensor([0, 0, 1, 1])
+    decode_kernels.attend(*parts, *kept, places, owners, torch.tensor([300, 200]), torch.tensor([5]), 0.1)
+
+
 CASES: dict[str, Callable[[AbsentGpu], None]] = {
     **{f"flex-{size}": partial(flex, size=size) for size in (64, 128, 256)},
     **{f"flex-{size}-window": partial(flex, size=size, window=100) for size in (64, 128, 256)},
@@ -101,6 +119,8 @@ CASES: dict[str, Callable[[AbsentGpu], None]] = {
     "flex-128-evaluated": partial(flex, size=128, trained=False),
     "scores": scores,
     "scores-softcap-float32": partial(scores, dtype="float32", softcap=30.0),
+    **{f"decoding-{size}": partial(decoding, size=size) for size in (64, 128, 256)},
+    "decoding-128-float32": partial(decoding, dtype="float32"),
     **{f"layers-{family}": partial(layers, family=family) for family in ("qwen3", "llama", "gemma2")},
     **{f"liger-{family}": partial(liger, family=family) for family in ("qwen3", "llama", "gemma2")},
 }

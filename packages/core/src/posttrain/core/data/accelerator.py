@@ -5,6 +5,8 @@ What one kind alone can do is named here; all else goes through `torch.accelerat
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,17 @@ def computes_bfloat16() -> bool:
 def capability() -> tuple[int, int] | None:
     """The compute capability of a CUDA device, such as (9, 0); None without one."""
     return torch.cuda.get_device_capability() if gpu() == CUDA else None
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether kernels of our own run on `tensor`: it lies on a CUDA device, where Triton is."""
+    is_plain = type(tensor) is torch.Tensor  # and holds numbers, which that of a memory plan does not
+    return is_plain and tensor.is_cuda and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def for_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import MethodType
 from typing import Any
 
 import torch
@@ -138,7 +139,20 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
     elif train_parts is not None:
         parts.freeze_others(model, train_parts)
     check_trainable(model)
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "_cast_input_dtype"):
+            module._cast_input_dtype = MethodType(_cast_outside_of_autocast, module)
     return model
+
+
+def _cast_outside_of_autocast(layer: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a layer of LoRA reads: `x` itself where autocast casts it for each product anyhow, as in peft's 4-bit layers.
+
+    Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.
+    """
+    if layer.lora_variant or x is None or not torch.is_autocast_enabled(x.device.type):
+        return type(layer)._cast_input_dtype(layer, x, dtype)
+    return x
 
 
 def _describes_adapter_of(model: Any, peft_config: Any, train_parts: str | None) -> bool:

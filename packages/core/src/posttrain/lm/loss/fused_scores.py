@@ -13,11 +13,12 @@ float32.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from posttrain.core.data import accelerator
 
 #: Logits of a row that a program reads at a time.
 WIDTH = 4096
@@ -28,13 +29,7 @@ def can_score(tile: torch.Tensor) -> bool:
 
     Not in float16, whose gradients are weighted before they are rounded, so that they do not vanish.
     """
-    is_plain = type(tile) is torch.Tensor  # and holds numbers, which that of a memory plan does not
-    return is_plain and tile.is_cuda and tile.dtype in (torch.bfloat16, torch.float32) and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return tile.dtype in (torch.bfloat16, torch.float32) and accelerator.has_kernels(tile)
 
 
 def score(

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from posttrain.core.data import accelerator
 from posttrain.core.models.wrapping import PretrainedModel, base_model
 from posttrain.lm.attention.padding_masks import has_other_hooks
 from posttrain.lm.attention.varlen_attention import layer_window
+from posttrain.rl.generation import decode_kernels
 from posttrain.rl.generation.transformers import FIXED_ROPE
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None"], torch.Tensor]
@@ -134,9 +137,12 @@ class DecoderStep:
         for number, layer in enumerate(self.layers):
             mixed = layer.qkv(self._normalised(x, layer.before_attention)).view(len(tokens), -1, self.size)
             turning, values = mixed.split((turned, self.groups), 1)
-            if layer.of_heads is not None:
-                turning = self._normalised(turning, layer.of_heads)
-            turning = torch.addcmul(turning * cosine, turning.roll(self.size // 2, -1), sine)
+            if accelerator.has_kernels(mixed) and cosine.shape[-1] == self.size:
+                turning = decode_kernels.turn(mixed, turned, layer.of_heads, self.eps, cosine, sine)
+            else:
+                if layer.of_heads is not None:
+                    turning = self._normalised(turning, layer.of_heads)
+                turning = torch.addcmul(turning * cosine, turning.roll(self.size // 2, -1), sine)
             queries, keys = turning.split((self.heads, self.groups), 1)
             x = layer.out.added(x, attend(number, queries, keys, values, layer.scale, layer.window))
             gate, up = layer.gate_up(self._normalised(x, layer.before_mlp)).chunk(2, -1)
@@ -154,6 +160,8 @@ class DecoderStep:
         return [cosine, sine * self.sign.to(self.dtype)]
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if x.is_cuda and x.ndim == 2:  # one kernel, which elsewhere is as many operations as these
+            return functional.rms_norm(x, x.shape[-1:], weight, self.eps).to(self.dtype)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         found = x * torch.addcmul(self.constant, length, length, value=1 / x.shape[-1]).rsqrt_()
         if weight is not None:  # the product rounds to the type of x first, as the modules have it

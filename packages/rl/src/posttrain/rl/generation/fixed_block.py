@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.core.data.host_copies import send
+from posttrain.rl.generation import decode_kernels
 from posttrain.rl.generation.block import SLOTS, Block, copy_numbers
 
 _VERSIONS = itertools.count()
@@ -147,12 +149,15 @@ class FixedBlock(Block):
         rows, groups, _ = key.shape
         grid, cache = self._grids[groups], self._views[layer]
         own_keys, own_values = self.own[layer]
+        is_ruled = bool(softcap) or sinks is not None or (window is not None and self.longest >= window)
+        if not is_ruled and accelerator.has_kernels(query):
+            rule = grid.places, self.owners, self.lengths, self._written, scale
+            return decode_kernels.attend(query, key, value, self.prompts[layer], self.own[layer], *rule).flatten(1)
         own_keys.index_put_((grid.places, self._written), key)
         own_values.index_put_((grid.places, self._written), value)
         query = query.unflatten(1, (groups, -1))[grid.rows, grid.groups]  # (B, H / G, D)
         by_prompt = query.view(len(cache.keys), -1, query.shape[-1])
         # Where a rule changes the scores, what is hidden is hidden afterwards.
-        is_ruled = bool(softcap) or sinks is not None or (window is not None and self.longest >= window)
         read_beta, own_beta = (0, 0) if is_ruled else (int(self.is_ragged), 1)
         read = torch.baddbmm(grid.padding, by_prompt, cache.keys, beta=read_beta, alpha=scale)
         own = torch.baddbmm(self._unwritten, query, cache.own_keys, beta=own_beta, alpha=scale)

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LASTS = 32
+"""Tokens for which a graph is worth capturing."""
+
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], Any], torch.Tensor]]
 
 
 class StepGraph:
-    """A `DecoderStep` that is called as it is while its addresses are new, and replayed from the third token on.
+    """A `DecoderStep` that is called as it is for two tokens of new addresses, then replayed; at once after a graph that
+    lasted.
 
     Args:
         capture: ``work -> (replay, result)``; None: that of CUDA.
@@ -36,15 +40,17 @@ class StepGraph:
         self._capture: Capture | None = capture or accelerator.CaptureGraphs()
         self._addresses: tuple[Any, ...] | None = None
         self._replay: Callable[[], Any] | None = None
-        self._times = 0
+        self._times, self._first = 0, 2
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """As that of `DecoderStep`; the logits are overwritten by the next call."""
         if (addresses := self._now(tokens)) != self._addresses:
+            # A capture for a few tokens costs more than it saves; a graph that lasted has compiled all its kernels.
+            self._first = 0 if self._times >= LASTS and self._replay is not None else 2
             self._addresses, self._replay, self._times = addresses, None, 0
-        self._times += 1
-        if self._replay is None and self._times == 3:  # a capture for fewer costs more than it saves
+        if self._replay is None and self._times == self._first:
             self._try_to_capture(tokens, positions, attend)
+        self._times += 1
         if addresses is None or self._replay is None:
             return self.step(tokens, positions, attend)
         self._tokens.copy_(tokens)
