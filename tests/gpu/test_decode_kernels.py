@@ -25,7 +25,7 @@ if torch.cuda.is_available():
     DTYPES.append(torch.bfloat16)  # whose products Triton's interpreter takes for those of whole numbers
 
 
-@pytest.mark.parametrize("groups, share, size", [(2, 2, 16), (1, 3, 20), (3, 1, 64)])
+@pytest.mark.parametrize(("groups", "share", "size"), [(2, 2, 16), (1, 3, 20), (3, 1, 64)])
 @pytest.mark.parametrize("lengths", [(70, 70), (5, 90, 33)], ids=["equal", "ragged"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_token_attends_as_by_torchs_operations(dtype, lengths, groups, share, size, device, monkeypatch):

@@ -146,7 +146,7 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
 
 
 def _cast_outside_of_autocast(layer: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a layer of LoRA reads: `x` itself where autocast casts it for each product anyhow, as in peft's 4-bit layers.
+    """What a layer of LoRA reads: `x` itself where autocast casts it for each product, as in peft's 4-bit layers.
 
     Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.
     """

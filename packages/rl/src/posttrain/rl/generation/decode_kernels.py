@@ -14,6 +14,7 @@ import torch
 
 #: Bytes of keys that a program reads at a time: small cards have 99 KiB of shared memory for three of these, twice.
 BYTES = 2**14
+WARPS, STAGES = 4, 3
 
 
 def attend(
@@ -65,7 +66,9 @@ def attend(
         KEY=max(16, _power(size)),
         VALUE_SIZE=value_size,
         VALUE=max(16, _power(value_size)),
-        WIDTH=min(64, BYTES // (_power(max(size, value_size)) * query.element_size())),
+        WIDTH=max(16, min(BYTES // 256, BYTES // (_power(max(size, value_size)) * query.element_size()))),
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     return out
 

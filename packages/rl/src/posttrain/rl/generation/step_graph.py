@@ -28,8 +28,9 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], Any], torch.
 
 
 class StepGraph:
-    """A `DecoderStep` that is called as it is for two tokens of new addresses, then replayed; at once after a graph that
-    lasted.
+    """A `DecoderStep` that is called as it is for two tokens of new addresses, and replayed from then on.
+
+    After a graph that lasted it is replayed from the first.
 
     Args:
         capture: ``work -> (replay, result)``; None: that of CUDA.
