@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.checkpoint import weights
 from posttrain.core.errors import CheckpointError
@@ -29,6 +30,37 @@ def test_an_adapter_trains_alone():
     model(input_ids=ids, labels=labels).loss.backward()
     trained = gradients(model)
     assert trained and all("lora_" in name for name in trained)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies to another type."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_dropout": 0.2}, {"use_dora": True}], ids=["plain", "dropout", "dora"])
+def test_under_autocast_a_layer_reads_its_input_as_it_is_with_the_same_gradients(more):
+    ids, labels = batch()
+    found = []
+    for leaves_casts in (False, True):
+        torch.manual_seed(0)
+        model = adapters.add_adapter(tiny.causal_lm().to(torch.bfloat16), peft.LoraConfig(**LORA | more))
+        if leaves_casts:
+            model = adapters.set_trained(model, None, None)
+        torch.manual_seed(1)
+        with Copies() as copies, torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=labels).loss.backward()
+        found.append((gradients(model), copies.number))
+    (expected, before), (ours, after) = found
+    assert all(torch.equal(expected[name], ours[name]) for name in expected)
+    assert any(gradient.any() for name, gradient in ours.items() if "lora_A" in name)
+    assert after < before if "use_dora" not in more else after == before
+    # Without autocast the input is brought to the adapter's type, as before.
+    assert torch.isfinite(model(input_ids=ids).logits).all()
 
 
 def test_a_second_adapter_is_refused_and_so_is_what_is_none():

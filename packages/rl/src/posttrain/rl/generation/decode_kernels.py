@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 #: Bytes of keys that a program reads at a time: small cards have 99 KiB of shared memory for three of these, twice.
-BYTES = 2**14
-WARPS, STAGES = 4, 3
+BYTES = 2**13
+WARPS, STAGES = 2, 3
 
 
 def attend(
