@@ -43,6 +43,23 @@ def test_completions_are_those_of_the_cpu_and_few_tokens_are_waited_for():
     assert short <= 20  # to begin and to end a rollout
 
 
+def test_completions_that_end_together_are_read_together_where_each_is_taken_as_it_ends():
+    counts = []
+    with EmulatedCuda() as gpu:
+        made = LocalGenerator(tiny.tokenizer())
+        made.sync_weights(tiny.causal_lm().to("cuda"))
+        made.generate(PROMPTS[:1], 1, Sampling(2))  # tries the model
+        for copies in (1, 6):
+            before = len(gpu.waits)
+            with made.steps() as steps:
+                call, taken = steps.add(PROMPTS, copies, Sampling(5), range(3 * copies)), []
+                while steps:
+                    taken += [call.completion(row) for _, rows in steps.step() for row in rows]
+            assert len(taken) == 3 * copies and all(len(one.ids[0]) == 5 for one in taken)
+            counts.append(len(gpu.waits) - before)
+    assert counts[0] == counts[1], counts
+
+
 def test_a_bounded_cache_is_within_its_bytes_and_writes_what_the_cpu_writes(monkeypatch):
     """Rows leave and others come, and the cache grows beyond 64 tokens."""
     prompts, sampling = [PROMPTS[i % 3] for i in range(6)], Sampling(70, eos_token_ids=tuple(range(60, 63)))

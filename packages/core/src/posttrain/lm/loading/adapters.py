@@ -140,7 +140,7 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
         parts.freeze_others(model, train_parts)
     check_trainable(model)
     for module in model.modules():
-        if hasattr(module, "lora_A") and hasattr(module, "_cast_input_dtype"):
+        if hasattr(module, "lora_A"):
             module._cast_input_dtype = MethodType(_cast_outside_of_autocast, module)
     return model
 

@@ -203,6 +203,8 @@ class Call:
         self.rows: list[list[int]] = []
         self.looked: list[int] = []
         self._ended: list[int] = []
+        self._unread: list[int] = []  # of the ended; _read has the tokens and log-probabilities of others
+        self._read: dict[int, tuple[list[Any], ...]] = {}
         self._place()
 
     def completions(self) -> Completions:
@@ -215,10 +217,19 @@ class Call:
 
     def completion(self, row: int) -> Completions:
         """One of them that has ended."""
-        length = self.lengths[row]
-        logps = [self.logps[row, :length].tolist()]
-        check_logps(logps)
-        return Completions([self.tokens[row, :length].tolist()], logps, [self.finished[row]], self.is_exact)
+        self._read_ended()
+        tokens, logps = self._read.pop(row)
+        check_logps([logps])
+        return Completions([tokens], [logps], [self.finished[row]], self.is_exact)
+
+    def _read_ended(self) -> None:
+        """Read what has ended since, all at once: each reading waits for the device."""
+        if self._unread:
+            index = send(torch.tensor(self._unread), self.device)
+            tokens, logps = self.tokens[index].tolist(), self.logps[index].tolist()
+            for row, *parts in zip(self._unread, tokens, logps, strict=True):
+                self._read[row] = tuple(part[: self.lengths[row]] for part in parts)
+            self._unread = []
 
     def take_ended(self) -> list[int]:
         """The completions that have ended since this was last asked."""
@@ -274,10 +285,11 @@ class Call:
             self.looked[place] = written
             if len(left) < len(rows):
                 going = {*left}
-                for i, row in enumerate(rows):
-                    if i not in going:
-                        self._ended.append(row)
-                        self._keep(block, i, row)
+                ended = {i: row for i, row in enumerate(rows) if i not in going}
+                self._ended += ended.values()
+                self._unread += ended.values()
+                if self.texts is not None:
+                    self._keep(self.texts, block, ended)
                 order, changed = block.keep(left), True
                 self.rows[place] = [rows[i] for i in order]
         if changed:
@@ -286,12 +298,14 @@ class Call:
             self.rows, self.looked = [self.rows[i] for i in places], [self.looked[i] for i in places]
             self._place()
 
-    def _keep(self, block: Block, place: int, row: int) -> None:
-        """Keep what completion `row`, at this `place` of `block`, has read."""
-        if self.texts is not None and self.most[row]:  # else no one waits for it
-            step = min(block.step, self.lengths[row])
-            read = (*self.prompts[row // self.n], *self.tokens[row, :step].tolist())
-            self.texts[read] = block.text(place, step)
+    def _keep(self, texts: dict[tuple[int, ...], Text], block: Block, ended: dict[int, int]) -> None:
+        """Keep in `texts` what completions that have ended, by their places in `block`, have read."""
+        self._read_ended()
+        for place, row in ended.items():
+            if self.most[row]:  # else no one waits for it
+                step = min(block.step, self.lengths[row])
+                read = (*self.prompts[row // self.n], *self._read[row][0][:step])
+                texts[read] = block.text(place, step)
 
     def _place(self) -> None:
         index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
