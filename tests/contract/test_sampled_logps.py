@@ -147,7 +147,7 @@ WARPS = {
     "bad words": {"bad_words_ids": [[token] for token in range(40, 200)]},
     "n-grams": {"no_repeat_ngram_size": 1},
     "at least": {"min_new_tokens": 6},
-    "bias": {"sequence_bias": [[[token], 5.0] for token in range(20)]},
+    "bias": {"sequence_bias": [[[token], 5.0] for token in range(1, 20)]},
     "repetition": {"repetition_penalty": 1.8},
     "temperature": {"temperature": 0.5},
     "filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.01},

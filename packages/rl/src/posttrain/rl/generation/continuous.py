@@ -66,16 +66,19 @@ class ContinuousGenerator:
             ValueError: continuous batching does not support a setting in `sampling`.
             RuntimeError: not every completion came back.
         """
-        from transformers import ContinuousBatchingConfig, GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig, __version__
 
         if problem := sampling_problem(sampling):
             raise ValueError(problem)
         draws = sampling.temperature > 0
         copies = n if draws else 1
+        asked, of_each = prompts, copies
+        if __version__.startswith("5.17."):  # of several completions of a prompt it hands back one
+            asked, of_each = [prompt for prompt in prompts for _ in range(copies)], 1
         config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=draws,
-            num_return_sequences=copies,
+            num_return_sequences=of_each,
             temperature=sampling.temperature if draws else 1.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -87,20 +90,20 @@ class ContinuousGenerator:
         base = base_model(model)
         devices = [p.device for p in list(base.parameters())[:1] if accelerator.has_memory(p.device)]
         kind = devices[0].type if devices else "cpu"
-        limits = {} if devices else cache_limits(prompts, copies, sampling.max_new_tokens, self.settings)
+        limits = {} if devices else cache_limits(asked, of_each, sampling.max_new_tokens, self.settings)
         options: dict[str, Any] = {"seed": seed} | limits | self.settings
         settings = ContinuousBatchingConfig(**options)
         # It seeds and draws from the generators that training draws its dropout from.
         with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices, device_type=kind):
             done = base.generate_batch(
-                [list(prompt) for prompt in prompts],
+                [list(prompt) for prompt in asked],
                 generation_config=config,
                 continuous_batching_config=settings,
                 progress_bar=False,
             )
         results = list(done.values())
         if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
-            said = next((result.error for result in results if result.error is not None), "its thread has ended")
+            said = next((result.error for result in results if result.error is not None), "nothing is said of the others")
             raise RuntimeError(
                 f"transformers' continuous batching returned {len(results)} of {len(prompts) * copies} completions: "
                 f"{said}. Set transformers_continuous_batching_config, for example max_memory_percent, or leave "
