@@ -9,7 +9,6 @@ from importlib import metadata
 import datasets
 import psutil
 import pytest
-import torch
 
 from posttrain.cli.report import run_record
 from posttrain.core import Trainer, TrainingArguments

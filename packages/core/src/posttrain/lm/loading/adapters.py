@@ -139,13 +139,13 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
     elif train_parts is not None:
         parts.freeze_others(model, train_parts)
     check_trainable(model)
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module._cast_input_dtype = MethodType(_cast_outside_of_autocast, module)
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer._cast_input_dtype = MethodType(_cast_outside_of_autocast, layer)
     return model
 
 
-def _cast_outside_of_autocast(layer: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_outside_of_autocast(layer: Any, x: Any, dtype: torch.dtype) -> Any:
     """What a layer of LoRA reads: `x` itself where autocast casts it for each product, as in peft's 4-bit layers.
 
     Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.

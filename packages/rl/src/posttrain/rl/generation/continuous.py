@@ -103,7 +103,7 @@ class ContinuousGenerator:
             )
         results = list(done.values())
         if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
-            said = next((result.error for result in results if result.error is not None), "nothing is said of the others")
+            said = next((result.error for result in results if result.error is not None), "no error is known")
             raise RuntimeError(
                 f"transformers' continuous batching returned {len(results)} of {len(prompts) * copies} completions: "
                 f"{said}. Set transformers_continuous_batching_config, for example max_memory_percent, or leave "
