@@ -63,7 +63,8 @@ def test_names_and_defaults_are_those_of_transformers():
     theirs = {field.name: default_of(field) for field in dataclasses.fields(Theirs)}
     ours = {field.name: default_of(field) for field in dataclasses.fields(TrainingArguments)}
     assert set(theirs) - set(ours) - TO_COME == set()
-    assert set(ours) - set(theirs) == OURS
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # than transformers 5.17
+    assert set(ours) - set(theirs) - newer == OURS
     expected = theirs | {name: default for name, (default, _) in MEANT.items()}
     assert {n: d for n, d in ours.items() if n in theirs and d != expected[n]} == {}
 
