@@ -10,6 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.lm.images.image_positions import SeenPrompt
+from posttrain.lm.loading.loading import obey_softcap
 from posttrain.lm.loss import lm_head
 from posttrain.rl.generation import Sampling, local, local_steps
 from posttrain.rl.generation.decoder_step import DecoderStep
@@ -47,6 +48,7 @@ def make(arch="qwen3", max_rows=256, **overrides):
     name, size = MODELS[arch]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**(size | overrides)))
+    obey_softcap(model)
     made = LocalGenerator(tiny.tokenizer(), max_rows)
     made.sync_weights(model.eval())
     return made, model

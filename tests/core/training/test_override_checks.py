@@ -54,6 +54,7 @@ def test_no_trainer_of_ours_has_a_method_of_the_list(trainer):
     assert {name for name in override_checks.INSTEAD if hasattr(trainer, name)} == CALLED_BY_SCRIPTS
 
 
+@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="compares with transformers 5.23")
 def test_every_method_of_the_list_is_one_of_transformers():
     theirs = dict(inspect.getmembers(transformers.Trainer))
     assert {name for name in override_checks.INSTEAD if name not in theirs} == OF_TRANSFORMERS_4 | {"gather_function"}

@@ -75,3 +75,21 @@ def test_a_tokenizer_is_found_beside_the_model(saved):
 def test_a_model_from_nowhere_asks_for_its_tokenizer():
     with pytest.raises(ValueError, match="Pass processing_class"):
         loading.load_tokenizer(tiny.causal_lm())
+
+
+def test_attention_that_ignores_a_bound_on_scores_is_not_trained_with(tmp_path, caplog):
+    import transformers
+
+    from posttrain.sft import SFTConfig, SFTTrainer
+
+    config = dict(vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    config |= dict(num_key_value_heads=2, head_dim=8, attn_logit_softcapping=0.1, initializer_range=1.0)
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**config)).eval()
+    ids = torch.arange(4, 30).unsqueeze(0)
+    model.set_attn_implementation("eager")
+    expected = model(input_ids=ids).logits
+    model.config._attn_implementation = "sdpa"  # which transformers 5.17 chooses by itself
+    args = SFTConfig(str(tmp_path), report_to="none", use_cpu=True, max_length=32)
+    trainer = SFTTrainer(model, args, train_dataset=[{"text": "one"}], processing_class=tiny.tokenizer())
+    assert "eager attention now" in caplog.text and "attn_logit_softcapping=0.1" in caplog.text
+    assert torch.equal(trainer.model.eval()(input_ids=ids).logits, expected)

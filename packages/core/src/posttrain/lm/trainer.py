@@ -125,6 +125,7 @@ class LanguageModelTrainer(Trainer):
             options = (quantization_config, args.trust_remote_code, self._auto_classes[0])
             model = loading.load_causal_lm(model, kwargs, *options)
         self.check_model(model)
+        loading.obey_softcap(model)
         if tokenizer is None:
             tokenizer = loading.load_tokenizer(model, args.trust_remote_code, self._auto_classes[1])
         tokenizer = self.set_tokens(tokenizer, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,12 @@ from torch import nn
 from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
+from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import base_name, unwrap
+from posttrain.core.models.wrapping import base_model, base_name, unwrap
 from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, to_one_type
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -83,8 +87,29 @@ def load_causal_lm(
             name = whole_class(_config(path, kwargs), auto_class, path)
         loader: Any = getattr(transformers, name) if isinstance(name, str) else name
         model = loader.from_pretrained(path, **kwargs)
+    obey_softcap(model)
     stored_otherwise = getattr(_config(path, kwargs), "quantization_config", None) is not None
     return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
+
+
+def obey_softcap(model: nn.Module) -> None:
+    """Give `model` eager attention where its config bounds the scores, and torch's attention would not.
+
+    So it is with Gemma 2 in transformers 5.17, which chooses torch's attention for it; later ones do not.
+    """
+    base = base_model(model)
+    if wrapping.config_of(base) is None or not hasattr(base, "set_attn_implementation"):
+        return
+    reader = wrapping.text_part(base)
+    softcap = vars(reader.config).get("attn_logit_softcapping")
+    if softcap and reader.config._attn_implementation == "sdpa":
+        logger.warning(
+            "%s has eager attention now: its config bounds attention scores (attn_logit_softcapping=%s), and "
+            "attn_implementation='sdpa' leaves them as they are.",
+            type(reader).__name__,
+            softcap,
+        )
+        reader.set_attn_implementation("eager")
 
 
 def whole_class(config: Any, auto_class: str, name_or_path: str) -> str:

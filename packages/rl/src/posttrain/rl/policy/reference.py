@@ -26,6 +26,7 @@ from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models import wrapping
 from posttrain.lm.images import blank_images
+from posttrain.lm.loading.loading import obey_softcap
 
 ADAPTER = "reference"
 
@@ -86,6 +87,7 @@ class FrozenReference:
 
     def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False, another: str = "") -> None:
         self.another = another or ANOTHER
+        obey_softcap(model)
         self.model, self.moves, self.is_copy = model.requires_grad_(False).eval(), moves, is_copy
         self._state = None if moves else _state(self.weights(), moves)
 
