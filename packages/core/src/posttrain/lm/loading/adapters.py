@@ -139,8 +139,8 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
     elif train_parts is not None:
         parts.freeze_others(model, train_parts)
     check_trainable(model)
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
-    for layer in layers:
+    for name in [name for name, _ in model.named_modules() if name.endswith(".lora_A")]:
+        layer: Any = model.get_submodule(name.removesuffix(".lora_A"))
         layer._cast_input_dtype = MethodType(_cast_outside_of_autocast, layer)
     return model
 
