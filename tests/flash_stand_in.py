@@ -64,8 +64,10 @@ def stand_in_for_flash_attention(monkeypatch, any_dtype: bool = False) -> list[t
     functions = flash, varlen, None, found._pad_input, found._unpad_input
     process = found._lazy_define_process_function(varlen)
 
+    is_new = hasattr(found, "_process_with_kvcache_kwargs_fn")  # transformers 5.17 has one function to process
+
     def lazy_import(*args, **kwargs):
-        return functions, (process, dict)
+        return functions, (process, dict) if is_new else process
 
     monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lazy_import)
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lazy_import)
