@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from types import MethodType
 from typing import Any
 
 import torch
@@ -139,20 +138,20 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
     elif train_parts is not None:
         parts.freeze_others(model, train_parts)
     check_trainable(model)
-    for name in [name for name, _ in model.named_modules() if name.endswith(".lora_A")]:
+    names = [name for name, _ in model.named_modules() if name.endswith(".lora_A")]
+    for name in names if is_peft_model(model) else ():
         layer: Any = model.get_submodule(name.removesuffix(".lora_A"))
-        layer._cast_input_dtype = MethodType(_cast_outside_of_autocast, layer)
+        if not layer.lora_variant:
+            layer._cast_input_dtype = _cast_outside_of_autocast
     return model
 
 
-def _cast_outside_of_autocast(layer: Any, x: Any, dtype: torch.dtype) -> Any:
+def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a layer of LoRA reads: `x` itself where autocast casts it for each product, as in peft's 4-bit layers.
 
     Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.
     """
-    if layer.lora_variant or x is None or not torch.is_autocast_enabled(x.device.type):
-        return type(layer)._cast_input_dtype(layer, x, dtype)
-    return x
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def _describes_adapter_of(model: Any, peft_config: Any, train_parts: str | None) -> bool:
