@@ -102,13 +102,17 @@ def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys)
     assert main(["bench", "sft", "run.yaml", "--bench_steps", "2", "--bench_warmup", "1"]) == 0
     out = capsys.readouterr().out
     assert "2 optimizer steps after 1: median" in out
-    found = {title: re.search(rf"  {title} +([\d.,e+]+) \(", out) for title in ("seconds of an optimizer step",
-             "tokens per second", "peak host memory, MiB", "seconds of forward", "seconds of backward")}  # fmt: skip
-    numbers = {title: float(match[1].replace(",", "")) for title, match in found.items()}
-    both = numbers["seconds of forward"] + numbers["seconds of backward"]
-    assert 0 < both <= numbers["seconds of an optimizer step"]
-    # Two rows of 48 tokens at most, padding left out.
-    assert numbers["tokens per second"] * numbers["seconds of an optimizer step"] <= 2 * 96
+    number = r"([\d.,e+-]+)"
+    numbers = {}  # median, least and most
+    for title in ("seconds of an optimizer step", "tokens per second", "peak host memory, MiB", "seconds of forward",
+                  "seconds of backward"):  # fmt: skip
+        found = re.search(rf"  {title} +{number} \({number} to {number}\)", out)
+        numbers[title] = [float(part.replace(",", "")) for part in found.groups()]
+    both = numbers["seconds of forward"][0] + numbers["seconds of backward"][0]
+    assert 0 < both <= numbers["seconds of an optimizer step"][0] * 1.001
+    # A step has two rows of 48 tokens at most, and four digits are printed. Medians would not do: the shortest step,
+    # and not the usual one, sets the greatest speed.
+    assert numbers["tokens per second"][2] * numbers["seconds of an optimizer step"][1] <= 2 * 96 * 1.001
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert main(["bench", "sft", "run.yaml", "--bench_steps", "few"]) == 2
     assert "--bench_steps few must be a number" in capsys.readouterr().err
