@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import threading
+import warnings
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from posttrain.rl import (
     DistillationTrainer,
     GKDConfig,
     GKDTrainer,
+    IWOPDConfig,
     IWOPDTrainer,
     ServerDistillationConfig,
     ServerDistillationTrainer,
@@ -270,6 +272,22 @@ def test_iw_opd_takes_the_divergence_under_trls_name(tmp_path):
     plain = make(tmp_path, DistillationTrainer, beta=0.5, disable_dropout=True)
     plain.train()
     assert run.args.distillation_objective == "jsd" and logged(run, "loss") == logged(plain, "loss")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_arguments_of_a_teachers_server_are_warned_of_where_there_is_none(tmp_path):
+    either = "has no effect without teacher_model_server_url or teacher_server_urls"
+    with pytest.warns(UserWarning, match=f"loss_top_k=5 {either}; loss_add_tail=False {either}"):
+        DistillationConfig(str(tmp_path), loss_top_k=5, loss_add_tail=False)
+    here = {"temperature": 1.0, "loss_top_k": 5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        DistillationConfig(str(tmp_path), teacher_model_server_url="http://host:1", **here)
+        DistillationConfig(str(tmp_path), teacher_server_urls={"a": "http://host:1"}, **here)
+    with pytest.raises(ConfigError, match="loss_top_k=0 compares the whole vocabulary, and a server tells some"):
+        DistillationConfig(str(tmp_path), teacher_model_server_url="http://host:1", temperature=1.0, loss_top_k=0)
+    with pytest.raises(ConfigError, match="use_teacher_server=True names no server; set teacher_model_server_url"):
+        IWOPDConfig(str(tmp_path), use_teacher_server=True)
 
 
 # ------------------------------------------------------------------------------------------------- other tokenizers

@@ -133,12 +133,18 @@ def test_a_stream_of_prompts_is_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "says"), [
-    ([{"question": "a"}] * 2, "no column 'prompt'.*question"), (ROWS[:1], "has 1 prompts and one rollout needs 2"),
-    ([], "no rows"),
+    ([{"question": "a"}] * 2, "no column 'prompt'.*question"), ([], "no rows"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_trained_on_are_refused_at_once(tmp_path, rows, says):
     with pytest.raises(DataError, match=f"(?s){says}"):
         trainer(tmp_path, rows=rows, gradient_accumulation_steps=2)
+
+
+def test_too_few_prompts_for_a_rollout_are_evaluated_and_not_trained_on(tmp_path):
+    run = trainer(tmp_path, rows=ROWS[:1], eval_rows=ROWS[:1], gradient_accumulation_steps=2)
+    assert "eval_reward" in run.evaluate()
+    with pytest.raises(DataError, match="has 1 prompts and one rollout needs 2"):
+        run.train()
 
 
 def test_images_need_a_processor(tmp_path):
@@ -431,7 +437,7 @@ def test_a_prompt_that_leaves_no_room_is_told_or_dropped_before_the_first_step(k
     assert len(kept.train_dataset) == len(kept.eval_dataset["dev"]) == 9
     assert "train_dataset: 1 of 10 prompts" in caplog.text and "dev: 1 of 10 prompts" in caplog.text
     with pytest.raises(DataError, match="has 9 prompts and one rollout needs 10"):
-        trainer(tmp_path, rows=rows, long_prompts="drop", per_device_train_batch_size=40)
+        trainer(tmp_path, rows=rows, long_prompts="drop", per_device_train_batch_size=40).train()
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer, ReinforcePlusPlusTrainer, OnlineDPOTrainer, GKDTrainer])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.lm.loss.distillation import TopK
 from posttrain.rl import SDFTConfig, SDFTTrainer, SDPOConfig, SDPOTrainer
@@ -96,8 +97,56 @@ def test_what_is_wrong_is_said(tmp_path):
         SDFTConfig(str(tmp_path), distillation_mode="sampled_token")
     with pytest.raises(ConfigError, match=r"has no \{privileged_context\}; add it"):
         SDFTConfig(str(tmp_path), teacher_prompt_template="{prompt}")
-    with pytest.raises(DataError, match="row 0 has no privileged_context"):
-        trainer(tmp_path, data=text_rows(9))
+    some = [*rows(3), {"prompt": "a", "privileged_context": None}, *rows(4), *text_rows(1)]
+    with pytest.raises(DataError, match=r"train_dataset: privileged_context is null or absent \(rows 3, 8\)"):
+        trainer(tmp_path, data=some).train()
+    good = trainer(tmp_path)
+    good.eval_dataset = {"dev": some}
+    with pytest.raises(DataError, match=r"dev: privileged_context is null or absent \(rows 3, 8\)"):
+        good.train()
+
+
+class Seen(TrainerCallback):
+    """The values that the events of self-distillation, as trl has them, are called with."""
+
+    def __init__(self):
+        self.prompts, self.contexts, self.batches, self.built = [], [], [], []
+
+    def on_generation_prompts_selected(self, args, state, control, generation_prompts=None, **others):
+        self.prompts.append(generation_prompts)
+
+    def on_teacher_context_built(self, args, state, control, **facts):
+        self.contexts.append(facts)
+
+    def on_self_distillation_batch_prepared(self, args, state, control, **facts):
+        self.batches.append(facts)
+
+    def on_generation_batch_built(self, args, state, control, generate_every=None, steps_per_generation=None, **others):
+        self.built.append((generate_every, steps_per_generation))
+
+
+@pytest.mark.parametrize("kind", [SDFTTrainer, SDPOTrainer])
+def test_callbacks_see_what_the_teacher_reads(kind, tmp_path):
+    special = {"generate_from_teacher": True} if kind is SDFTTrainer else {"include_environment_feedback": True}
+    run, seen = trainer(tmp_path, kind=kind, steps_per_generation=2, max_steps=4, **special), Seen()
+    run.add_callback(seen)
+    run.train()
+    assert seen.built == [(2, 2)] * 2 and len(seen.prompts) == len(seen.batches) == 2
+    from_teacher = ["the answer" in prompt for prompts in seen.prompts for prompt in prompts]
+    assert all(from_teacher) if kind is SDFTTrainer else not any(from_teacher)
+    for facts in (*seen.contexts, *seen.batches):
+        ids, mask, completion = facts["teacher_input_ids"], facts["teacher_attention_mask"], facts["completion_mask"]
+        width = completion.shape[1]
+        assert torch.equal(mask[:, -width:], completion) and torch.equal(ids[:, -width:], facts["completion_ids"])
+        for row, real, own, shown in zip(ids, mask, facts["prompt_ids"], facts["prompt_mask"], strict=True):
+            text = facts["processing_class"].decode(row[real.bool()])
+            assert "the answer" in text and "the answer" not in facts["processing_class"].decode(own[shown.bool()])
+        assert facts["self_distillation_mask"].tolist() == [1.0] * len(ids)
+        # Two optimizer steps learn from one rollout; of completions of the teacher's prompt there is no ratio.
+        assert (facts["old_per_token_logps"] is None) == (kind is SDFTTrainer)
+    run.remove_callback(seen)
+    run.evaluate(rows(2))
+    assert len(seen.contexts) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ a server

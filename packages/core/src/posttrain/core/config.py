@@ -97,7 +97,8 @@ def opt(
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
         old_flags: names in the ``OLD_NAMES`` of a config that the command line accepts for this field.
         needs: fields without which this one has no effect, such as ``"packing"`` or ``"use_vllm vllm_mode=server"``;
-            several values with commas. A value other than the default is warned of where they are not so.
+            several values with commas, alternatives with ``|``. A value other than the default is warned of where they
+            are not so.
     """
     bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
     metadata: dict[str, Any] = {"help": Help(help, needs=needs, **bounds)}
@@ -370,11 +371,14 @@ def unused(config: Any) -> Iterator[str]:
         needs = bounds_of(field).get("needs", "").split()
         missing = [need for need in needs if not _holds(config, need)]
         if missing and (value := getattr(config, field.name)) != field.default:
-            yield f"{field.name}={shown(field.name, value)} has no effect without {' and '.join(missing)}"
+            without = " and ".join(missing).replace("|", " or ")
+            yield f"{field.name}={shown(field.name, value)} has no effect without {without}"
 
 
 def _holds(config: Any, need: str) -> bool:
     """Whether a field is on, or has one of the values that `need` names; a field that `config` lacks counts as on."""
+    if "|" in need:
+        return any(_holds(config, one) for one in need.split("|"))
     name, _, values = need.partition("=")
     value = vars(config).get(name, True)
     if name not in vars(config) or not values:

@@ -61,6 +61,9 @@ ANOTHER_TEACHER = (
     "the model."
 )
 
+BEHIND_SERVERS = "teacher_model_server_url|teacher_server_urls"
+TOP_K = "Most probable tokens that a teacher's server is asked for. One here compares all, which 0 asks for too."
+
 
 @dataclass
 class DistillationConfig(RolloutConfig):
@@ -98,8 +101,10 @@ class DistillationConfig(RolloutConfig):
     teacher_server_urls: JSONObject = opt(
         None, "{name: address} of several such teachers; the column teacher_id of a row names its own."
     )
-    loss_top_k: int = opt(20, "Most probable tokens that the teacher's server is asked for.", min=1)
-    loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token, where a server tells the others.")
+    loss_top_k: int = opt(20, TOP_K, min=0, needs=BEHIND_SERVERS)
+    loss_add_tail: bool = opt(
+        True, "Compare the rest of the vocabulary as one token, where a server tells the others.", needs=BEHIND_SERVERS
+    )
 
     OLD_NAMES = {
         "reverse_kl_top_1_mode": Removed("the token that was written is always among those compared.", harmless=None),
@@ -127,6 +132,8 @@ class DistillationConfig(RolloutConfig):
                 f"A server tells log-probabilities at temperature 1, and the divergence is at {self.measured_at}; set "
                 "loss_temperature=1"
             )
+        if self.teacher_urls and not self.loss_top_k:
+            yield "loss_top_k=0 compares the whole vocabulary, and a server tells some tokens; set a number, such as 20"
         if self.teacher_urls and self.seq_kd:
             yield "seq_kd=True needs a teacher in this process; leave out the address of a server"
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
+from posttrain.core.errors import ConfigError
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
@@ -48,6 +49,14 @@ class IWOPDConfig(DistillationConfig):
         ),
         "use_teacher_server": Removed("teacher_model_server_url alone says so.", harmless=None),
     }
+
+    @classmethod
+    def accept_old_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Refuses `use_teacher_server` without the address of one."""
+        if kwargs.get("use_teacher_server") and not {"teacher_model_server_url", "teacher_server_urls"} & {*kwargs}:
+            problem = "use_teacher_server=True names no server; set teacher_model_server_url, such as http://host:8000"
+            raise ConfigError(cls.__name__, [problem])
+        return super().accept_old_names(kwargs)
 
     def _problems(self) -> Iterator[str]:
         if self.loss_type == "policy_gradient" and self.gradient_accumulation_steps % (

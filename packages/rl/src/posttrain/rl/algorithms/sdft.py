@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
 from posttrain.core.data.samplers import is_stream
-from posttrain.core.errors import DataError, checked_args
-from posttrain.core.training.preflight import Parts, Problem
+from posttrain.core.errors import DataError
 from posttrain.rl.algorithms.self_distillation import (
     SelfDistillationConfig,
     SelfDistillationTrainer,
@@ -31,6 +29,7 @@ from posttrain.rl.algorithms.self_distillation import (
 )
 from posttrain.rl.generation import Sampling
 from posttrain.rl.losses import policy_losses
+from posttrain.rl.samples.prompts import rows_listed
 from posttrain.rl.samples.samples import Rollout, Sample
 
 
@@ -94,17 +93,21 @@ class SDFTTrainer(SelfDistillationTrainer):
             **others,
         )
 
-    @classmethod
-    def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
-        """Adds rows without privileged_context, and what makes prompts itself."""
-        checked_args(args, SDFTConfig)
-        yield from super().preflight(args, parts)
-        for name in ("train_dataset", "eval_dataset"):
-            rows = getattr(parts, name)
-            if isinstance(rows, Mapping) or rows is None or is_stream(rows) or not len(rows):
-                continue
-            if rows[0].get("privileged_context") is None:
-                yield DataError(f"{name}: row 0 has no privileged_context; give each row its teacher's demonstration.")
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        """As the base's.
+
+        Raises:
+            DataError: a row, also one of an evaluation, has no privileged_context.
+        """
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
+        for name, rows in {"train_dataset": self.train_dataset, **evaluated}.items():
+            rows = () if rows is None or is_stream(rows) else rows
+            if missing := [number for number, row in enumerate(rows) if row.get("privileged_context") is None]:
+                raise DataError(
+                    f"{name}: privileged_context is null or absent ({rows_listed(missing)}). It is the demonstration "
+                    "that the teacher reads; give each row one, or filter those rows."
+                )
+        return super().get_train_dataloader()
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """(N,) zeros: nothing is learned from rewards."""

@@ -24,6 +24,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.training.preflight import Parts
 from posttrain.lm.loss.distillation import TopK, completed, divergence_terms
+from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.engines import server_url
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.teachers import ServerTeacher, rows_to_read
@@ -149,15 +150,31 @@ class SelfDistillationTrainer(RolloutTrainer):
         with torch.no_grad(), eval_mode(model):
             yield model
 
+    def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """As the base's. Callbacks may implement ``on_generation_prompts_selected(args, state, control,
+        generation_prompts, ...)``, as with trl.
+        """
+        self._call("on_generation_prompts_selected", lambda: {"generation_prompts": [one.prompt for one in samples]})
+        return super().generate(samples, sampling)
+
     def with_teacher_rows(
         self, rollout: Rollout, samples: Sequence[Sample], prompts: Sequence[list[int] | None], skipped: int = 0
     ) -> Rollout:
         """`rollout` with what the teacher reads.
 
+        Callbacks may implement ``on_teacher_context_built`` and ``on_self_distillation_batch_prepared``, which get the
+        tensors of `shown_to_callbacks`, and ``on_generation_batch_built``, called once for each rollout to train on.
+
         Args:
             samples: of each of its completions. prompts: tokens of the teacher's prompts; None: nothing is compared.
             skipped: first tokens of each completion that are not compared.
         """
+        for event in ("on_teacher_context_built", "on_self_distillation_batch_prepared"):
+            self._call(event, lambda: shown_to_callbacks(rollout, prompts))
+        if samples and not samples[0].is_evaluated:
+            parts, repeats = self.args.steps_per_generation, self.args.num_iterations
+            facts = {"generate_every": parts * repeats, "steps_per_generation": parts}
+            self._call("on_generation_batch_built", lambda: facts)
         rows, places = [], torch.full(rollout.completion_ids.shape, -1)
         for number, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
             rows.append(torch.tensor([0] if prompt is None else [*prompt, *sample.ids]))
@@ -168,6 +185,13 @@ class SelfDistillationTrainer(RolloutTrainer):
             asked = [replace(one, prompt_ids=prompt or [], ids=one.ids if prompt else []) for one, prompt in pairs]
             rollout = replace(self.teacher_server.complete(rollout, asked), ref_logps=rollout.ref_logps)
         return rollout.for_teacher(rows, teacher_places=places.masked_fill(~rollout.loss_mask, -1))
+
+    def _call(self, event: str, facts: Callable[[], dict[str, Any]]) -> None:
+        """Call the callbacks that implement `event`, all by name, as trl calls its events of self-distillation."""
+        for callback in self.callback_handler.callbacks:
+            if (listener := getattr(callback, event, None)) is not None:
+                usual = {"args": self.args, "state": self.state, "control": self.control, "model": self.model}
+                listener(**usual, processing_class=self.processing_class, **facts())
 
     def distillation(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(the loss of each token of a micro-batch, which of them are compared): (N, C) each, 0 where not."""
@@ -203,6 +227,35 @@ class SelfDistillationTrainer(RolloutTrainer):
         whole = (0 * logits[:1].sum().float()).expand(compared.numel()).index_put((at,), found).view(compared.shape)
         self.metrics.add_sum("self_distillation/distillation_loss", found.detach().sum(), compared.sum())
         return whole, compared.float()
+
+
+def shown_to_callbacks(rollout: Rollout, prompts: Sequence[list[int] | None]) -> dict[str, torch.Tensor | None]:
+    """The tensors of a rollout under trl's names: prompts padded on the left, completions on the right.
+
+    `teacher_input_ids` and `teacher_attention_mask` are (N, Q + C), of the teacher's `prompts` and the completions.
+    Where nothing is compared, `self_distillation_mask`, (N,), is 0, and the prompt is the policy's.
+    """
+    places = torch.arange(rollout.completion_ids.shape[1])
+    completion_mask = (places < rollout.completion_lengths.unsqueeze(1)).long()
+    own = [row[:length] for row, length in zip(rollout.prompt_ids, rollout.prompt_lengths.tolist(), strict=True)]
+    teachers = [row if ids is None else torch.tensor(ids) for row, ids in zip(own, prompts, strict=True)]
+    (prompt_ids, prompt_mask), (ids, mask) = _padded_left(own), _padded_left(teachers)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": rollout.completion_ids,
+        "completion_mask": completion_mask,
+        "old_per_token_logps": rollout.old_logps,
+        "teacher_input_ids": torch.cat([ids, rollout.completion_ids], 1),
+        "teacher_attention_mask": torch.cat([mask, completion_mask], 1),
+        "self_distillation_mask": torch.tensor([float(ids is not None) for ids in prompts]),
+    }
+
+
+def _padded_left(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    masks = [torch.ones_like(row) for row in rows]
+    return padded, torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_side="left")
 
 
 def self_distillation(

@@ -16,10 +16,8 @@ from torch import nn
 from posttrain.core.config import JSONObject, opt
 from posttrain.core.fields.old_names import Removed
 from posttrain.rl.algorithms.async_grpo import AsyncArguments, refuse_loop_of_trl
-from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
+from posttrain.rl.algorithms.distillation import BEHIND_SERVERS, TOP_K, DistillationConfig, DistillationTrainer
 from posttrain.rl.online.arguments import SERVER
-
-TOP_K = "Most probable tokens that a teacher's server is asked for."
 
 
 @dataclass
@@ -27,7 +25,7 @@ class ServerDistillationConfig(DistillationConfig):
     """Arguments of `ServerDistillationTrainer`."""
 
     vllm_server_port: int = opt(8001, "Port of the student's server.", min=1, max=65535, needs=SERVER)
-    loss_top_k: int = opt(1, TOP_K, min=1)
+    loss_top_k: int = opt(1, TOP_K, min=0, needs=BEHIND_SERVERS)
 
     OLD_NAMES = {
         "reverse_kl_top_1_mode": Removed(
@@ -87,7 +85,7 @@ class AsyncDistillationConfig(AsyncArguments, DistillationConfig):
         above=0,
         aliases=("teacher_temperature",),
     )
-    loss_top_k: int = opt(8, TOP_K, min=1, aliases=("teacher_top_k",))
+    loss_top_k: int = opt(8, TOP_K, min=0, needs=BEHIND_SERVERS, aliases=("teacher_top_k",))
     loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token.", aliases=("add_tail_bucket",))
 
     def _normalize(self) -> None:

@@ -126,7 +126,7 @@ def ends_of_calls(environments: Environments, codec: PromptCodec, dataset: Any) 
 
 
 def prompts_with_room(
-    dataset: Any, name: str, at_least: int, codec: PromptCodec, environments: Environments, context: Any, drops: bool
+    dataset: Any, name: str, codec: PromptCodec, environments: Environments, context: Any, drops: bool
 ) -> Any:
     """`dataset` without prompts that are too long; see `with_room`."""
 
@@ -135,7 +135,7 @@ def prompts_with_room(
 
     found = with_room(dataset, name, count, context, drops)
     if found is not dataset:
-        check_prompts(found, name, at_least)
+        check_prompts(found, name)
     return found
 
 

@@ -55,7 +55,14 @@ from posttrain.rl.policy.reference import FrozenReference, MovableReference, Syn
 from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import Scores, functions_by_name
 from posttrain.rl.samples.images import ImagePrompts, can_see
-from posttrain.rl.samples.prompts import OF_TEXT_ALONE, GroupedStream, GroupSampler, Layout, PromptCodec
+from posttrain.rl.samples.prompts import (
+    OF_TEXT_ALONE,
+    GroupedStream,
+    GroupSampler,
+    Layout,
+    PromptCodec,
+    require_prompts,
+)
 from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Rollout, Sample
 
@@ -279,9 +286,8 @@ class RolloutTrainer(LanguageModelTrainer):
         environments, drops = self.environments, self.args.long_prompts == "drop"
         if self.rollout_func is not None or environments.factories or self.sees or self.episodes is not None:
             return dataset
-        name, at_least = (f"{name}_dataset" if name == role else name), self.layout.prompts if role == "train" else 1
-        room = self.codec, environments, self.sampler.context, drops
-        dataset = setup.prompts_with_room(dataset, name, at_least, *room)
+        name = f"{name}_dataset" if name == role else name
+        dataset = setup.prompts_with_room(dataset, name, self.codec, environments, self.sampler.context, drops)
         if role == "train":
             invocation, refuses = invocation_tokens(self.model), self.args.on_bad_rows == "raise"
             setup.check_invocation(dataset, self.codec, environments, invocation, refuses)
@@ -418,10 +424,15 @@ class RolloutTrainer(LanguageModelTrainer):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row."""
+        """The prompts of `steps_per_generation` micro-batches at once, each `num_generations` times in a row.
+
+        Raises:
+            DataError: there are too few for one rollout.
+        """
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}: training requires a train_dataset.")
         dataset = self.train_dataset
+        require_prompts(dataset, self.layout.prompts)
         if pipeline.is_stream(dataset):
             shuffles = self.args.shuffle_dataset and hasattr(dataset, "shuffle")
             dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset

@@ -101,19 +101,27 @@ class GroupedStream(IterableDataset):
                 yield chunk[place]
 
 
-def check_prompts(dataset: Any, name: str, at_least: int = 1, columns: tuple[str, ...] = ("prompt",)) -> None:
-    """Reject a dataset without prompts or with fewer than `at_least`.
+def require_prompts(dataset: Any, at_least: int) -> None:
+    """Reject a training dataset with fewer prompts than one rollout takes.
+
+    Raises:
+        DataError: with the arguments that decide on their number.
+    """
+    if has_length(dataset) and len(dataset) < at_least:
+        raise DataError(
+            f"train_dataset has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / "
+            "num_generations), so not one would be made. Give more prompts, a smaller per_device_train_batch_size "
+            "or steps_per_generation, or a larger num_generations."
+        )
+
+
+def check_prompts(dataset: Any, name: str, columns: tuple[str, ...] = ("prompt",)) -> None:
+    """Reject a dataset without prompts.
 
     Raises:
         DataError: naming the column, the row and the remedy.
     """
     check_dataset(dataset, name)
-    if has_length(dataset) and len(dataset) < at_least:
-        raise DataError(
-            f"{name} has {len(dataset)} prompts and one rollout needs {at_least} (generation_batch_size / "
-            "num_generations), so not one would be made. Give more prompts, a smaller per_device_train_batch_size "
-            "or steps_per_generation, or a larger num_generations."
-        )
     if is_stream(dataset):
         return
     row = dataset[0]
@@ -221,12 +229,11 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     environments = parts.others["environment_factory"] is not None or parts.others.get("agent") is not None
     columns = () if environments else ("prompt",)
     if parts.train_dataset is not None:
-        at_least = args.generation_batch_size // args.num_generations
         if args.curriculum and is_stream(parts.train_dataset):
             yield DataError(
                 "curriculum=True chooses prompts by their number, and train_dataset is a stream. Pass rows by index."
             )
-        yield from caught(check_prompts, parts.train_dataset, "train_dataset", at_least, columns)
+        yield from caught(check_prompts, parts.train_dataset, "train_dataset", columns)
     elif not environments and parts.eval_dataset is None:
         yield ValueError(
             "`train_dataset` is required: pass rows with a prompt, an environment_factory whose reset() makes "
@@ -245,7 +252,7 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     sets = parts.eval_dataset if isinstance(parts.eval_dataset, Mapping) else {"eval_dataset": parts.eval_dataset}
     for name, dataset in sets.items():
         if dataset is not None:
-            yield from caught(check_prompts, dataset, name, 1, columns)
+            yield from caught(check_prompts, dataset, name, columns)
 
 
 class PromptCodec:
