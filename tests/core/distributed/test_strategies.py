@@ -50,7 +50,7 @@ def chosen(monkeypatch):
     return of
 
 
-needs_experts = pytest.mark.skipif(
+needs_plans = pytest.mark.skipif(
     importlib.util.find_spec("transformers.distributed.expert_parallel") is None, reason="needs transformers 5.23"
 )
 
@@ -64,9 +64,9 @@ needs_experts = pytest.mark.skipif(
         (2, {"parallelism_config": SLICED}, "DDP"),
         (2, SHARDED, "FSDP"),
         (4, SHARDED | {"parallelism_config": SLICED}, "FSDP"),
-        (2, {"parallelism_config": SPLIT}, "ModelParallel"),
-        (4, {"parallelism_config": SPLIT}, "ModelParallel"),
-        pytest.param(2, {"parallelism_config": {"ep_size": 2}}, "ModelParallel", marks=needs_experts),
+        pytest.param(2, {"parallelism_config": SPLIT}, "ModelParallel", marks=needs_plans),
+        pytest.param(4, {"parallelism_config": SPLIT}, "ModelParallel", marks=needs_plans),
+        pytest.param(2, {"parallelism_config": {"ep_size": 2}}, "ModelParallel", marks=needs_plans),
         (2, {"deepspeed": {"zero_optimization": {"stage": 3}}}, "DeepSpeed"),
     ],
 )

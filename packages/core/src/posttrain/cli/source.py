@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     Raises:
         DataError: there is no such dataset, or it cannot be read by `part` or `where`.
     """
+    from posttrain.core.hub.offline import cache_where_unknown  # here, because the package imports torch
+
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
     saved = Path(names[0]).is_dir() and any(
@@ -310,9 +313,12 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         builder, where = "csv", where | {"sep": "\t"}
     reader, config = (builder, None) if builder else (names[0], config)
     try:
-        return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
+        with nullcontext() if builder else cache_where_unknown(reader):
+            return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{path} cannot be read: {_reason(error)}") from error
+        reason = _reason(error).rstrip(".")
+        elsewhere = "" if Path(names[0]).exists() else f". It is no file or folder here (looked from {Path.cwd()})."
+        raise DataError(f"{path} cannot be read: {reason}{elsewhere}") from error
 
 
 def _reason(error: Exception) -> str:

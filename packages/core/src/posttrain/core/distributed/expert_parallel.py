@@ -29,7 +29,6 @@ from posttrain.core.models.wrapping import base_model, config_of
 DISPATCHES, KEPT_BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
 #: Under which names configs of transformers count the experts of a layer.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-NEEDS = "transformers 5.23"
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()  # modules of experts of which this process keeps some
 
@@ -141,10 +140,6 @@ def problems(size: int, sizes: dict[str, int], args: Any) -> Iterator[str]:
     Args:
         sizes: of the other groups of processes, by name.
     """
-    try:
-        importlib.import_module("transformers.distributed.expert_parallel")
-    except ImportError:
-        yield f"ep_size={size} needs {NEEDS} or newer: pip install -U transformers"
     if (tp := sizes.get("tp_size", 1)) not in (1, size):
         yield (
             f"ep_size={size} and tp_size={tp} do not work together: experts are divided over the processes that split "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -325,6 +326,8 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
     Args:
         verb: what it does to the model. parts: what each process then has.
     """
+    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:  # whose classes both call
+        yield f"{name}={size} needs transformers 5.23 or newer: pip install -U transformers"
     if args.deepspeed is not None:
         yield f"{name}={size} and deepspeed cannot both {verb} the model; set one of them to None"
     for other in ("fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile"):

@@ -27,7 +27,6 @@ from posttrain.core.models.wrapping import base_model, config_of, is_peft_model,
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
 #: The style of a weight that every process holds whole and applies to its own heads.
 PARTIAL = "replicated_with_grad_allreduce"
-NEEDS = "transformers 5.23"
 
 
 def loaded_size(model: nn.Module | None) -> int:
@@ -161,10 +160,6 @@ def config_problem(config: Any, size: int) -> str | None:
 
 def problems(size: int, args: Any) -> Iterator[str]:
     """Why `args` cannot train with `size` processes to a matrix."""
-    try:
-        importlib.import_module("transformers.distributed.tensor_parallel")
-    except ImportError:
-        yield f"tp_size={size} needs {NEEDS} or newer: pip install -U transformers"
     yield from piece_problems("tp_size", size, "split", "split matrices", args)
 
 

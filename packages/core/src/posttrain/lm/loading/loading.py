@@ -16,6 +16,7 @@ from torch import nn
 from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
+from posttrain.core.hub.offline import cache_where_unknown
 from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, base_name, unwrap
@@ -270,7 +271,8 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
     if _looks_local(path) and not os.path.exists(path):
         raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
     try:
-        yield
+        with cache_where_unknown(path):
+            yield
     except OSError as error:
         if os.path.isdir(path):
             raise
