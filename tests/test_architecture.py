@@ -295,6 +295,16 @@ def test_files_are_named_for_what_they_hold():
     assert [where for where in sources() if set(where.removesuffix(".py").split("/")) & EMPTY_NAMES] == []
 
 
+@pytest.mark.parametrize("package", ["core", "rl", "seq2seq", "sft"])
+def test_tests_stand_in_the_folders_of_what_they_test(package):
+    """tests/core has the folders of posttrain.core, and lm, cli and compat, which are in the same wheel."""
+    sources, tests = ROOT / "packages" / package / "src" / "posttrain", ROOT / "tests" / package
+    homes = [sources / package, sources] if package == "core" else [sources / package]
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    strange = [str(folder) for folder in folders if not any((home / folder).is_dir() for home in homes)]
+    assert folders and not strange
+
+
 def test_long_files_say_why():
     long = {w for w, path in sources().items() if len(path.read_text(encoding="utf-8").splitlines()) > 500}
     assert sorted(long - set(LONG)) == []

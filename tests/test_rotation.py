@@ -80,7 +80,7 @@ def test_a_change_of_what_is_compared_with_other_trainers_compares_it(path):
 
 
 def test_other_changes_leave_the_comparisons_out_unless_git_does_not_know_them():
-    files = ["docs/loop.md", "tests/rl/test_dpo.py", "packages/core/src/posttrain/core/trainer.py"]
+    files = ["docs/loop.md", "tests/rl/algorithms/test_dpo.py", "packages/core/src/posttrain/core/trainer.py"]
     assert rotation.compares(files) == rotation.compares([]) == ""
     assert rotation.compares(None)
 

@@ -17,7 +17,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract import trainers
-from tests.rl.test_distillation import serving
+from tests.rl.algorithms.test_distillation import serving
 
 IDS = torch.arange(5, 25)[None]
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}

@@ -24,8 +24,8 @@ from posttrain.rl.generation.weights import Weights
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import arguments, preference_rows
-from tests.rl.test_generation_transfer import Workers, changed
-from tests.rl.test_generation_vllm_colocated import model as colocated_model  # noqa: F401 - a fixture
+from tests.rl.generation.test_transfer import Workers, changed
+from tests.rl.generation.test_vllm_colocated import model as colocated_model  # noqa: F401 - a fixture
 
 IDS = torch.arange(2, 14).view(1, 12)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -36,8 +36,8 @@ from posttrain.rl.generation.transformers import TransformersGenerator
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
-from tests.rl import test_generation_vllm_colocated as colocated
-from tests.rl.test_generation_vllm import OpenAI, Server
+from tests.rl.generation import test_vllm_colocated as colocated
+from tests.rl.generation.test_vllm import OpenAI, Server
 
 WORDS = " ".join(tiny.CORPUS).split()
 RAGGED = [{"prompt": " ".join(WORDS[i : i + 1 + 2 * (i % 3)])} for i in range(6)]

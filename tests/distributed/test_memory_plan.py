@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.cli.tools import memory_mesh, memory_plan
 from tests import rotation, tiny
-from tests.core.tools.test_memory_plan import MIXTURE, WIDTH, a_run, workload
+from tests.core.cli.tools.test_memory_plan import MIXTURE, WIDTH, a_run, workload
 from tests.distributed import jobs
 
 SHARDED = {"fsdp": "full_shard"}

@@ -134,7 +134,7 @@ def mixture(name, arch="qwen3_moe", model=None, **changes):
 
 def memory(out, folder, **changes):
     """The bytes that each process holds of a model that is divided between them, and its lowest peak in a step."""
-    from tests.core.tools import test_memory_plan
+    from tests.core.cli.tools import test_memory_plan
 
     run = test_memory_plan.a_run(folder, out, **changes)
     found = vars(test_memory_plan.really(run))
@@ -146,7 +146,7 @@ def memory(out, folder, **changes):
 def saving(out, **changes):
     """Of each process: the bytes that torch allocates at most while a checkpoint is saved (`taken`), those of the
     memory through which files are written (`blocks`), and its share of the weights."""
-    from tests.core.tools import test_memory_plan
+    from tests.core.cli.tools import test_memory_plan
 
     trainer = causal_lm(hidden_size=128, vocab_size=8192)(out, max_steps=1, save_steps=1, **changes)
     save, whole, found, last = trainer._save_checkpoint, sharding.whole, {}, []
@@ -523,7 +523,7 @@ def send_weights(name, out, **changes):
     from posttrain.rl.generation import transfer
     from posttrain.rl.generation.lora import AdapterFolder, AdapterWeights
     from posttrain.rl.generation.weights import Weights
-    from tests.rl.test_generation_transfer import Workers
+    from tests.rl.generation.test_transfer import Workers
 
     trainer = TRAINERS[name](out, **split(2) | {"max_steps": 1} | changes)
     trainer.train()
@@ -570,7 +570,7 @@ def split_vllm(out):
     from posttrain.rl.generation import Sampling
     from posttrain.rl.generation.local import LocalGenerator
     from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
-    from tests.rl.test_generation_vllm_colocated import LLM, SamplingParams
+    from tests.rl.generation.test_vllm_colocated import LLM, SamplingParams
 
     sys.modules["vllm"] = types.ModuleType("vllm")
     sys.modules["vllm"].LLM, sys.modules["vllm"].SamplingParams = LLM, SamplingParams
@@ -591,7 +591,7 @@ def uneven_vllm(out, **changes):
 
     from posttrain.rl import GRPOConfig, GRPOTrainer
     from tests import tiny
-    from tests.rl.test_generation_vllm_colocated import LLM, SamplingParams
+    from tests.rl.generation.test_vllm_colocated import LLM, SamplingParams
 
     sys.modules["vllm"] = types.ModuleType("vllm")
     sys.modules["vllm"].LLM, sys.modules["vllm"].SamplingParams = LLM, SamplingParams
@@ -644,7 +644,7 @@ def asynchronous(out, **changes):
     from posttrain.rl.online.ledger import audit
     from tests import tiny
     from tests.contract.trainers import digit_sum, text_rows
-    from tests.rl.test_generation_vllm import OpenAI, Server
+    from tests.rl.generation.test_vllm import OpenAI, Server
 
     rank, address = int(os.environ["RANK"]), Path(out) / "address"
     if rank == 0:

@@ -663,7 +663,7 @@ def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, windo
 
 
 def _captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """A graph that does the work again; tests/rl/test_step_graph.py has the addresses."""
+    """A graph that does the work again; tests/rl/generation/test_step_graph.py has the addresses."""
     result = work()
     return lambda: result.copy_(work()), result
 

@@ -11,7 +11,7 @@ from posttrain.rl.generation.local import LocalGenerator
 from posttrain.seq2seq.decoding import LeanGenerator
 from tests import tiny
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
-from tests.rl.test_generation_local import watch
+from tests.rl.generation.test_local import watch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
 

@@ -6,7 +6,7 @@ import json
 
 from posttrain.cli import main
 from tests import tiny
-from tests.core.tools.test_after_training import TEMPLATE
+from tests.core.cli.tools.test_after_training import TEMPLATE
 
 
 def test_questions_are_prompts_and_answers_stay_for_the_reward(tmp_path, monkeypatch, capsys):

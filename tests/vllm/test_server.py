@@ -84,7 +84,7 @@ def test_a_server_that_was_restarted_is_noticed(server):
 
 
 def test_tools_are_called_and_answered(server, tmp_path):
-    from tests.rl.test_generation_vllm import assert_called, completed, taught
+    from tests.rl.generation.test_vllm import assert_called, completed, taught
 
     model = taught(servers.model(initializer_range=0.1))
     assert_called(completed(client_of(server), model, tmp_path))

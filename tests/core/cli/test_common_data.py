@@ -14,7 +14,7 @@ from posttrain.cli import main
 from posttrain.core import trainer
 from posttrain.core.callbacks import TrainerCallback
 from tests import tiny
-from tests.core.tools.test_after_training import TEMPLATE
+from tests.core.cli.tools.test_after_training import TEMPLATE
 
 pytest.importorskip("posttrain.sft"), pytest.importorskip("posttrain.rl")
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from posttrain.rl import add_response_schema, parse_response, supports_tool_calling
 from posttrain.rl.tools.protocol import ToolProtocol
 from tests import tiny
-from tests.rl.test_tool_protocol import ASKED, FAMILIES, QWEN, SCHEMAS, WITHOUT, look, tokenizer
+from tests.rl.tools.test_tool_protocol import ASKED, FAMILIES, QWEN, SCHEMAS, WITHOUT, look, tokenizer
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"where": 'x "y"', "far": 2}}}
 THINKING = {"thinking": "hm"}, {"reasoning_content": "hm"}

@@ -431,7 +431,7 @@ def test_whole_logits_are_counted_where_a_method_holds_them(tmp_path):
 LARGE = dict(hidden_size=384, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8, vocab_size=16384)
 IN_A_PROCESS = """
 import re, sys
-from tests.core.tools.test_memory_plan import LARGE, a_run, memory_plan, really, workload
+from tests.core.cli.tools.test_memory_plan import LARGE, a_run, memory_plan, really, workload
 from posttrain.core.logging.memory import host_bytes
 
 small, large, out = sys.argv[1:]

@@ -18,7 +18,7 @@ from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 from posttrain.rl.generation.weights import Weights
 from posttrain.rl.online import reporting as told
 from tests import tiny
-from tests.rl.test_grpo import ROWS, Scripted, config, logged, spread, trainer
+from tests.rl.algorithms.test_grpo import ROWS, Scripted, config, logged, spread, trainer
 
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 

@@ -9,7 +9,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.lm.loss.distillation import divergence_terms
 from posttrain.rl import DistillationConfig, DistillationTrainer
 from tests import tiny, tiny_vision
-from tests.rl.test_preference_images import pairs
+from tests.rl.preference.test_preference_images import pairs
 
 pytest.importorskip("PIL.Image")
 TOWERS = ("vision_tower", "visual", "vision_model")

@@ -102,7 +102,7 @@ def test_recipes_are_listed_and_written_out(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_lists_every_recipe():
-    page = (Path(__file__).resolve().parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[4] / "docs" / "recipes.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     memory = {r.name: "" if r.memory is None else f"{r.memory:.1f}" for r in RECIPES.values()}
     texts = {r.name: (r.folder / "run.yaml").read_text(encoding="utf-8").replace("\n#", "") for r in RECIPES.values()}

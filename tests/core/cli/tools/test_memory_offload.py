@@ -9,7 +9,7 @@ from posttrain.lm.attention.activation_offloading import OffloadActivations
 from posttrain.lm.loading.loading import load_causal_lm
 from posttrain.sft import SFTTrainer
 from tests import tiny
-from tests.core.tools.test_memory_plan import LENGTH, ROWS, WIDTH, a_run, saved_model, workload
+from tests.core.cli.tools.test_memory_plan import LENGTH, ROWS, WIDTH, a_run, saved_model, workload
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from posttrain.rl.rewards import background
 from posttrain.rl.rewards.scoring import RewardArguments, Rewards
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
-from tests.rl.test_generation_vllm import OpenAI, Server
+from tests.rl.generation.test_vllm import OpenAI, Server
 
 WAIT = 60  # seconds after which a test that hangs fails
 

@@ -16,9 +16,9 @@ from posttrain.cli import main
 from posttrain.cli.tools import chat, evaluate_rows, export, load, serve
 from posttrain.core.errors import ConfigError, DataError
 from tests import tiny
-from tests.core.tools.test_after_training import TEMPLATE
+from tests.core.cli.tools.test_after_training import TEMPLATE
 
-AGENTS = Path(__file__).parents[3] / ".venv-agents" / "bin" / "python"
+AGENTS = Path(__file__).parents[4] / ".venv-agents" / "bin" / "python"
 
 
 @pytest.fixture

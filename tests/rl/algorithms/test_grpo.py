@@ -400,7 +400,7 @@ def test_weights_and_coefficients_are_attributes_of_the_trainer(tmp_path):
 def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_path, caplog):
     trainer(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")
     assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
-    page = (Path(__file__).parents[2] / "docs" / "online-rl.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "online-rl.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"this is\s+GSPO\. (.*?) would then weight", page, re.DOTALL)
     assert (f"`{loss_type}`" in said) == (loss_type != "grpo")  # the page and the warning agree
 

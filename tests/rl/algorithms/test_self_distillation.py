@@ -18,7 +18,7 @@ from posttrain.rl.algorithms.self_distillation import rewritten, self_distillati
 from posttrain.rl.generation.local import LocalGenerator
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows, weights
-from tests.rl.test_distillation import serving
+from tests.rl.algorithms.test_distillation import serving
 
 TALK = [{"role": "system", "content": "be short"}, {"role": "user", "content": [{"type": "text", "text": "why ?"}]}]
 

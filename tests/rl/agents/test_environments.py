@@ -20,7 +20,7 @@ from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from tests import tiny
-from tests.rl.conversations import answered, converse
+from tests.rl.agents.conversations import answered, converse
 from tests.tiny_vision import image
 
 TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)

@@ -14,8 +14,8 @@ from posttrain.cli.tools import communication, memory_mesh, memory_plan
 from posttrain.cli.tools.communication import Exchange, Links, Traffic
 from posttrain.sft import SFTTrainer
 from tests import tiny
-from tests.core.tools import communication_table as recorded
-from tests.core.tools.test_memory_plan import WIDTH, a_run, workload
+from tests.core.cli.tools import communication_table as recorded
+from tests.core.cli.tools.test_memory_plan import WIDTH, a_run, workload
 
 TABLE = json.loads(recorded.PATH.read_text())
 CELLS = [
@@ -36,7 +36,7 @@ def test_a_step_sends_what_the_table_says(trainer, mesh, processes, folder):
     if mesh.startswith(("TP", "EP")) and find_spec("transformers.distributed.expert_parallel") is None:
         pytest.skip("tp_size and ep_size need transformers 5.23")
     found = json.loads(json.dumps(recorded.cell(trainer, mesh, processes, folder)))
-    again = "python -m tests.core.tools.communication_table writes the table again, if this is meant"
+    again = "python -m tests.core.cli.tools.communication_table writes the table again, if this is meant"
     assert found == TABLE[trainer][mesh][str(processes)], again
 
 

@@ -1,8 +1,8 @@
 """Kills a process of an online run at random moments, again and again, and audits what the ledger says.
 
-    python -m tests.rl.kills                                                # 50 kills of each
-    python -m tests.rl.kills --victims server trainer --times 10 --bound 0
-    .venv-vllm/bin/python -m tests.rl.kills --victims server --times 5 --vllm     # vLLM itself
+    python -m tests.rl.online.kills                                                # 50 kills of each
+    python -m tests.rl.online.kills --victims server trainer --times 10 --bound 0
+    .venv-vllm/bin/python -m tests.rl.online.kills --victims server --times 5 --vllm     # vLLM itself
 
 A run is a trainer, a server that writes completions, a process that the reward function asks, and one that holds the
 environments. The victim is killed with SIGKILL at a random moment, then started again. A trainer that has ended resumes
@@ -89,9 +89,10 @@ def serve_completions(port: int, folder: Path) -> None:
     import threading
 
     from tests import tiny
-    from tests.rl import test_asynchronous, test_generation_vllm
+    from tests.rl.generation import test_vllm
+    from tests.rl.online import test_asynchronous
 
-    class Same(test_generation_vllm.Server):
+    class Same(test_vllm.Server):
         def server_bind(self):
             self.server_address = ("127.0.0.1", port)
             super().server_bind()
@@ -218,7 +219,7 @@ class Run:
         if name == "trainer":
             said |= {"ports": self.ports, "steps": self.steps, "bound": self.bound, "vllm": self.vllm}
             said |= {"patience": self.patience, "victim": self.victim}
-        words = ["-m", "tests.rl.kills", "--process", name, "--options", json.dumps(said)]
+        words = ["-m", "tests.rl.online.kills", "--process", name, "--options", json.dumps(said)]
         self.processes[name] = programs.Program(words, programs.environment(MKL_NUM_THREADS="1"))
 
     def kill(self, name: str) -> None:

@@ -18,8 +18,8 @@ from posttrain.rl.policy.shared_prefix import score_completions
 from posttrain.rl.preference.batches import PreferenceCollator
 from posttrain.rl.preference.images import image_collator
 from tests import tiny_vision
-from tests.rl.test_preference_images import options, pairs
-from tests.rl.test_rollout_images import make, prompts
+from tests.rl.online.test_rollout_images import make, prompts
+from tests.rl.preference.test_preference_images import options, pairs
 
 pytest.importorskip("PIL.Image")
 

@@ -21,8 +21,8 @@ from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from tests import tiny
-from tests.rl.conversations import answered, converse
-from tests.rl.test_environments import CODEC, Clock, Counter, Database, asked, call, sample, writer
+from tests.rl.agents.conversations import answered, converse
+from tests.rl.agents.test_environments import CODEC, Clock, Counter, Database, asked, call, sample, writer
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from posttrain.rl.samples.samples import Sample
 from tests import programs, tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WAIT = 240  # seconds after which a test that hangs fails
 
 
@@ -102,7 +102,7 @@ def test_lines_after_the_checkpoint_do_not_count_once_a_run_resumes(tmp_path):
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.rl.test_ledger import make
+from tests.rl.online.test_ledger import make
 make({out!r}, max_steps={steps}, num_train_epochs=99, save_strategy="steps", save_steps=2, save_total_limit=2,
      max_staleness={bound}).train(resume_from_checkpoint={resume!r})
 """

@@ -11,7 +11,7 @@ from posttrain.rl.rewards.score_heads import load_reward_model, score_class, wit
 from posttrain.rl.rewards.scorers import ImageRewardModel, scorer
 from tests import tiny_vision
 from tests.contract import trainers as contract
-from tests.rl.test_preference_images import options, pairs, turn
+from tests.rl.preference.test_preference_images import options, pairs, turn
 
 pytest.importorskip("PIL.Image")
 

@@ -12,7 +12,7 @@ from posttrain.cli.tools import memory_mesh, memory_plan
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.core.optim import builder
 from tests import tiny
-from tests.core.tools.test_memory_plan import a_run, workload
+from tests.core.cli.tools.test_memory_plan import a_run, workload
 
 pytestmark = pytest.mark.long
 

@@ -13,8 +13,8 @@ from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.protocol import Pictured
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from tests import tiny, tiny_vision
-from tests.rl.test_generation_vllm import OpenAI, Server
-from tests.rl.test_rollout_images import digit_sum, prompts
+from tests.rl.generation.test_vllm import OpenAI, Server
+from tests.rl.online.test_rollout_images import digit_sum, prompts
 
 image_module = pytest.importorskip("PIL.Image")
 TOKENS = 4  # of an image of 16 x 16 pixels, for the tiny LLaVA

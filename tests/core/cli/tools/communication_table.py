@@ -1,6 +1,6 @@
 """What each trainer sends in an optimizer step, on each mesh and number of processes, as a memory plan counts it.
 
-``python -m tests.core.tools.communication_table`` writes the table again, to `PATH`.
+``python -m tests.core.cli.tools.communication_table`` writes the table again, to `PATH`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Processes of an online run that are killed at random moments, as `tests.rl.kills` does it."""
+"""Processes of an online run that are killed at random moments, as `tests.rl.online.kills` does it."""
 
 import random
 
 import pytest
 
-from tests.rl import kills
+from tests.rl.online import kills
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("victim", kills.VICTIMS)
 def test_whatever_is_killed_no_sample_is_lost_or_used_twice(victim, bound, tmp_path):
-    """3 times here, and 50 times by ``python -m tests.rl.kills``."""
+    """3 times here, and 50 times by ``python -m tests.rl.online.kills``."""
     run = kills.Run(tmp_path, steps=30, bound=bound, victim=victim)
     found = kills.kill_again_and_again(run, victim, 3, random.Random(bound))
     assert found["kills"] >= 1 and found["problems"] == [] and found["stalest"] <= bound

@@ -17,7 +17,7 @@ from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
 from tests import tiny
-from tests.rl import conversations
+from tests.rl.agents import conversations
 
 HERE = Path(__file__).parent / "templates"
 TRL = Path(find_spec("trl").origin).parent / "chat_templates" if find_spec("trl") else None
