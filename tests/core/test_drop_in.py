@@ -15,10 +15,10 @@ import posttrain.core
 from posttrain.core.callbacks import EVENTS
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.losses.normalization import flops_parameters
-from tests import tiny
+from tests import tiny, versions
 from tests.contract.trainers import pad
 
-if not transformers.__version__.startswith("5.23."):
+if not versions.IS_PINNED:
     pytest.skip("compares with the Trainer of transformers 5.23", allow_module_level=True)
 
 OURS = SimpleNamespace(here="ours", **{name: getattr(posttrain.core, name) for name in posttrain.core.__all__})

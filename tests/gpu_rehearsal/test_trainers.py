@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from posttrain.core import TrainerCallback
 from posttrain.rl.generation.local import LocalGenerator
+from tests import versions
 from tests.contract.trainers import TRAINERS
 from tests.gpu_rehearsal.emulated_cuda import CudaTensor, EmulatedCuda
 
@@ -116,7 +117,7 @@ def test_a_run_on_the_emulated_gpu_is_that_of_the_cpu(name, tmp_path, monkeypatc
             assert_trained_alike(saved[key], value, f"{path.name}: {key}")
     counted = Counter(wait.phase for wait in gpu.waits)
     waits = tuple(counted[phase] for phase in PHASES)
-    if waits != WAITS[name]:
+    if waits != WAITS[name] and versions.IS_PINNED:
         places = Counter((wait.phase, wait.kind, wait.stack[:2]) for wait in gpu.waits if wait.phase in PHASES)
         listed = "\n".join(f"{count} x {' | '.join(map(str, place))}" for place, count in places.most_common())
         pytest.fail(f"{waits} waits, and {WAITS[name]} are on record:\n{listed}")

@@ -8,6 +8,11 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: make kernels", allow_module_level=True)
 
+import torch
+
+if torch.version.cuda and not torch.cuda.is_available():
+    pytest.skip("torch is built for CUDA and finds no driver: make kernels", allow_module_level=True)
+
 from tests.kernels import report
 
 pytestmark = pytest.mark.long

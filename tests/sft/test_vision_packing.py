@@ -21,7 +21,7 @@ from posttrain.lm.images.images import ImageReader, numbered
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.vision import PACKED
 from posttrain.sft.vision_packing import PackedRows, images_leak, pack_rows, row_lengths
-from tests import tiny_vision
+from tests import tiny_vision, versions
 from tests.contract.trainers import images, weights
 from tests.sft.test_vision_families import collator, family, loss_of, say  # noqa: F401  (a fixture)
 
@@ -99,7 +99,7 @@ def test_a_size_is_that_of_the_picture_as_it_is_shown(tmp_path):
 
 def test_packed_rows_have_the_loss_and_the_gradients_of_their_rows_alone(family, tmp_path):  # noqa: F811
     name, model, processor = family
-    if name in LEAKY:
+    if name in LEAKY and (name != "gemma3" or versions.IS_PINNED):  # that of transformers 5.17 keeps them apart
         args = SFTConfig(str(tmp_path), packing=True, max_length=256, use_cpu=True, report_to="none")
         with pytest.raises(ValueError, match=LEAKY[name]):
             SFTTrainer(model, args, train_dataset=rows(), processing_class=processor)

@@ -1,6 +1,5 @@
 """Which strategy a run has, and what a process says of its machine."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.distributed import strategies
 from posttrain.core.distributed.strategies import DDP, FSDP, DeepSpeed, Distributed, ModelParallel, base, make_strategy
 from posttrain.core.errors import ConfigError
-from tests import tiny
+from tests import tiny, versions
 from tests.contract.trainers import pad
 
 
@@ -50,9 +49,7 @@ def chosen(monkeypatch):
     return of
 
 
-needs_plans = pytest.mark.skipif(
-    importlib.util.find_spec("transformers.distributed.expert_parallel") is None, reason="needs transformers 5.23"
-)
+needs_plans = pytest.mark.skipif(not versions.DIVIDES_MATRICES, reason="needs transformers 5.23")
 
 
 @pytest.mark.parametrize(

