@@ -31,7 +31,8 @@ def test_the_figures_of_a_gpu_are_written_at_their_smallest(gpu, tmp_path, monke
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)  # no other library is there
     assert gpu.main(["--smallest", "--part", "sft", "--folder", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu.json").read_text())
-    assert record["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0]
+    written = record["machine"]["versions"]["torch"]  # with or without the build, as a package's metadata has it
+    assert written.partition("+")[0] == torch.__version__.partition("+")[0]
     ours, trl, compiled = record["runs"]
     assert ours["contestant"] == "posttrain" and ours["unit"] == "tokens" and ours["loss"] < 8
     assert ours["per_second"] * ours["seconds_per_step"] == pytest.approx(changed.batch * 48)
