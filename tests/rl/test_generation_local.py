@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from posttrain.lm.images.image_positions import SeenPrompt
 from posttrain.lm.loading.loading import obey_softcap
 from posttrain.lm.loss import lm_head
+from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling, local, local_steps
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import Decoding, decoding_attention
@@ -310,6 +311,28 @@ def test_models_of_llamas_kind_take_the_short_step(arch):
     _made, model = make(arch)
     with decoding_attention(model):
         assert isinstance(local._step_of(model), DecoderStep)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_trainer_with_gradient_checkpointing_takes_the_short_step(adapter, tmp_path):
+    from peft import LoraConfig
+
+    class Looks(GRPOTrainer):
+        def generate(self, samples, sampling):
+            with decoding_attention(self.model):
+                steps.append(local._step_of(self.model))
+            return super().generate(samples, sampling)
+
+    steps = []
+    args = GRPOConfig(max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=2,
+                      output_dir=str(tmp_path), report_to="none", use_cpu=True)  # fmt: skip
+    assert args.gradient_checkpointing
+    Looks(
+        tiny.causal_lm(), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=args,
+        train_dataset=[{"prompt": "a"}], processing_class=tiny.tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]) if adapter else None,
+    ).train()  # fmt: skip
+    assert [type(step) for step in steps] == [DecoderStep]
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gemma3", "gpt2", "gpt-oss", "phi3"])

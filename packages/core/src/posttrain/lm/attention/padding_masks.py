@@ -62,8 +62,11 @@ def announce_masks(model: nn.Module) -> None:
 
 
 def has_other_hooks(module: nn.Module) -> bool:
-    """Whether the forward of `module` has hooks besides those of `announce_masks`."""
-    return not {*module._forward_pre_hooks.values(), *module._forward_hooks.values()} <= {_enter, _leave}
+    """Whether the forward of `module` has hooks besides those of `announce_masks`, and those that let gradients into
+    checkpointed layers, which do nothing where there are none.
+    """
+    hooks = {*module._forward_pre_hooks.values(), *module._forward_hooks.values()} - {_enter, _leave}
+    return any(not getattr(hook, "__name__", "").startswith("make_inputs_require_grad") for hook in hooks)
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
