@@ -432,7 +432,7 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
         step.prepare(64)
         step = torch.compile(step, backend=backend, fullgraph=True) if compiled else step
         for token in range(32):
-            found.append(step(torch.arange(4) + token, block.positions, decoding.attend_rows))
+            found.append(step(torch.arange(4) + token, block.newest[1], decoding.attend_rows))
             block.advance()
         return torch.stack(found)
 

@@ -60,14 +60,9 @@ class Block:
         return len(self._lengths) * self.width + self.room * self.max_new
 
     @property
-    def steps(self) -> torch.Tensor:
-        """(R,) `step`, for each row."""
-        return torch.full_like(self.owners, self.step)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """(R,) the position of the token that each row reads next."""
-        return self._first + self.step
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R,) `step` for each row, and the position of the token that it reads next."""
+        return torch.full_like(self.owners, self.step), self._first + self.step
 
     def keep(self, rows: list[int]) -> list[int]:
         """Keep only these rows.
@@ -262,10 +257,11 @@ class Block:
         self._biases[key] = bias
         return bias
 
-    def advance(self) -> None:
-        """The model has read one more token of each row."""
+    def advance(self) -> torch.Tensor:
+        """The model has read one more token of each row: (R,) `step`, for each."""
         self.step += 1
         self._biases.clear()
+        return torch.full_like(self.owners, self.step)
 
 
 def _attention(

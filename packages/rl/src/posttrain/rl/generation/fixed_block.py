@@ -14,6 +14,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from posttrain.core.data import accelerator
 from posttrain.core.data.host_copies import send
@@ -57,14 +58,9 @@ class FixedBlock(Block):
         super().__init__(lengths, copies, device, max_new)
 
     @property
-    def steps(self) -> torch.Tensor:
-        """(R,) `step`, for each row."""
-        return self._written.expand(self.num_rows)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """(R,) the position of the token that each row reads next."""
-        return self._first + self._written
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R,) `step` for each row, and the position of the token that it reads next."""
+        return self._written.expand(self.num_rows), self._first + self._written
 
     # ----------------------------------------------------------------------------------------------- rows that leave
 
@@ -199,23 +195,20 @@ class FixedBlock(Block):
             self._biases[window] = bias
         return bias
 
-    def advance(self) -> None:
-        """The model has read one more token of each row."""
-        super().advance()
-        if not self.own:
-            return
-        self._written += 1
+    def advance(self) -> torch.Tensor:
+        """The model has read one more token of each row: (R,) `step`, for each."""
+        self.step += 1
+        self._biases.clear()
+        self._written += bool(self.own)
         slots = self._unwritten.shape[2]
         if self.step < slots:
             self._unwritten.index_fill_(2, self._written, 0)
-            return
-        more = min(slots, self.max_new - slots)
-        for layer, (keys, values) in self.own.items():
-            self.own[layer] = (
-                torch.cat([keys, torch.zeros_like(keys[:, :more])], 1),
-                torch.cat([values, torch.zeros_like(values[:, :more])], 1),
-            )
-        self._look_up()
+        elif self.own:
+            more = min(slots, self.max_new - slots)
+            for layer, (keys, values) in self.own.items():
+                self.own[layer] = (functional.pad(keys, (0, 0, 0, more)), functional.pad(values, (0, 0, 0, more)))
+            self._look_up()
+        return self._written.expand(self.num_rows)
 
 
 def _places(cells: torch.Tensor, groups: int, copies: int) -> torch.Tensor:

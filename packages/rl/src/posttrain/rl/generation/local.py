@@ -96,8 +96,7 @@ class LocalGenerator:
             call = steps.add(prompts, n, sampling, seeds, images=images)
             if recorder is not None:
                 call.routes = Routes(recorder, prompts, n, sampling.max_new_tokens)
-            while steps:
-                steps.step()
+            steps.run()
             return call.completions()
 
     def steps(self) -> contextlib.AbstractContextManager[LocalSteps] | None:
@@ -257,7 +256,8 @@ def _written(model, trial: _Trial, device, step: DecoderStep | None = None) -> d
     found |= {(row, 0): logits[row // 2].float() for row in rows}
     for place in range(_NEW):
         tokens = torch.tensor([trial.completions[row][place] for row in rows], device=device)
-        positions = block.positions if shifts is None else block.positions + shifts[rows]
+        _, positions = block.newest
+        positions = positions if shifts is None else positions + shifts[rows]
         logits = next_logits(model, step, decoding, tokens, positions)
         block.advance()
         found |= {(row, place + 1): logits[number].float() for number, row in enumerate(rows)}

@@ -94,6 +94,11 @@ class LocalSteps:
         self._calls.append(Call(self.model, self.tokenizer, prompts, n, sampling, seeds, most, images, self.texts))
         return self._calls[-1]
 
+    def run(self) -> None:
+        """Write all completions to their ends."""
+        while self._calls:
+            self.step()
+
     def step(self) -> list[tuple[Call, list[int]]]:
         """Write one more token of each completion; those that have ended, by their calls."""
         for call in self._calls:
@@ -243,14 +248,15 @@ class Call:
         self.blocks.append(block)
         self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
         self.looked.append(0)
-        index = send(torch.tensor(self.rows[-1]), self.device)
+        self._place()
+        index = self._indices[-1]
         self._draw(logits[block.owners], index, torch.zeros_like(index))
         self._look()
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
-        self._steps = _joined([block.steps for block in self.blocks])
-        positions = _joined([block.positions for block in self.blocks])
+        found = [block.newest for block in self.blocks]
+        self._steps, positions = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         return self.tokens[self.index, self._steps], positions
@@ -259,9 +265,7 @@ class Call:
         """Write the tokens behind the `newest`: (R, V) logits."""
         if self.routes is not None:
             self.routes.of_tokens(self.index, self._steps)
-        for block in self.blocks:
-            block.advance()
-        self._draw(logits, self.index, _joined([block.steps for block in self.blocks]))
+        self._draw(logits, self.index, _joined([block.advance() for block in self.blocks]))
         self._look()
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
@@ -275,12 +279,12 @@ class Call:
     def _look(self) -> None:
         """Let rows leave that are done."""
         longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
-        changed = len(self.index) != sum(map(len, self.rows))
+        changed = False
         for place, (block, rows) in enumerate(zip(self.blocks, self.rows, strict=True)):
             written, looked = block.step + 1, self.looked[place]
             if written < longest and written - looked < every:
                 continue
-            new = self.tokens[send(torch.tensor(rows), self.device), looked:written].tolist()
+            new = self.tokens[self._indices[place], looked:written].tolist()
             left = [i for i, tokens in enumerate(new) if not self._ends(rows[i], looked, tokens)]
             self.looked[place] = written
             if len(left) < len(rows):
@@ -310,6 +314,7 @@ class Call:
     def _place(self) -> None:
         index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
         self.index = send(index, self.device)
+        self._indices = self.index.split(list(map(len, self.rows)))
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within its newest `tokens`; takes down where."""
@@ -340,8 +345,9 @@ def next_logits(
     """(R, V) logits behind one more token of each row."""
     if step is not None:
         step.prepare(max(block.longest for block in decoding.blocks))
+        attend = decoding.blocks[0].attend if len(decoding.blocks) == 1 else decoding.attend_rows
         with torch.autocast(tokens.device.type, enabled=False):
-            return step(tokens, positions, decoding.attend_rows)
+            return step(tokens, positions, attend)
     ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
     return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
 
