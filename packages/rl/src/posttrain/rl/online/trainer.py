@@ -21,7 +21,7 @@ from torch import nn
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
-from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
+from posttrain.core.logging.metrics import num_tokens_in
 from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, TrainOutput
@@ -40,7 +40,6 @@ from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import asynchronous, reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import PerThread
 from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
@@ -131,8 +130,6 @@ class RolloutTrainer(LanguageModelTrainer):
     #: Whether `policy_loss` multiplies by ``inputs["correction"]`` itself.
     corrects_itself = False
     INSTEAD = ROLLOUT_METHODS
-    metrics = PerThread[Metrics]()
-    clock = PerThread[Clock]()
 
     def __init__(
         self,

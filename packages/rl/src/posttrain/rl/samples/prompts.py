@@ -331,14 +331,3 @@ class PromptCodec:
         if has_parser(self.tokenizer):
             return [parse_response(self.tokenizer, ids, prompt_ids)]
         return [{"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}]
-
-
-def runs(prompts: Sequence[Any]) -> Iterator[tuple[int, list[int]]]:
-    """Runs of equal elements, grouped by length: ``a a b b c`` gives ``(2, [0, 2])`` and ``(1, [4])``."""
-    found: dict[int, list[int]] = {}
-    start = 0
-    for place in range(1, len(prompts) + 1):
-        if place == len(prompts) or prompts[place] != prompts[start]:
-            found.setdefault(place - start, []).append(start)
-            start = place
-    yield from found.items()
