@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from posttrain.core.data.host_copies import send
-
 Text = dict[int, tuple[torch.Tensor, ...]]
 """Of each layer, the keys and values of a text of L tokens: (G, L, D) each."""
 SLOTS = 64
@@ -77,7 +75,7 @@ class Block:
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         if holes:
-            to, source = (send(torch.tensor(places), self.device) for places in (holes, movers))
+            to, source = (torch.tensor(places).to(self.device, non_blocking=True) for places in (holes, movers))
             for keys, values in self.own.values():
                 keys[to, :, : self.step] = keys[source, :, : self.step]
                 values[to, :, : self.step] = values[source, :, : self.step]
@@ -108,7 +106,7 @@ class Block:
         left, owners = self._owners.unique(return_inverse=True)
         if 0 < len(left) < len(self._lengths):
             self._lengths, self._owners, self._padding = self._lengths[left], owners, None
-            left = send(left, self.device)
+            left = left.to(self.device, non_blocking=True)
             for layer, (keys, values) in self.prompts.items():
                 self.prompts[layer] = keys[left], values[left]
 
@@ -122,8 +120,8 @@ class Block:
         sources = torch.zeros(len(lengths) * self._most, dtype=torch.long)
         sources[places] = steps
         self._biases: dict[int | None, torch.Tensor | None] = {}
-        placed = lengths, owners, places, sources, lengths[owners]
-        self.lengths, self.owners, self._places, self._sources, self._first = (send(t, self.device) for t in placed)
+        placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, places, sources, lengths[owners]))
+        self.lengths, self.owners, self._places, self._sources, self._first = placed
 
     # ------------------------------------------------------------------------------------------------ in the forward
 

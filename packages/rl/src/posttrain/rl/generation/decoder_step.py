@@ -72,6 +72,7 @@ class DecoderStep:
         self.size = body.layers[0].self_attn.head_dim
         self.layers = [self._layer(layer) for layer in body.layers]
         self.constant = torch.full((1,), self.eps, device=self.norm.device)
+        self.has_kernels = accelerator.has_kernels(self.constant)
         self.turns: list[torch.Tensor] | None = None
         self.sign = torch.ones(self.size, device=self.norm.device)
         self.sign[: self.size // 2] = -1  # a half turn of (a, b) is (-b, a)
@@ -134,7 +135,7 @@ class DecoderStep:
         x = self.embed(tokens)
         cosine, sine = self._turns(x, positions)
         turned = self.heads + self.groups
-        in_kernel = accelerator.has_kernels(x) and cosine.shape[-1] == self.size
+        in_kernel = self.has_kernels and cosine.shape[-1] == self.size
         for number, layer in enumerate(self.layers):
             mixed = layer.qkv(self._normalised(x, layer.before_attention)).view(len(tokens), -1, self.size)
             turning, values = mixed.split((turned, self.groups), 1)

@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional
 
 from posttrain.core.data import accelerator
-from posttrain.core.data.host_copies import send
 from posttrain.rl.generation import decode_kernels
 from posttrain.rl.generation.block import SLOTS, Block, copy_numbers
 
@@ -85,7 +84,8 @@ class FixedBlock(Block):
             self._shape, self._cells = shape, owners * shape[1] + copy_numbers(owners, len(lengths))
             self.room = shape[0] * shape[1]
         self._grids, self._biases = {}, {}
-        self.lengths, self.owners, self._first = (send(t, self.device) for t in (lengths, owners, lengths[owners]))
+        placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, lengths[owners]))
+        self.lengths, self.owners, self._first = placed
 
     def _move(self, copies: int, cells: torch.Tensor) -> None:
         """Bring the tokens of rows that were in these `cells` of a grid with so many `copies` to where they are now."""
@@ -93,7 +93,7 @@ class FixedBlock(Block):
             groups = self.prompts[layer][0].shape[1]
             sources = torch.zeros(self._shape[0] * groups * self._shape[1], dtype=torch.long)
             sources[_places(self._cells, groups, self._shape[1])] = _places(cells, groups, copies)
-            sources = send(sources, self.device)
+            sources = sources.to(self.device, non_blocking=True)
             self.own[layer] = keys[sources], values[sources]
 
     # ------------------------------------------------------------------------------------------------ in the forward
@@ -137,7 +137,7 @@ class FixedBlock(Block):
         padding = torch.zeros_like(self._unwritten[:, :, :1])
         if bias is not None:
             padding = bias.expand(-1, groups, -1, -1).flatten(0, 1)
-        rows, columns, places = (send(tensor, self.device) for tensor in (rows, columns, places))
+        rows, columns, places = (tensor.to(self.device, non_blocking=True) for tensor in (rows, columns, places))
         return _Grid(rows, columns, places, padding)
 
     def attend(self, layer, query, key, value, scale, window, softcap=None, sinks=None) -> torch.Tensor:

@@ -65,8 +65,7 @@ class LocalGenerator:
 
     def sync_weights(self, model: nn.Module) -> None:
         """Generate with `model` itself, so there is nothing to copy."""
-        self.model = unwrap(model)
-        self.fallback.sync_weights(model)
+        self.model = self.fallback.model = unwrap(model)
 
     @torch.no_grad()
     def generate(
@@ -140,13 +139,14 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
         return problem
     if problem := reading_problem(base, example):
         return problem
-    if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+    reader: Any = text_part(base).config
+    if unknown := sorted({*(getattr(reader, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
     parameter = next(base.parameters())
     if parameter.device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
-    key = parameter.device.type, text_part(base).config._attn_implementation
+    key = parameter.device.type, reader._attn_implementation
     if key not in tried:
         tried[key] = _try(unwrap(model), name, parameter, _Trial.of(base, example))
     return tried[key]

@@ -65,6 +65,7 @@ class LocalSteps:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.texts: dict[tuple[int, ...], Text] | None = None
         self.num_read = 0
+        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
         self._step: DecoderStep | StepGraph | None = step
         self.decoding = Decoding(next(model.parameters()).device)
         if step is not None and self.decoding.device.type == accelerator.CUDA:
@@ -91,7 +92,7 @@ class LocalSteps:
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        self._calls.append(Call(self.model, self.tokenizer, prompts, n, sampling, seeds, most, images, self.texts))
+        self._calls.append(Call(self, prompts, n, sampling, seeds, most, images))
         return self._calls[-1]
 
     def run(self) -> None:
@@ -171,20 +172,17 @@ class Call:
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: Any,
+        steps: LocalSteps,
         prompts: Sequence[Sequence[int]],
         n: int,
         sampling: Sampling,
         seeds: Sequence[int],
         most: Sequence[int] | None = None,
         images: PromptImages | None = None,
-        texts: dict[tuple[int, ...], Text] | None = None,
     ) -> None:
-        self.texts = texts
-        self.tokenizer, self.prompts, self.n, self.sampling = tokenizer, prompts, n, sampling
-        parameter = next(model.parameters())
-        self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
+        self.texts, self.tokenizer, self.is_exact = steps.texts, steps.tokenizer, steps.is_exact
+        self.prompts, self.n, self.sampling = prompts, n, sampling
+        self.device, size, longest = steps.decoding.device, len(prompts) * n, sampling.max_new_tokens
         self.most = [longest] * size if most is None else [*most]
         self.numbers = uniforms(seeds, longest if sampling.temperature else 0).to(
             self.device, torch.float32, non_blocking=True
@@ -194,13 +192,12 @@ class Call:
         self.lengths, self.finished = [0] * size, [False] * size
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
-            vocabulary = base_model(model).get_output_embeddings().weight.shape[0]
+            vocabulary = base_model(steps.model).get_output_embeddings().weight.shape[0]
             self.seen = torch.zeros(size, vocabulary, dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
-        self.prompts_read = PromptsRead.of(model, prompts, images)
+        self.prompts_read = PromptsRead.of(steps.model, prompts, images)
         self.shifts = self.prompts_read.shifts(n, self.device)
-        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
         self.routes: Routes | None = None  # None: not asked for
         # The longest first, so that those that are read last take least memory.
         self.waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
@@ -230,7 +227,7 @@ class Call:
     def _read_ended(self) -> None:
         """Read what has ended since, all at once: each reading waits for the device."""
         if self._unread:
-            index = send(torch.tensor(self._unread), self.device)
+            index = torch.tensor(self._unread).to(self.device, non_blocking=True)
             tokens, logps = self.tokens[index].tolist(), self.logps[index].tolist()
             for row, *parts in zip(self._unread, tokens, logps, strict=True):
                 self._read[row] = tuple(part[: self.lengths[row]] for part in parts)
@@ -313,8 +310,8 @@ class Call:
 
     def _place(self) -> None:
         index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
-        self.index = send(index, self.device)
-        self._indices = self.index.split(list(map(len, self.rows)))
+        self.index = index.to(self.device, non_blocking=True)
+        self._indices = torch.split(self.index, list(map(len, self.rows)))
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within its newest `tokens`; takes down where."""
@@ -344,7 +341,7 @@ def next_logits(
 ) -> torch.Tensor:
     """(R, V) logits behind one more token of each row."""
     if step is not None:
-        step.prepare(max(block.longest for block in decoding.blocks))
+        step.prepare(max(block.width + block.step for block in decoding.blocks))
         attend = decoding.blocks[0].attend if len(decoding.blocks) == 1 else decoding.attend_rows
         with torch.autocast(tokens.device.type, enabled=False):
             return step(tokens, positions, attend)

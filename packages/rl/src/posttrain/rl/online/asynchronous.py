@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -289,19 +289,3 @@ def engine_problem(generator: Any) -> str | None:
         "weights that are being trained. Set use_vllm=True with vllm_mode='server', leave the generator out, or set "
         "max_staleness=0."
     )
-
-
-def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
-    """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
-    samples = [
-        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
-        for sample in samples
-    ]
-    if version is None:
-        return [replace(sample, versions=None) for sample in samples]
-    return [
-        sample
-        if sample.versions is not None and len(sample.versions) == len(sample.ids)
-        else replace(sample, versions=[version] * len(sample.ids))
-        for sample in samples
-    ]

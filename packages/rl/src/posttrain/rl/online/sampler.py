@@ -31,7 +31,7 @@ from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import folded
 from posttrain.rl.generation.protocol import declares, session
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import ATTEMPTS, Turns, with_versions
+from posttrain.rl.online.asynchronous import ATTEMPTS
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.room import complete_in_room
@@ -63,6 +63,7 @@ class Sampler:
         version: the optimizer step of the weights that the engine was sent last.
         synced_at: the same; None where the engine must be sent the weights again.
         ends_of_calls: the tokens that end a turn with calls.
+        generating: held while the engine writes; a lock where other threads may want it meanwhile.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Sampler:
         self.version = 0
         self.synced_at: int | None = None
         self.ends_of_calls: set[int] = set()
-        self._generating = Turns()
+        self.generating: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     # ------------------------------------------------------------------------------------------------ prompts
 
@@ -129,7 +130,7 @@ class Sampler:
             self.generator.version = step
         # An engine that does not update in flight first ends the completions that it has begun.
         in_flight = declares(self.generator, "updates_in_flight")
-        generation = contextlib.nullcontext() if in_flight else self._generating
+        generation = contextlib.nullcontext() if in_flight else self.generating
         with clock("sync"), generation:
             self.generator.sync_weights(model)
             self.synced_at = self.version = step
@@ -179,7 +180,7 @@ class Sampler:
         Args:
             keeps_versions: of the weights that wrote each token.
         """
-        with contextlib.nullcontext() if self.may_overlap else self._generating, session(self.generator):
+        with contextlib.nullcontext() if self.may_overlap else self.generating, session(self.generator):
             version = self.version
             found = generate(samples)
             if found is None:
@@ -461,6 +462,22 @@ def encode(
         return images.encode(codec, row, prompt, tools, keeps_images=keeps_images)
     except DataError as error:
         raise DataError(f"{str(error).rstrip('.')}. The row is {reprlib.repr(row)}.") from error
+
+
+def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
+    """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
+    samples = [
+        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
+        for sample in samples
+    ]
+    if version is None:
+        return [replace(sample, versions=None) for sample in samples]
+    return [
+        sample
+        if sample.versions is not None and len(sample.versions) == len(sample.ids)
+        else replace(sample, versions=[version] * len(sample.ids))
+        for sample in samples
+    ]
 
 
 def _listed(ids: Any) -> list[Any]:

@@ -198,11 +198,9 @@ class RolloutTrainer(LanguageModelTrainer):
         self.image_prompts = ImagePrompts(self.processing_class, self.model, reader, args) if self.sees else None
         self._make_sampler(generator, parts.others["agent"])
         self.prepare_datasets(self.train_dataset, self.eval_dataset)
-        self.old_logps = OldLogps(args, self.dist)
+        own = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
+        self.rollout_maker, self.old_logps = Rollouts(own, args), OldLogps(own, args)
         self.look_at_model(parts)
-        self.rollout_maker = Rollouts(
-            weakref.proxy(self), args
-        )  # a trainer that is dropped must free its memory at once
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, self.rollout_maker)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
 
@@ -506,13 +504,12 @@ class RolloutTrainer(LanguageModelTrainer):
         aux_loss: torch.Tensor | None,
     ) -> torch.Tensor:
         """The share of a micro-batch, whose losses are `summed`, in the mean over the window: shape ()."""
-        items = self.count_items(inputs)
-        total = items if num_items is None else num_items
+        total = self.count_items(inputs) if num_items is None else num_items
         loss = summed / torch.where(total > 0, total, 1)
         if aux_loss is None:
             return loss
         self.log_metric("aux_loss", aux_loss)
-        return loss + self.router_aux_loss_coef * aux_loss * (items / total.clamp(min=1))
+        return loss + self.router_aux_loss_coef * aux_loss * (self.count_items(inputs) / total.clamp(min=1))
 
     @overload
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor: ...
