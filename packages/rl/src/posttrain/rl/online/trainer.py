@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -54,7 +55,7 @@ from posttrain.rl.policy.reference import FrozenReference, MovableReference, Syn
 from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import Scores, functions_by_name
 from posttrain.rl.samples.images import ImagePrompts, can_see
-from posttrain.rl.samples.prompts import OF_TEXT_ALONE, GroupedStream, GroupSampler, Layout, PromptCodec
+from posttrain.rl.samples.prompts import OF_TEXT_ALONE, GroupedStream, GroupSampler, Layout, PromptCodec, with_room
 from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Rollout, Sample
 
@@ -65,23 +66,10 @@ logger = logging.getLogger(__name__)
 
 
 @reads_from_arguments(
-    "chat_template_kwargs",
-    "generation_kwargs",
-    "log_completions",
-    "log_multimodal",
-    "log_unique_prompts",
-    "mask_truncated_completions",
-    "max_completion_length",
-    "max_tool_calling_iterations",
-    "num_completions_to_print",
-    "pad_to_multiple_of",
-    "shuffle_dataset",
-    "use_transformers_continuous_batching",
-    "vllm_gpu_memory_utilization",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
+    *"chat_template_kwargs generation_kwargs log_completions log_multimodal log_unique_prompts".split(),
+    *"mask_truncated_completions max_completion_length max_tool_calling_iterations num_completions_to_print".split(),
+    *"pad_to_multiple_of shuffle_dataset use_transformers_continuous_batching vllm_gpu_memory_utilization".split(),
+    *(f"vllm_importance_sampling_{name}" for name in ("clip_max", "clip_min", "correction", "mode")),
     "vllm_tensor_parallel_size",
     epsilon_low="epsilon",
 )
@@ -242,10 +230,7 @@ class RolloutTrainer(LanguageModelTrainer):
     @classmethod
     def dataset_problems(cls, args: Any, parts: Parts) -> Iterator[Problem]:
         """Problems with prompts, with what answers the policy, and with reward functions."""
-        yield from setup.problems(args, parts, cls.__name__, cls.reads_images, cls.learns_from_rewards)
-        for name in cls.does_not_take:
-            if parts.others.get(name):
-                yield f"{cls.__name__} reads the prompts of rows, with one sequence of tokens each; leave out {name}"
+        yield from setup.problems(args, parts, cls)
 
     def shows_images(self, args: Any, parts: Parts) -> bool:
         """Whether prompts have images, or may have them in evaluations to come."""
@@ -275,8 +260,8 @@ class RolloutTrainer(LanguageModelTrainer):
         if self.rollout_func is not None or environments.factories or self.sees or self.episodes is not None:
             return dataset
         name, at_least = (f"{name}_dataset" if name == role else name), self.layout.prompts if role == "train" else 1
-        room = self.codec, environments, self.sampler.context, drops
-        dataset = setup.prompts_with_room(dataset, name, at_least, *room)
+        count = partial(setup.tokens_of, codec=self.codec, environments=environments)
+        dataset = with_room(dataset, name, at_least, count, self.sampler.context, drops)
         if role == "train":
             invocation, refuses = invocation_tokens(self.model), self.args.on_bad_rows == "raise"
             setup.check_invocation(dataset, self.codec, environments, invocation, refuses)
@@ -603,11 +588,10 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def _ends_of_calls(self) -> set[int]:
         """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""
-        return (
-            set()
-            if self.rollout_func is not None
-            else setup.ends_of_calls(self.environments, self.codec, self.train_dataset)
-        )
+        if self.rollout_func is not None:
+            return set()
+        first = None if pipeline.is_stream(self.train_dataset) else self.train_dataset[0]
+        return self.environments.check(self.codec, first)
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
