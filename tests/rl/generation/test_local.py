@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from posttrain.lm.images.image_positions import SeenPrompt
 from posttrain.lm.loading.loading import obey_softcap
 from posttrain.lm.loss import lm_head
+from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling, local, local_steps
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import Decoding, decoding_attention
@@ -312,6 +313,28 @@ def test_models_of_llamas_kind_take_the_short_step(arch):
         assert isinstance(local._step_of(model), DecoderStep)
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_trainer_with_gradient_checkpointing_takes_the_short_step(adapter, tmp_path):
+    from peft import LoraConfig
+
+    class Looks(GRPOTrainer):
+        def generate(self, samples, sampling):
+            with decoding_attention(self.model):
+                steps.append(local._step_of(self.model))
+            return super().generate(samples, sampling)
+
+    steps = []
+    args = GRPOConfig(max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=2,
+                      output_dir=str(tmp_path), report_to="none", use_cpu=True)  # fmt: skip
+    assert args.gradient_checkpointing
+    Looks(
+        tiny.causal_lm(), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=args,
+        train_dataset=[{"prompt": "a"}], processing_class=tiny.tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]) if adapter else None,
+    ).train()  # fmt: skip
+    assert [type(step) for step in steps] == [DecoderStep]
+
+
 @pytest.mark.parametrize("arch", ["gemma2", "gemma3", "gpt2", "gpt-oss", "phi3"])
 def test_other_models_do_not(arch):
     _made, model = make(arch)
@@ -409,7 +432,7 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
         step.prepare(64)
         step = torch.compile(step, backend=backend, fullgraph=True) if compiled else step
         for token in range(32):
-            found.append(step(torch.arange(4) + token, block.positions, decoding.attend_rows))
+            found.append(step(torch.arange(4) + token, block.newest[1], decoding.attend_rows))
             block.advance()
         return torch.stack(found)
 

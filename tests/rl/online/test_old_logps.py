@@ -7,17 +7,18 @@ import torch
 
 from posttrain.core.logging.metrics import Metrics
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.old_logps import Needs, OldLogps
+from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.samples.samples import Rollout, Sample
 from tests import tiny
 
 ALONE = SimpleNamespace(precision="no", device=torch.device("cpu"), is_main=True, gather_object=lambda value: [value])
-OLD = Needs(old_logps=True, kl=False, correction=False)
+OLD = dict(needs_old_logps=True, needs_kl_of_samples=False, _corrects_engine=False, top_entropy_quantile=1.0)
 
 
 @pytest.fixture
 def old(tmp_path):
-    made = OldLogps(RolloutConfig(str(tmp_path), use_cpu=True, report_to="none"), ALONE)
+    owner = SimpleNamespace(dist=ALONE, model=tiny.causal_lm(), generator=SimpleNamespace(), metrics=Metrics())
+    made = OldLogps(owner, RolloutConfig(str(tmp_path), use_cpu=True, report_to="none"))
     made.begin_run()
     return made
 
@@ -26,18 +27,19 @@ def rollout(*logps, **changes):
     return Rollout.of([Sample({}, "", [1], [2] * len(row), logps=list(row), **changes) for row in logps])
 
 
-def ask(old, sampled, policys, needs=OLD, is_exact=True, step=0):
+def ask(old, sampled, policys, is_exact=True, step=0, **needs):
     """(what `old` makes of it, how often it computed log-probabilities)."""
     calls = []
 
-    def compute(with_entropy):
+    def logps_of(model, rollout, with_entropy):
         calls.append(with_entropy)
         found = torch.tensor(policys)
         return [found, -found] if with_entropy else [found]
 
-    generator = SimpleNamespace()
-    found = old.of(sampled, is_exact, needs, compute, tiny.causal_lm(), generator, step, Metrics())
-    return *found, len(calls)
+    vars(old.owner).update(
+        OLD | needs, rollout_maker=SimpleNamespace(logps_of=logps_of), state=SimpleNamespace(global_step=step)
+    )
+    return *old.of(sampled, is_exact), len(calls)
 
 
 def test_an_engine_is_compared_once_in_a_run_and_believed_from_then_on(old):
@@ -58,20 +60,20 @@ def test_an_engine_that_is_wrong_is_not_believed(old, caplog):
 
 
 def test_nothing_is_computed_that_the_loss_does_not_read(old):
-    made, logps, calls = ask(old, rollout([-1.0]), [[-1.0]], Needs(old_logps=False, kl=False, correction=False))
+    made, logps, calls = ask(old, rollout([-1.0]), [[-1.0]], needs_old_logps=False)
     assert calls == 0 and made.old_logps is None and logps.tolist() == [[-1.0]]
 
 
 def test_uncertain_tokens_are_marked_by_the_entropies_of_the_policy(old):
-    needs = Needs(True, False, False, entropy_mask=lambda entropies, mask: (entropies > 1.5) & mask)
-    made, _, calls = ask(old, rollout([-1.0, -2.0]), [[-1.0, -2.0]], needs)
+    old.owner.get_high_entropy_mask = lambda entropies, mask, least: (entropies > 1 + least) & mask
+    made, _, calls = ask(old, rollout([-1.0, -2.0]), [[-1.0, -2.0]], top_entropy_quantile=0.5)
     assert calls == 1 and made.entropy_mask.tolist() == [[False, True]]
 
 
 def test_completions_of_earlier_weights_are_weighted(old):
-    needs = Needs(True, False, correction=True)
-    made, _, _ = ask(old, rollout([-1.0, -2.0], versions=[0, 0]), [[-1.0, -1.5]], needs, step=2)
+    needs = dict(_corrects_engine=True, step=2)
+    made, _, _ = ask(old, rollout([-1.0, -2.0], versions=[0, 0]), [[-1.0, -1.5]], **needs)
     assert made.correction.shape in ((1, 2), (1, 1)) and made.old_logps.tolist() == [[-1.0, -1.5]]
     with pytest.raises(ValueError, match="returned no log-probabilities, by which they are weighted"):
         unknown = Rollout.of([Sample({}, "", [1], [2], versions=[0])])
-        ask(old, unknown, [[-1.0]], needs, step=2)
+        ask(old, unknown, [[-1.0]], **needs)

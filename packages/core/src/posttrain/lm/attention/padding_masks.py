@@ -61,9 +61,13 @@ def announce_masks(model: nn.Module) -> None:
             part.register_forward_hook(_leave, always_call=True)
 
 
-def has_other_hooks(module: nn.Module) -> bool:
-    """Whether the forward of `module` has hooks besides those of `announce_masks`."""
-    return not {*module._forward_pre_hooks.values(), *module._forward_hooks.values()} <= {_enter, _leave}
+def has_other_hooks(model: nn.Module) -> bool:
+    """Whether forwards within `model` have hooks besides those of `announce_masks`, and those that let gradients into
+    checkpointed layers, which do nothing where there are none.
+    """
+    hooks = {hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())}
+    names = [getattr(hook, "__name__", "") for hook in hooks - {_enter, _leave}]
+    return any(not name.startswith("make_inputs_require_grad") for name in names)
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

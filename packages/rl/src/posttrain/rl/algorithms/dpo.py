@@ -22,10 +22,8 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
-from posttrain.core.data import pipeline
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed
-from posttrain.core.losses import normalization
 from posttrain.rl.policy.reference import ReferenceArguments
 from posttrain.rl.policy.shared_prefix import CompletionScores
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
@@ -364,15 +362,10 @@ class DPOTrainer(PreferenceTrainer):
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""
         args, pairs = self.args, self.pairs(chosen, rejected)
-        options: dict[str, Any] = {
-            "beta": self.args.beta,
-            "label_smoothing": args.label_smoothing,
-            "discopop_tau": args.discopop_tau,
-        }
+        options: dict[str, Any] = {name: getattr(args, name) for name in ("beta", "label_smoothing", "discopop_tau")}
+        options["pairs_per_token"] = self._pairs_per_token
         if self._pairs_per_token is None:
             options["pairs_per_token"] = len(chosen.logp) / chosen.lengths.sum().clamp_min(1)
-        else:
-            options["pairs_per_token"] = self._pairs_per_token
         weights = args.loss_weights or [1.0] * len(args.loss_type)
         losses = reduce(
             torch.add,
@@ -410,11 +403,6 @@ class DPOTrainer(PreferenceTrainer):
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
         """As the core's. The sft loss is a mean over the chosen tokens of the window, which are counted first."""
         if "sft" in self.args.loss_type:
-            batches = [inputs for inputs in window if not pipeline.is_filler(inputs)]
-            tokens = sum(inputs["completion_mask"].chunk(2)[0].sum() for inputs in batches)
-            both = (sum(map(self.count_items, window)), tokens)
-            counts = torch.stack([normalization.scalar(count, self.dist.device).long() for count in both])
-            pairs, tokens = self.dist.sum(counts)
-            self._pairs_per_token = pairs / tokens.clamp_min(1)
+            self._pairs_per_token = self._weight_of_tokens(window, 0)
         super().train_on_window(model, window, num_items)
         self._pairs_per_token = None

@@ -29,8 +29,9 @@ from posttrain.rl.generation.engines import server_url
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.teachers import ServerTeacher, rows_to_read
 from posttrain.rl.online.trainer import RolloutTrainer
-from posttrain.rl.policy.logprobs import FOR_THE_MODEL, ROWS_AT_ONCE
+from posttrain.rl.policy.logprobs import FOR_THE_MODEL
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, make_reference
+from posttrain.rl.policy.shared_prefix import ROWS_AT_ONCE
 from posttrain.rl.samples.samples import Rollout, Sample
 
 AS_MANY_TOKENS = -20.0, 20.0

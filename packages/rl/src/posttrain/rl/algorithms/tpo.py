@@ -19,8 +19,6 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
-from posttrain.core.data import pipeline
-from posttrain.core.losses import normalization
 from posttrain.rl.algorithms import cpo
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.batches import PreferenceCollator
@@ -102,10 +100,6 @@ class TPOTrainer(ReferenceFreeTrainer):
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
         """As the core's. The reference completions' tokens in the window are counted first."""
         if self.args.tpo_alpha:
-            batches = [inputs for inputs in window if not pipeline.is_filler(inputs)]
-            tokens = sum(inputs["completion_mask"].chunk(3)[2].sum() for inputs in batches)
-            both = (sum(map(self.count_items, window)), tokens)
-            rows, tokens = self.dist.sum(torch.stack([normalization.scalar(n, self.dist.device).long() for n in both]))
-            self._rows_per_token = rows / tokens.clamp_min(1)
+            self._rows_per_token = self._weight_of_tokens(window, 2)
         super().train_on_window(model, window, num_items)
         self._rows_per_token = None

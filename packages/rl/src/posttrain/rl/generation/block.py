@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from posttrain.core.data.host_copies import send
-
 Text = dict[int, tuple[torch.Tensor, ...]]
 """Of each layer, the keys and values of a text of L tokens: (G, L, D) each."""
 SLOTS = 64
@@ -60,14 +58,9 @@ class Block:
         return len(self._lengths) * self.width + self.room * self.max_new
 
     @property
-    def steps(self) -> torch.Tensor:
-        """(R,) `step`, for each row."""
-        return torch.full_like(self.owners, self.step)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """(R,) the position of the token that each row reads next."""
-        return self._first + self.step
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R,) `step` for each row, and the position of the token that it reads next."""
+        return torch.full_like(self.owners, self.step), self._first + self.step
 
     def keep(self, rows: list[int]) -> list[int]:
         """Keep only these rows.
@@ -82,7 +75,7 @@ class Block:
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
         if holes:
-            to, source = (send(torch.tensor(places), self.device) for places in (holes, movers))
+            to, source = (torch.tensor(places).to(self.device, non_blocking=True) for places in (holes, movers))
             for keys, values in self.own.values():
                 keys[to, :, : self.step] = keys[source, :, : self.step]
                 values[to, :, : self.step] = values[source, :, : self.step]
@@ -113,7 +106,7 @@ class Block:
         left, owners = self._owners.unique(return_inverse=True)
         if 0 < len(left) < len(self._lengths):
             self._lengths, self._owners, self._padding = self._lengths[left], owners, None
-            left = send(left, self.device)
+            left = left.to(self.device, non_blocking=True)
             for layer, (keys, values) in self.prompts.items():
                 self.prompts[layer] = keys[left], values[left]
 
@@ -127,8 +120,8 @@ class Block:
         sources = torch.zeros(len(lengths) * self._most, dtype=torch.long)
         sources[places] = steps
         self._biases: dict[int | None, torch.Tensor | None] = {}
-        placed = lengths, owners, places, sources, lengths[owners]
-        self.lengths, self.owners, self._places, self._sources, self._first = (send(t, self.device) for t in placed)
+        placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, places, sources, lengths[owners]))
+        self.lengths, self.owners, self._places, self._sources, self._first = placed
 
     # ------------------------------------------------------------------------------------------------ in the forward
 
@@ -262,10 +255,11 @@ class Block:
         self._biases[key] = bias
         return bias
 
-    def advance(self) -> None:
-        """The model has read one more token of each row."""
+    def advance(self) -> torch.Tensor:
+        """The model has read one more token of each row: (R,) `step`, for each."""
         self.step += 1
         self._biases.clear()
+        return torch.full_like(self.owners, self.step)
 
 
 def _attention(

@@ -72,6 +72,7 @@ class DecoderStep:
         self.size = body.layers[0].self_attn.head_dim
         self.layers = [self._layer(layer) for layer in body.layers]
         self.constant = torch.full((1,), self.eps, device=self.norm.device)
+        self.has_kernels = accelerator.has_kernels(self.constant)
         self.turns: list[torch.Tensor] | None = None
         self.sign = torch.ones(self.size, device=self.norm.device)
         self.sign[: self.size // 2] = -1  # a half turn of (a, b) is (-b, a)
@@ -134,10 +135,11 @@ class DecoderStep:
         x = self.embed(tokens)
         cosine, sine = self._turns(x, positions)
         turned = self.heads + self.groups
+        in_kernel = self.has_kernels and cosine.shape[-1] == self.size
         for number, layer in enumerate(self.layers):
             mixed = layer.qkv(self._normalised(x, layer.before_attention)).view(len(tokens), -1, self.size)
             turning, values = mixed.split((turned, self.groups), 1)
-            if accelerator.has_kernels(mixed) and cosine.shape[-1] == self.size:
+            if in_kernel:
                 turning = decode_kernels.turn(mixed, turned, layer.of_heads, self.eps, cosine, sine)
             else:
                 if layer.of_heads is not None:
@@ -184,8 +186,7 @@ def _is_known(model: nn.Module, base: PretrainedModel) -> bool:
         return False
     if any(not hasattr(config, name) for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads")):
         return False
-    modules = [*model.modules()]
-    hooked = any(has_other_hooks(m) or hasattr(m, "_hf_hook") for m in modules)
+    hooked = has_other_hooks(model) or any(hasattr(m, "_hf_hook") for m in model.modules())
     if hooked or base.get_output_embeddings() is None or not len(body.layers):
         return False
     if {p.device for p in base.parameters()} != {body.norm.weight.device}:

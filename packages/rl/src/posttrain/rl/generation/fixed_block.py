@@ -14,9 +14,9 @@ import sys
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from posttrain.core.data import accelerator
-from posttrain.core.data.host_copies import send
 from posttrain.rl.generation import decode_kernels
 from posttrain.rl.generation.block import SLOTS, Block, copy_numbers
 
@@ -57,14 +57,9 @@ class FixedBlock(Block):
         super().__init__(lengths, copies, device, max_new)
 
     @property
-    def steps(self) -> torch.Tensor:
-        """(R,) `step`, for each row."""
-        return self._written.expand(self.num_rows)
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """(R,) the position of the token that each row reads next."""
-        return self._first + self._written
+    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R,) `step` for each row, and the position of the token that it reads next."""
+        return self._written.expand(self.num_rows), self._first + self._written
 
     # ----------------------------------------------------------------------------------------------- rows that leave
 
@@ -89,7 +84,8 @@ class FixedBlock(Block):
             self._shape, self._cells = shape, owners * shape[1] + copy_numbers(owners, len(lengths))
             self.room = shape[0] * shape[1]
         self._grids, self._biases = {}, {}
-        self.lengths, self.owners, self._first = (send(t, self.device) for t in (lengths, owners, lengths[owners]))
+        placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, lengths[owners]))
+        self.lengths, self.owners, self._first = placed
 
     def _move(self, copies: int, cells: torch.Tensor) -> None:
         """Bring the tokens of rows that were in these `cells` of a grid with so many `copies` to where they are now."""
@@ -97,7 +93,7 @@ class FixedBlock(Block):
             groups = self.prompts[layer][0].shape[1]
             sources = torch.zeros(self._shape[0] * groups * self._shape[1], dtype=torch.long)
             sources[_places(self._cells, groups, self._shape[1])] = _places(cells, groups, copies)
-            sources = send(sources, self.device)
+            sources = sources.to(self.device, non_blocking=True)
             self.own[layer] = keys[sources], values[sources]
 
     # ------------------------------------------------------------------------------------------------ in the forward
@@ -141,7 +137,7 @@ class FixedBlock(Block):
         padding = torch.zeros_like(self._unwritten[:, :, :1])
         if bias is not None:
             padding = bias.expand(-1, groups, -1, -1).flatten(0, 1)
-        rows, columns, places = (send(tensor, self.device) for tensor in (rows, columns, places))
+        rows, columns, places = (tensor.to(self.device, non_blocking=True) for tensor in (rows, columns, places))
         return _Grid(rows, columns, places, padding)
 
     def attend(self, layer, query, key, value, scale, window, softcap=None, sinks=None) -> torch.Tensor:
@@ -199,23 +195,20 @@ class FixedBlock(Block):
             self._biases[window] = bias
         return bias
 
-    def advance(self) -> None:
-        """The model has read one more token of each row."""
-        super().advance()
-        if not self.own:
-            return
-        self._written += 1
+    def advance(self) -> torch.Tensor:
+        """The model has read one more token of each row: (R,) `step`, for each."""
+        self.step += 1
+        self._biases.clear()
+        self._written += bool(self.own)
         slots = self._unwritten.shape[2]
         if self.step < slots:
             self._unwritten.index_fill_(2, self._written, 0)
-            return
-        more = min(slots, self.max_new - slots)
-        for layer, (keys, values) in self.own.items():
-            self.own[layer] = (
-                torch.cat([keys, torch.zeros_like(keys[:, :more])], 1),
-                torch.cat([values, torch.zeros_like(values[:, :more])], 1),
-            )
-        self._look_up()
+        elif self.own:
+            more = min(slots, self.max_new - slots)
+            for layer, (keys, values) in self.own.items():
+                self.own[layer] = (functional.pad(keys, (0, 0, 0, more)), functional.pad(values, (0, 0, 0, more)))
+            self._look_up()
+        return self._written.expand(self.num_rows)
 
 
 def _places(cells: torch.Tensor, groups: int, copies: int) -> torch.Tensor:

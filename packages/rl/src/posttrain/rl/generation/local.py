@@ -65,8 +65,7 @@ class LocalGenerator:
 
     def sync_weights(self, model: nn.Module) -> None:
         """Generate with `model` itself, so there is nothing to copy."""
-        self.model = unwrap(model)
-        self.fallback.sync_weights(model)
+        self.model = self.fallback.model = unwrap(model)
 
     @torch.no_grad()
     def generate(
@@ -96,8 +95,7 @@ class LocalGenerator:
             call = steps.add(prompts, n, sampling, seeds, images=images)
             if recorder is not None:
                 call.routes = Routes(recorder, prompts, n, sampling.max_new_tokens)
-            while steps:
-                steps.step()
+            steps.run()
             return call.completions()
 
     def steps(self) -> contextlib.AbstractContextManager[LocalSteps] | None:
@@ -141,13 +139,14 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
         return problem
     if problem := reading_problem(base, example):
         return problem
-    if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+    reader: Any = text_part(base).config
+    if unknown := sorted({*(getattr(reader, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
     parameter = next(base.parameters())
     if parameter.device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
     tried = _TRIED.setdefault(unwrap(model), {})
-    key = parameter.device.type, text_part(base).config._attn_implementation
+    key = parameter.device.type, reader._attn_implementation
     if key not in tried:
         tried[key] = _try(unwrap(model), name, parameter, _Trial.of(base, example))
     return tried[key]
@@ -257,7 +256,8 @@ def _written(model, trial: _Trial, device, step: DecoderStep | None = None) -> d
     found |= {(row, 0): logits[row // 2].float() for row in rows}
     for place in range(_NEW):
         tokens = torch.tensor([trial.completions[row][place] for row in rows], device=device)
-        positions = block.positions if shifts is None else block.positions + shifts[rows]
+        _, positions = block.newest
+        positions = positions if shifts is None else positions + shifts[rows]
         logits = next_logits(model, step, decoding, tokens, positions)
         block.advance()
         found |= {(row, place + 1): logits[number].float() for number, row in enumerate(rows)}

@@ -65,6 +65,7 @@ class LocalSteps:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.texts: dict[tuple[int, ...], Text] | None = None
         self.num_read = 0
+        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
         self._step: DecoderStep | StepGraph | None = step
         self.decoding = Decoding(next(model.parameters()).device)
         if step is not None and self.decoding.device.type == accelerator.CUDA:
@@ -91,8 +92,13 @@ class LocalSteps:
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
-        self._calls.append(Call(self.model, self.tokenizer, prompts, n, sampling, seeds, most, images, self.texts))
+        self._calls.append(Call(self, prompts, n, sampling, seeds, most, images))
         return self._calls[-1]
+
+    def run(self) -> None:
+        """Write all completions to their ends."""
+        while self._calls:
+            self.step()
 
     def step(self) -> list[tuple[Call, list[int]]]:
         """Write one more token of each completion; those that have ended, by their calls."""
@@ -166,20 +172,17 @@ class Call:
 
     def __init__(
         self,
-        model: nn.Module,
-        tokenizer: Any,
+        steps: LocalSteps,
         prompts: Sequence[Sequence[int]],
         n: int,
         sampling: Sampling,
         seeds: Sequence[int],
         most: Sequence[int] | None = None,
         images: PromptImages | None = None,
-        texts: dict[tuple[int, ...], Text] | None = None,
     ) -> None:
-        self.texts = texts
-        self.tokenizer, self.prompts, self.n, self.sampling = tokenizer, prompts, n, sampling
-        parameter = next(model.parameters())
-        self.device, size, longest = parameter.device, len(prompts) * n, sampling.max_new_tokens
+        self.texts, self.tokenizer, self.is_exact = steps.texts, steps.tokenizer, steps.is_exact
+        self.prompts, self.n, self.sampling = prompts, n, sampling
+        self.device, size, longest = steps.decoding.device, len(prompts) * n, sampling.max_new_tokens
         self.most = [longest] * size if most is None else [*most]
         self.numbers = uniforms(seeds, longest if sampling.temperature else 0).to(
             self.device, torch.float32, non_blocking=True
@@ -189,13 +192,12 @@ class Call:
         self.lengths, self.finished = [0] * size, [False] * size
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
-            vocabulary = base_model(model).get_output_embeddings().weight.shape[0]
+            vocabulary = base_model(steps.model).get_output_embeddings().weight.shape[0]
             self.seen = torch.zeros(size, vocabulary, dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
-        self.prompts_read = PromptsRead.of(model, prompts, images)
+        self.prompts_read = PromptsRead.of(steps.model, prompts, images)
         self.shifts = self.prompts_read.shifts(n, self.device)
-        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
         self.routes: Routes | None = None  # None: not asked for
         # The longest first, so that those that are read last take least memory.
         self.waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
@@ -225,7 +227,7 @@ class Call:
     def _read_ended(self) -> None:
         """Read what has ended since, all at once: each reading waits for the device."""
         if self._unread:
-            index = send(torch.tensor(self._unread), self.device)
+            index = torch.tensor(self._unread).to(self.device, non_blocking=True)
             tokens, logps = self.tokens[index].tolist(), self.logps[index].tolist()
             for row, *parts in zip(self._unread, tokens, logps, strict=True):
                 self._read[row] = tuple(part[: self.lengths[row]] for part in parts)
@@ -243,14 +245,15 @@ class Call:
         self.blocks.append(block)
         self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
         self.looked.append(0)
-        index = send(torch.tensor(self.rows[-1]), self.device)
+        self._place()
+        index = self._indices[-1]
         self._draw(logits[block.owners], index, torch.zeros_like(index))
         self._look()
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
-        self._steps = _joined([block.steps for block in self.blocks])
-        positions = _joined([block.positions for block in self.blocks])
+        found = [block.newest for block in self.blocks]
+        self._steps, positions = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         return self.tokens[self.index, self._steps], positions
@@ -259,9 +262,7 @@ class Call:
         """Write the tokens behind the `newest`: (R, V) logits."""
         if self.routes is not None:
             self.routes.of_tokens(self.index, self._steps)
-        for block in self.blocks:
-            block.advance()
-        self._draw(logits, self.index, _joined([block.steps for block in self.blocks]))
+        self._draw(logits, self.index, _joined([block.advance() for block in self.blocks]))
         self._look()
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
@@ -275,12 +276,12 @@ class Call:
     def _look(self) -> None:
         """Let rows leave that are done."""
         longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
-        changed = len(self.index) != sum(map(len, self.rows))
+        changed = False
         for place, (block, rows) in enumerate(zip(self.blocks, self.rows, strict=True)):
             written, looked = block.step + 1, self.looked[place]
             if written < longest and written - looked < every:
                 continue
-            new = self.tokens[send(torch.tensor(rows), self.device), looked:written].tolist()
+            new = self.tokens[self._indices[place], looked:written].tolist()
             left = [i for i, tokens in enumerate(new) if not self._ends(rows[i], looked, tokens)]
             self.looked[place] = written
             if len(left) < len(rows):
@@ -309,7 +310,8 @@ class Call:
 
     def _place(self) -> None:
         index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
-        self.index = send(index, self.device)
+        self.index = index.to(self.device, non_blocking=True)
+        self._indices = torch.split(self.index, list(map(len, self.rows)))
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within its newest `tokens`; takes down where."""
@@ -339,9 +341,10 @@ def next_logits(
 ) -> torch.Tensor:
     """(R, V) logits behind one more token of each row."""
     if step is not None:
-        step.prepare(max(block.longest for block in decoding.blocks))
+        step.prepare(max(block.width + block.step for block in decoding.blocks))
+        attend = decoding.blocks[0].attend if len(decoding.blocks) == 1 else decoding.attend_rows
         with torch.autocast(tokens.device.type, enabled=False):
-            return step(tokens, positions, decoding.attend_rows)
+            return step(tokens, positions, attend)
     ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
     return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
 

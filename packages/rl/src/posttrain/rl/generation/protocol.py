@@ -145,7 +145,8 @@ class Generator(Protocol):
     """An engine that generates.
 
     Optional: ``reads_images = True``, if it takes prompts that are `Pictured`;
-    ``has_own_weights = True``, if the engine holds a copy of the weights, so that the policy need not be gathered;
+    ``shares_weights = True``, if it uses the trainer's own model, so that log-probabilities differ by rounding alone;
+    ``has_own_weights = True``, if it holds a copy of the weights, so that the policy need not be gathered;
     ``updates_in_flight = True``, if `sync_weights` may be called while another thread is in `generate`, whose
     completions go on under the new weights; ``version``, which is set to the optimizer step before each `sync_weights`;
     ``session()``, see `session`; ``is_concurrent = True``, if several threads may be in `generate`, whose completions
@@ -169,29 +170,9 @@ class Generator(Protocol):
         ...
 
 
-def has_own_weights(generator: Generator) -> bool:
-    """Whether `generator` writes with a copy of the weights, and not with the model that is trained."""
-    return bool(getattr(generator, "has_own_weights", False))
-
-
-def reads_images(generator: Generator) -> bool:
-    """Whether `generator` takes prompts that are `Pictured`."""
-    return bool(getattr(generator, "reads_images", False))
-
-
-def updates_in_flight(generator: Generator) -> bool:
-    """Whether `generator` takes new weights while it generates."""
-    return bool(getattr(generator, "updates_in_flight", False))
-
-
-def is_concurrent(generator: Generator) -> bool:
-    """Whether several threads may be in `generate` at a time."""
-    return bool(getattr(generator, "is_concurrent", False))
-
-
-def shares_weights(generator: Generator) -> bool:
-    """Whether `generator` uses the trainer's own model, so that log-probabilities differ by rounding alone."""
-    return bool(getattr(generator, "shares_weights", False))
+def declares(generator: Generator, name: str) -> bool:
+    """Whether `generator` has the optional attribute `name` of `Generator`, and it is True."""
+    return bool(getattr(generator, name, False))
 
 
 def session(generator: Generator) -> contextlib.AbstractContextManager[None]:

@@ -20,14 +20,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
-from posttrain.rl.generation.protocol import has_own_weights
+from posttrain.rl.generation.protocol import declares
 from posttrain.rl.rewards.background import keep_device
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
@@ -46,26 +46,20 @@ LAST_CALL = 10.0
 _own = threading.local()
 
 
-class PerThread(Generic[Value]):
-    """An attribute that has another value in the threads of a `Background`."""
+class PerThread:
+    """Stands for the `metrics` or `clock` of a trainer; in the threads of a `Background`, for those of their job."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, of_main: Any) -> None:
+        self._name, self._of_main = name, of_main
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> PerThread[Value]: ...
-    @overload
-    def __get__(self, instance: Any, owner: type | None = None) -> Value: ...
-    def __get__(self, instance: Any, owner: type | None = None) -> Value | PerThread[Value]:
-        if instance is None:  # asked of the class, as inspect and mock do
-            return self
-        own = getattr(_own, self.name, None) or vars(instance).get(self.name)
-        if own is None:
-            raise AttributeError(self.name)
-        return own
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(getattr(_own, self._name, self._of_main), attribute)
 
-    def __set__(self, instance: Any, value: Value) -> None:
-        vars(instance)[self.name] = value
+    def __call__(self, phase: str) -> Any:
+        return getattr(_own, self._name, self._of_main)(phase)
+
+    def copy(self) -> PerThread:
+        return PerThread(self._name, self._of_main.copy())
 
 
 class Turns:
@@ -164,9 +158,12 @@ class Background:
         self._ahead: Iterator[Any] | None = None  # of the next epoch
         self._num_ahead = 0
         self._next: Job | None = None  # read, and not yet begun
+        self._of_main: tuple[Any, Any] | None = None  # the trainer's metrics and clock
 
     def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[Any]:
         """Take the prompts of `epoch` from `loader`, which may be read already, or from `batches`. Returns them."""
+        if self._of_main is None:
+            self._log_apart(self.rollouts.owner)
         if self._ahead is not None and epoch == self._epoch + 1:
             batches = self._ahead
         self._batches = iter(loader) if batches is None else batches
@@ -219,6 +216,12 @@ class Background:
             self._drop(job, "the run has ended")
         self._sampler.end()
         self._scorer.end()
+        if self._of_main is not None:
+            self.rollouts.owner.metrics, self.rollouts.owner.clock = self._of_main
+
+    def _log_apart(self, owner: Any) -> None:
+        self._of_main = owner.metrics, owner.clock
+        owner.metrics, owner.clock = PerThread("metrics", owner.metrics), PerThread("clock", owner.clock)
 
     def _drop(self, job: Job, why: str) -> None:
         self.jobs.remove(job)
@@ -279,26 +282,10 @@ class Background:
 
 def engine_problem(generator: Any) -> str | None:
     """Why `generator` cannot generate while the policy is trained; None if it can."""
-    if has_own_weights(generator):
+    if declares(generator, "has_own_weights"):
         return None
     return (
         f"max_staleness above 0 samples while the policy is trained, and {type(generator).__name__} generates with the "
         "weights that are being trained. Set use_vllm=True with vllm_mode='server', leave the generator out, or set "
         "max_staleness=0."
     )
-
-
-def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
-    """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
-    samples = [
-        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
-        for sample in samples
-    ]
-    if version is None:
-        return [replace(sample, versions=None) for sample in samples]
-    return [
-        sample
-        if sample.versions is not None and len(sample.versions) == len(sample.ids)
-        else replace(sample, versions=[version] * len(sample.ids))
-        for sample in samples
-    ]

@@ -7,22 +7,22 @@ compared with a forward of the policy, and where it is wrong, every rollout take
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging.metrics import Metrics
-from posttrain.rl.generation import Generator
 from posttrain.rl.generation.engines import cause_of_gap, settings_of
 from posttrain.rl.generation.transformers import is_float32
 from posttrain.rl.losses import policy_losses
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.policy.logprobs import logp_gaps
-from posttrain.rl.policy.reference import check_start
+from posttrain.rl.policy.reference import start_problem
 from posttrain.rl.samples.samples import Rollout
+
+if TYPE_CHECKING:
+    from posttrain.rl.online.trainer import RolloutTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +39,11 @@ NOT_THE_POLICYS = (
 )
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a loss reads of the policy that sampled.
-
-    Attributes:
-        old_logps: its log-probabilities. kl: its divergence from the reference.
-        correction: weights of completions of weights that are not quite the policy.
-        entropy_mask: of (N, C) entropies and a mask: the tokens that are learned from; None: all.
-    """
-
-    old_logps: bool
-    kl: bool
-    correction: bool
-    entropy_mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-
-
 class OldLogps:
     """Decides what of a rollout is computed again.
+
+    Args:
+        owner: the trainer, by a weak reference, which says what its loss reads.
 
     Attributes:
         recomputes: the engine's log-probabilities were found to be others than the policy's.
@@ -64,8 +51,8 @@ class OldLogps:
         starts_at_reference: the reference should be the policy of the first optimizer step.
     """
 
-    def __init__(self, args: RolloutConfig, dist: Distributed) -> None:
-        self.args, self.dist = args, dist
+    def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
+        self.owner, self.args, self.dist = owner, args, owner.dist
         self.recomputes, self.compared, self.starts_at_reference = False, True, False
         self._begins: torch.Tensor | None = None  # what the policy gives, to be compared with the reference
 
@@ -73,72 +60,66 @@ class OldLogps:
         """A run begins: its first rollout is compared."""
         self.recomputes = self.compared = False
 
-    def of(
-        self,
-        rollout: Rollout,
-        is_exact: bool,
-        needs: Needs,
-        compute: Callable[[bool], list[torch.Tensor]],
-        model: nn.Module,
-        generator: Generator,
-        step: int,
-        metrics: Metrics,
-    ) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with what `needs` names, (N, C) log-probabilities of the old policy where they are known).
+    def of(self, rollout: Rollout, is_exact: bool) -> tuple[Rollout, torch.Tensor | None]:
+        """(`rollout` with what the loss reads, (N, C) log-probabilities of the old policy where they are known).
 
         Args:
             is_exact: the engine declares its log-probabilities exact.
-            compute: those of the policy now; with True, and its entropies, each (N, C).
-            step: the optimizer steps done.
 
         Raises:
             ValueError: completions of earlier weights cannot be weighted.
         """
-        sampled, stale = rollout.sampling_logps, rollout.versions is not None
+        owner, needs_old = self.owner, self.owner.needs_old_logps
+        sampled, stale, quantile = rollout.sampling_logps, rollout.versions is not None, 1 - owner.top_entropy_quantile
         declared = is_exact and sampled is not None and self.dist.precision == "no"
         exact = declared and not stale and not self.recomputes
-        corrects = needs.correction and not exact and sampled is not None and not self.recomputes
-        if stale and needs.correction and not corrects and not self.recomputes:
-            raise ValueError(NO_LOGPS.format(type(generator).__name__))
+        wants = not self.recomputes and owner._corrects_engine
+        corrects = wants and not exact and sampled is not None
+        if stale and wants and not corrects:
+            raise ValueError(NO_LOGPS.format(type(owner.generator).__name__))
         first, self.compared = not self.compared, True
-        starts, self.starts_at_reference = first and self.starts_at_reference and step == 0, False
-        by_entropy = needs.entropy_mask is not None
+        starts, self.starts_at_reference = first and self.starts_at_reference and owner.state.global_step == 0, False
         old, self._begins = sampled if exact else None, None
-        if by_entropy or corrects or starts or ((needs.old_logps or needs.kl) and (first or old is None)):
-            found = compute(by_entropy)
-            if first and declared and self.misses(found[0], rollout, model, generator, step):
+        asked = (needs_old or owner.needs_kl_of_samples) and (first or old is None)
+        if quantile > 0 or corrects or starts or asked:
+            found = owner.rollout_maker.logps_of(owner.model, rollout, quantile > 0)
+            if first and declared and self.misses(found[0], rollout):
                 exact = corrects = False
-            old = sampled if exact and not by_entropy else found[0]
-            if needs.entropy_mask is not None:
+            old = sampled if exact and quantile <= 0 else found[0]
+            if quantile > 0:
                 entropies, mask = (values.to(self.dist.device) for values in (found[1], rollout.loss_mask))
-                rollout = replace(rollout, entropy_mask=needs.entropy_mask(entropies, mask).cpu())
+                rollout = replace(rollout, entropy_mask=owner.get_high_entropy_mask(entropies, mask, quantile).cpu())
             if sampled is not None and old is not None and corrects:
-                rollout = replace(rollout, correction=correction(old, sampled, rollout.loss_mask, self.args, metrics))
+                weights = correction(old, sampled, rollout.loss_mask, self.args, owner.metrics)
+                rollout = replace(rollout, correction=weights)
             self._begins = found[0] if starts else None
-        return replace(rollout, old_logps=old if needs.old_logps or corrects else None), old
+        return replace(rollout, old_logps=old if needs_old or corrects else None), old
 
-    def check_reference(self, rollout: Rollout, model: nn.Module) -> None:
+    def check_reference(self, rollout: Rollout) -> None:
         """Raise ValueError where a reference that should be the policy's first weights is not, at the first rollout."""
         if self._begins is not None and rollout.ref_logps is not None and rollout.routes is None:
-            half = self.dist.precision != "no" or not is_float32(model)
-            check_start(self._begins, rollout.ref_logps, rollout.loss_mask, half)
+            half = self.dist.precision != "no" or not is_float32(self.owner.model)
+            begins, reference = ((logps * rollout.loss_mask).sum(1) for logps in (self._begins, rollout.ref_logps))
+            if problem := start_problem(begins, reference, half):
+                raise ValueError(problem)
         self._begins = None
 
-    def misses(self, found: torch.Tensor, rollout: Rollout, model: nn.Module, generator: Generator, step: int) -> bool:
+    def misses(self, found: torch.Tensor, rollout: Rollout) -> bool:
         """Whether log-probabilities that an engine declared exact are not those `found`, in any process; then they are
         recomputed from now on, with one warning.
         """
         sampled, mask, why = rollout.sampling_logps, rollout.loss_mask, None
+        step = self.owner.state.global_step
         same_weights = rollout.versions is None or bool((rollout.versions == step)[mask].all())
         if sampled is not None and same_weights:
             gaps, limit = logp_gaps(found, sampled, mask, bool(self.args.tf32))
             if not gaps.max() <= limit:
                 why = f"they differ by {float(gaps.max()):.2g}, and rounding explains {limit:.2g}. "
-                why += cause_of_gap(model, settings_of(self.args), rollout.prompt_lengths, gaps > limit)
+                why += cause_of_gap(self.owner.model, settings_of(self.args), rollout.prompt_lengths, gaps > limit)
         whys = [one for one in self.dist.gather_object(why) if one is not None]
         self.recomputes = bool(whys)
         if whys and self.dist.is_main:
-            logger.warning(NOT_THE_POLICYS, type(generator).__name__, whys[0])
+            logger.warning(NOT_THE_POLICYS, type(self.owner.generator).__name__, whys[0])
         return self.recomputes
 
 

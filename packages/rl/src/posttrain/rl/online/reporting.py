@@ -240,11 +240,11 @@ def log_clipping(
 ) -> None:
     """Log the shares of tokens, or of completions where `ratio` is (N, 1), that a clipped loss holds back."""
     marks = policy_losses.clipping(ratio, advantages, epsilon, epsilon_high)
-    for name, held in {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}.items():
-        metrics.add_sum(f"clip_ratio/{name}_mean", (held * mask).sum(), mask.sum())
+    kinds = {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}
+    found = {f"clip_ratio/{name}_mean": ((held * mask).sum(), mask.sum()) for name, held in kinds.items()}
     low, high = ((held * mask).sum(1) / mask.sum(1) for held in (marks.low, marks.high))  # (N,) shares of each row
-    metrics.add_extreme("clip_ratio/low_min", _least(low), "min")
-    metrics.add_extreme("clip_ratio/high_max", -_least(-high), "max")
+    extremes = {"clip_ratio/low_min": (_least(low), "min"), "clip_ratio/high_max": (-_least(-high), "max")}
+    metrics.update(found | extremes)
 
 
 def _least(values: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ It imports no trainer: `owner` is the one whose hooks it calls.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ from posttrain.rl.losses import credit
 from posttrain.rl.online import reporting
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import Turns
-from posttrain.rl.online.old_logps import Needs
 from posttrain.rl.online.reporting import Summary
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
@@ -39,7 +38,7 @@ class Rollouts:
 
     def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
         self.owner, self.args = owner, args
-        self._scoring = Turns(args.reward_concurrency)
+        self._scoring = Turns(args.reward_concurrency) if args.max_staleness else nullcontext()
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -74,7 +73,8 @@ class Rollouts:
         owner, clock = self.owner, self.owner.clock
         with self._scoring, clock("score"):
             scores: Scores = owner.dist.on_first(lambda: owner.score(samples))
-        owner.sampler.environments.give_back(samples)
+        if owner.sampler.environments.factories:
+            owner.sampler.environments.give_back(samples)
         reporting.log_scores(owner.metrics, clock, scores, owner.rewards.names)
         return scores
 
@@ -92,12 +92,13 @@ class Rollouts:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
         everyone = Summary.join(dist.gather_object(Summary.of(samples, scores, kl)), layout.dealt().argsort())
         source.num_tokens += everyone.num_tokens
-        metrics.add_extreme("num_tokens", source.num_tokens, "max")  # the same everywhere, and it only grows
         kl = None if everyone.kl is None else everyone.kl[0]
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
+        logged: dict[str, Any] = {"num_tokens": (source.num_tokens, "max")}  # the same everywhere, and it only grows
         if dist.rank == 0:  # the same on every process
             found = everyone.metrics(owner.rewards.names, owner.rewards.weights, size)
-            metrics.update({name: (value, 1) for name, value in found.items()} | everyone.extremes())
+            logged |= {name: (value, 1) for name, value in found.items()} | everyone.extremes()
+        metrics.update(logged)
         own = layout.numbers(dist.rank)
         at_tokens = rollout.of_completions(advantages[own])
         if owner.credits_turns:
@@ -136,24 +137,9 @@ class Rollouts:
     def with_logps(self, rollout: Rollout, samples: list[Sample]) -> tuple[Rollout, torch.Tensor | None]:
         """(`rollout` with log-probabilities of the old and the reference policy, their KL if requested)."""
         owner, samples = self.owner, sequences(samples)
-        quantile = 1 - owner.top_entropy_quantile
-
-        def by_entropy(entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return owner.get_high_entropy_mask(entropies, mask, quantile)
-
-        wanted = owner.needs_old_logps, owner.needs_kl_of_samples, owner._corrects_engine
-        rollout, old = owner.old_logps.of(
-            rollout,
-            all(sample.is_exact for sample in samples),
-            Needs(*wanted, by_entropy if quantile > 0 else None),
-            partial(self.logps_of, owner.model, rollout),
-            owner.model,
-            owner.sampler.generator,
-            owner.state.global_step,
-            owner.metrics,
-        )
+        rollout, old = owner.old_logps.of(rollout, all(sample.is_exact for sample in samples))
         rollout, kl = owner.complete_rollout(rollout, samples), None
-        owner.old_logps.check_reference(rollout, owner.model)
+        owner.old_logps.check_reference(rollout)
         if owner.needs_kl_of_samples and old is not None and rollout.ref_logps is not None:
             kl = ((old - rollout.ref_logps) * rollout.loss_mask).sum(1)
         return rollout, kl

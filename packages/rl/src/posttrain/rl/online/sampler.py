@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,11 @@ from posttrain.rl.agents.environments import Environments
 from posttrain.rl.agents.scheduler import QUIET
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import folded
-from posttrain.rl.generation.protocol import has_own_weights, is_concurrent, reads_images, session, updates_in_flight
+from posttrain.rl.generation.protocol import declares, session
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import ATTEMPTS, Turns, with_versions
+from posttrain.rl.online.asynchronous import ATTEMPTS
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
-from posttrain.rl.samples.prompts import PromptCodec, runs
+from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.room import complete_in_room
 from posttrain.rl.samples.samples import Sample
 
@@ -62,6 +63,7 @@ class Sampler:
         version: the optimizer step of the weights that the engine was sent last.
         synced_at: the same; None where the engine must be sent the weights again.
         ends_of_calls: the tokens that end a turn with calls.
+        generating: held while the engine writes; a lock where other threads may want it meanwhile.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Sampler:
         self.version = 0
         self.synced_at: int | None = None
         self.ends_of_calls: set[int] = set()
-        self._generating = Turns()
+        self.generating: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     # ------------------------------------------------------------------------------------------------ prompts
 
@@ -93,17 +95,17 @@ class Sampler:
         before: dict[str, Any] = {}
         ids: list[int] = []
         shown: Shown | None = None
-        has_tools = bool(self.environments)
+        has_tools, again = bool(self.environments), declares(self.generator, "reads_images")
+        samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         # Those of one prompt are adjacent, and it is tokenised once.
-        for sample in self.environments.begin([Sample(dict(row), row.get("prompt"), []) for row in rows]):
+        for sample in self.environments.begin(samples) if has_tools else samples:
             asked = sample.prompt, self.environments.schemas_of(sample) if has_tools else []
             is_new = asked != read or (self.images is not None and not same_images(sample.row, before))
             read, before = asked, sample.row
             if is_new:
-                again = reads_images(self.generator)
                 ids, shown = encode(sample.row, *asked, self.codec, self.images, again)
             found.append(replace(sample, prompt_ids=ids, shown=shown))
-            if is_new and check:
+            if is_new and check and asked[1]:
                 self.environments.check_prompt(found[-1], asked[1], self.codec)
         return found
 
@@ -118,7 +120,7 @@ class Sampler:
         """The context in which the engine generates: with gathered weights, because completions differ in length
         between processes; or with the engine's own copy, without gathering.
         """
-        return contextlib.nullcontext() if has_own_weights(self.generator) else self.dist.gathered(model)
+        return contextlib.nullcontext() if declares(self.generator, "has_own_weights") else self.dist.gathered(model)
 
     def sync_weights(self, model: nn.Module, step: int, clock: Clock) -> None:
         """Send the weights of `model` at the optimizer step `step`, unless the engine has them."""
@@ -127,7 +129,8 @@ class Sampler:
         if hasattr(self.generator, "version"):
             self.generator.version = step
         # An engine that does not update in flight first ends the completions that it has begun.
-        generation = contextlib.nullcontext() if updates_in_flight(self.generator) else self._generating
+        in_flight = declares(self.generator, "updates_in_flight")
+        generation = contextlib.nullcontext() if in_flight else self.generating
         with clock("sync"), generation:
             self.generator.sync_weights(model)
             self.synced_at = self.version = step
@@ -135,7 +138,7 @@ class Sampler:
     @property
     def may_overlap(self) -> bool:
         """Whether the engine completes several rollouts at a time, and takes weights meanwhile."""
-        return is_concurrent(self.generator) and updates_in_flight(self.generator)
+        return declares(self.generator, "is_concurrent") and declares(self.generator, "updates_in_flight")
 
     def is_lost(self, error: BaseException | None) -> bool:
         """Whether the engine of any process is gone; then its weights must be sent again, by all processes."""
@@ -156,7 +159,7 @@ class Sampler:
         Args:
             sync: sends the weights; raises ConnectionError where the engine stays away.
         """
-        for _ in range(ATTEMPTS - 1 if has_own_weights(self.generator) else 0):
+        for _ in range(ATTEMPTS - 1 if declares(self.generator, "has_own_weights") else 0):
             samples, lost = begin(), None
             sync()
             try:
@@ -177,7 +180,7 @@ class Sampler:
         Args:
             keeps_versions: of the weights that wrote each token.
         """
-        with contextlib.nullcontext() if self.may_overlap else self._generating, session(self.generator):
+        with contextlib.nullcontext() if self.may_overlap else self.generating, session(self.generator):
             version = self.version
             found = generate(samples)
             if found is None:
@@ -193,11 +196,12 @@ class Sampler:
             logps_temperature: at which log-probabilities are needed; see `generate_turn`.
         """
         policy, environments = Policy(self, logps_temperature), self.environments
-        if not any(map(environments.tools_of, samples)):  # one turn of each: prompts are asked for together
-            samples = complete_in_room(samples, sampling, self.context, policy.turn)
-        else:
+        has_tools = bool(environments)
+        if has_tools and any(map(environments.tools_of, samples)):
             samples = environments.converse(samples, self.codec, policy, sampling, self.context)
-        if environments:
+        else:  # one turn of each: prompts are asked for together
+            samples = complete_in_room(samples, sampling, self.context, policy.turn)
+        if has_tools:
             calls, failures = environments.counts["calls"], environments.counts["failures"]
             environments.counts.update(calls=0, failures=0)
             metrics.add_sum("tools/call_frequency", calls, len(samples))
@@ -226,7 +230,8 @@ class Sampler:
 
     def completed(self, sample: Sample, done: Completions, number: int, version: int) -> Sample:
         """`sample` with one of the completions that the engine has `done`, with the weights of `version`."""
-        ids, schemas = done.ids[number], self.environments.schemas_of(sample)
+        ids, has_tools = done.ids[number], self.environments.tools or sample.environment is not None
+        schemas = self.environments.schemas_of(sample) if has_tools else []
         return replace(
             sample,
             ids=ids,
@@ -241,7 +246,7 @@ class Sampler:
     def _ask(self, samples: list[Sample], size: int, sampling: Sampling, seeds: list[int]) -> Completions:
         """`size` completions of each prompt of `samples` by the engine."""
         prompts, shown = [sample.prompt_ids for sample in samples], [sample.shown for sample in samples]
-        if reads_images(self.generator):
+        if declares(self.generator, "reads_images"):
             given: Any = list(map(pictured, prompts, shown))
             return self.generator.generate(given, size, sampling, seeds)
         images = RolloutImages.of(shown, prompts, self.image_token_id)
@@ -293,7 +298,7 @@ class Policy:
     def open(self, wake: Callable[[], None]) -> Iterator[OpenTurns | TurnsApart | TurnsTogether]:
         """A context in which turns are begun at any time."""
         generator = self.sampler.generator
-        if is_concurrent(generator):
+        if declares(generator, "is_concurrent"):
             threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
             try:
                 yield TurnsApart(self.turn, wake, threads)
@@ -430,8 +435,11 @@ class OpenTurns:
 
 def _alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
     """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
-    for size, places in runs([(sample.prompt_ids, id(sample.shown)) for sample in samples]):
-        yield size, [first + offset for first in places for offset in range(size)]
+    found: dict[int, list[int]] = {}
+    for _, run in groupby(range(len(samples)), lambda place: (samples[place].prompt_ids, id(samples[place].shown))):
+        places = [*run]
+        found.setdefault(len(places), []).extend(places)
+    yield from found.items()
 
 
 def encode(
@@ -454,6 +462,22 @@ def encode(
         return images.encode(codec, row, prompt, tools, keeps_images=keeps_images)
     except DataError as error:
         raise DataError(f"{str(error).rstrip('.')}. The row is {reprlib.repr(row)}.") from error
+
+
+def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
+    """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
+    samples = [
+        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
+        for sample in samples
+    ]
+    if version is None:
+        return [replace(sample, versions=None) for sample in samples]
+    return [
+        sample
+        if sample.versions is not None and len(sample.versions) == len(sample.ids)
+        else replace(sample, versions=[version] * len(sample.ids))
+        for sample in samples
+    ]
 
 
 def _listed(ids: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,25 +24,23 @@ from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import Rewards, reward_functions, reward_problems
 from posttrain.rl.samples.prompts import (
     PromptCodec,
-    check_prompts,
     image_problems,
     prompt_problems,
     rows_listed,
-    with_room,
 )
 from posttrain.rl.samples.samples import Sample
+
+if TYPE_CHECKING:
+    from posttrain.rl.online.trainer import RolloutTrainer
 
 logger = logging.getLogger(__name__)
 
 
-def problems(args: RolloutConfig, parts: Parts, name: str, reads_images: bool, learns: bool) -> Iterator[Problem]:
-    """Problems with prompts, with what answers the policy, and with reward functions.
-
-    Args:
-        name: of the trainer. reads_images: it takes prompts with images. learns: from rewards.
-    """
+def problems(args: RolloutConfig, parts: Parts, trainer: type[RolloutTrainer]) -> Iterator[Problem]:
+    """Problems of a `trainer` with prompts, with what answers the policy, and with reward functions."""
+    name = trainer.__name__
     yield from prompt_problems(args, parts)
-    yield from image_problems(args, parts, reads_images)
+    yield from image_problems(args, parts, trainer.reads_images)
     names = [name for name in ("rollout_func", "tools", "environment_factory", "agent") if parts.others[name]]
     yield from turn_problems(args, names)
     if parts.compute_metrics is not None:
@@ -51,9 +49,12 @@ def problems(args: RolloutConfig, parts: Parts, name: str, reads_images: bool, l
             "rewards. Use a reward function as a metric, or add to the record in a callback's on_evaluate"
         )
     given = parts.others["reward_funcs"]
-    if learns or given is not None:
+    if trainer.learns_from_rewards or given is not None:
         makes_rewards = parts.others["environment_factory"] or parts.others["agent"]
         yield from reward_problems(given, args.reward_weights, makes_rewards)
+    for part in trainer.does_not_take:
+        if parts.others.get(part):
+            yield f"{name} reads the prompts of rows, with one sequence of tokens each; leave out {part}"
 
 
 def turn_problems(args: RolloutConfig, names: list[str]) -> Iterator[str]:
@@ -116,29 +117,6 @@ def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Envir
     return environments, Rewards(functions, args, len(own))
 
 
-def ends_of_calls(environments: Environments, codec: PromptCodec, dataset: Any) -> set[int]:
-    """The tokens that end a turn with calls, after the chat template was tried on the tools of `environments`.
-
-    Raises:
-        ValueError: it does not support them.
-    """
-    return environments.check(codec, None if is_stream(dataset) else dataset[0])
-
-
-def prompts_with_room(
-    dataset: Any, name: str, codec: PromptCodec, environments: Environments, context: Any, drops: bool
-) -> Any:
-    """`dataset` without prompts that are too long; see `with_room`."""
-
-    def count(row: dict[str, Any]) -> int:
-        return len(_tokens_of(row, codec, environments))
-
-    found = with_room(dataset, name, count, context, drops)
-    if found is not dataset:
-        check_prompts(found, name)
-    return found
-
-
 def check_invocation(
     dataset: Any, codec: PromptCodec, environments: Environments, invocation: Sequence[int], refuses: bool
 ) -> None:
@@ -149,7 +127,7 @@ def check_invocation(
     """
     if not invocation or dataset is None or is_stream(dataset) or "prompt" not in dataset[0]:
         return
-    prompts = (_tokens_of(dataset[number], codec, environments) for number in range(len(dataset)))
+    prompts = (tokens_of(dataset[number], codec, environments) for number in range(len(dataset)))
     without = [number for number, ids in enumerate(prompts) if not is_invoked([*ids, -1], invocation)]
     if not without:
         return
@@ -162,7 +140,8 @@ def check_invocation(
     logger.warning("%s. End each prompt with these tokens.", problem)
 
 
-def _tokens_of(row: dict[str, Any], codec: PromptCodec, environments: Environments) -> Sequence[int]:
+def tokens_of(row: dict[str, Any], codec: PromptCodec, environments: Environments) -> Sequence[int]:
+    """The tokens of the prompt of a row, with what its tools add."""
     schemas = environments.schemas_of(Sample(row, row["prompt"], []))
     return encode(row, row["prompt"], schemas, codec)[0]
 

@@ -23,7 +23,7 @@ from posttrain.core.training.plan import Plan
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import Background
+from posttrain.rl.online.asynchronous import Background, Turns
 from posttrain.rl.online.curriculum import NUMBER, Curriculum
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.rollouts import Rollouts
@@ -59,6 +59,8 @@ class Source:
         self.background: Background | None = None
         self.curriculum: Curriculum | None = None
         self._ledger: Ledger | None = None
+        if args.max_staleness:
+            sampler.generating = Turns()
         self.forget()
 
     def forget(self, keeps_count: bool = False) -> None:

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -21,7 +22,7 @@ from torch import nn
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
-from posttrain.core.logging.metrics import Clock, Metrics, num_tokens_in
+from posttrain.core.logging.metrics import num_tokens_in
 from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, TrainOutput
@@ -40,7 +41,6 @@ from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import asynchronous, reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import PerThread
 from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
@@ -62,6 +62,7 @@ from posttrain.rl.samples.prompts import (
     Layout,
     PromptCodec,
     require_prompts,
+    with_room,
 )
 from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Rollout, Sample
@@ -73,23 +74,10 @@ logger = logging.getLogger(__name__)
 
 
 @reads_from_arguments(
-    "chat_template_kwargs",
-    "generation_kwargs",
-    "log_completions",
-    "log_multimodal",
-    "log_unique_prompts",
-    "mask_truncated_completions",
-    "max_completion_length",
-    "max_tool_calling_iterations",
-    "num_completions_to_print",
-    "pad_to_multiple_of",
-    "shuffle_dataset",
-    "use_transformers_continuous_batching",
-    "vllm_gpu_memory_utilization",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
+    *"chat_template_kwargs generation_kwargs log_completions log_multimodal log_unique_prompts".split(),
+    *"mask_truncated_completions max_completion_length max_tool_calling_iterations num_completions_to_print".split(),
+    *"pad_to_multiple_of shuffle_dataset use_transformers_continuous_batching vllm_gpu_memory_utilization".split(),
+    *(f"vllm_importance_sampling_{name}" for name in ("clip_max", "clip_min", "correction", "mode")),
     "vllm_tensor_parallel_size",
     epsilon_low="epsilon",
 )
@@ -138,8 +126,6 @@ class RolloutTrainer(LanguageModelTrainer):
     #: Whether `policy_loss` multiplies by ``inputs["correction"]`` itself.
     corrects_itself = False
     INSTEAD = ROLLOUT_METHODS
-    metrics = PerThread[Metrics]()
-    clock = PerThread[Clock]()
 
     def __init__(
         self,
@@ -208,11 +194,9 @@ class RolloutTrainer(LanguageModelTrainer):
         self.image_prompts = ImagePrompts(self.processing_class, self.model, reader, args) if self.sees else None
         self._make_sampler(generator, parts.others["agent"])
         self.prepare_datasets(self.train_dataset, self.eval_dataset)
-        self.old_logps = OldLogps(args, self.dist)
+        own = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
+        self.rollout_maker, self.old_logps = Rollouts(own, args), OldLogps(own, args)
         self.look_at_model(parts)
-        self.rollout_maker = Rollouts(
-            weakref.proxy(self), args
-        )  # a trainer that is dropped must free its memory at once
         self.source = Source(args, self.dist, self.sampler, self.rewards.weights, self.rollout_maker)
         self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
 
@@ -254,10 +238,7 @@ class RolloutTrainer(LanguageModelTrainer):
     @classmethod
     def dataset_problems(cls, args: Any, parts: Parts) -> Iterator[Problem]:
         """Problems with prompts, with what answers the policy, and with reward functions."""
-        yield from setup.problems(args, parts, cls.__name__, cls.reads_images, cls.learns_from_rewards)
-        for name in cls.does_not_take:
-            if parts.others.get(name):
-                yield f"{cls.__name__} reads the prompts of rows, with one sequence of tokens each; leave out {name}"
+        yield from setup.problems(args, parts, cls)
 
     def shows_images(self, args: Any, parts: Parts) -> bool:
         """Whether prompts have images, or may have them in evaluations to come."""
@@ -287,7 +268,8 @@ class RolloutTrainer(LanguageModelTrainer):
         if self.rollout_func is not None or environments.factories or self.sees or self.episodes is not None:
             return dataset
         name = f"{name}_dataset" if name == role else name
-        dataset = setup.prompts_with_room(dataset, name, self.codec, environments, self.sampler.context, drops)
+        count = partial(setup.tokens_of, codec=self.codec, environments=environments)
+        dataset = with_room(dataset, name, count, self.sampler.context, drops)
         if role == "train":
             invocation, refuses = invocation_tokens(self.model), self.args.on_bad_rows == "raise"
             setup.check_invocation(dataset, self.codec, environments, invocation, refuses)
@@ -520,13 +502,12 @@ class RolloutTrainer(LanguageModelTrainer):
         aux_loss: torch.Tensor | None,
     ) -> torch.Tensor:
         """The share of a micro-batch, whose losses are `summed`, in the mean over the window: shape ()."""
-        items = self.count_items(inputs)
-        total = items if num_items is None else num_items
+        total = self.count_items(inputs) if num_items is None else num_items
         loss = summed / torch.where(total > 0, total, 1)
         if aux_loss is None:
             return loss
         self.log_metric("aux_loss", aux_loss)
-        return loss + self.router_aux_loss_coef * aux_loss * (items / total.clamp(min=1))
+        return loss + self.router_aux_loss_coef * aux_loss * (self.count_items(inputs) / total.clamp(min=1))
 
     @overload
     def count_items(self, inputs: dict[str, Any]) -> torch.Tensor: ...
@@ -620,11 +601,10 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def _ends_of_calls(self) -> set[int]:
         """The tokens that end a turn with calls. Raises ValueError if the chat template does not support the tools."""
-        return (
-            set()
-            if self.rollout_func is not None
-            else setup.ends_of_calls(self.environments, self.codec, self.train_dataset)
-        )
+        if self.rollout_func is not None:
+            return set()
+        first = None if pipeline.is_stream(self.train_dataset) else self.train_dataset[0]
+        return self.environments.check(self.codec, first)
 
     @property
     def tools(self) -> list[Callable[..., Any]]:

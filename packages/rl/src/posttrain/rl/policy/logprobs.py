@@ -10,16 +10,10 @@ import torch
 from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.losses import selective_log_softmax
 from posttrain.lm.attention.router_replay import ROUTES
-from posttrain.lm.images.image_features import features_once
-from posttrain.lm.loss.language_modeling import labelled_places
-from posttrain.lm.loss.lm_head import logps_in_head, supports_loss_in_head
-from posttrain.rl.policy.shared_prefix import shared_rows
+from posttrain.rl.policy.shared_prefix import shared_rows, token_scores
 
 FOR_THE_MODEL = ("attention_mask", "position_ids", "segments", ROUTES)
-ROWS_AT_ONCE = 512
-"""Positions whose whole logits are converted to float32 at a time."""
 
 
 class CompletionLogps(NamedTuple):
@@ -153,16 +147,8 @@ def completion_logps(
     inputs |= batch.get("image_inputs", {})
     if router_logits:
         inputs["output_router_logits"] = True
-    once = features_once(model, batch.get("image_copies"), inputs)
-    if entropy_gradient or supports_loss_in_head(model):
-        with once as shown:
-            outputs = model(**shown)
-        found = _from_logits(outputs.logits, labels, temperature, with_entropy, entropy_gradient)
-    else:
-        in_head = logps_in_head(model, labels, shifted=True, temperature=temperature, return_entropy=with_entropy)
-        with in_head, once as shown:
-            outputs = model(**shown)
-        found = outputs.logits if with_entropy else outputs.logits.unsqueeze(0)
+    stats, images = ("entropy",) if with_entropy else (), batch.get("image_copies")
+    found, outputs = token_scores(model, inputs, labels, temperature, stats, images, entropy_gradient)
     picked = [values.reshape(-1)[batch["places"]].float() * mask for values in found]
     aux_loss = getattr(outputs, "aux_loss", None) if router_logits else None
     entropies = (picked[1] if entropy_gradient else picked[1].detach()) if with_entropy else None
@@ -182,25 +168,3 @@ def logp_gaps(found: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, ha
     gaps = (found - sampled).abs().masked_fill(~mask | sampled.isnan(), 0.0)
     largest = float(found.masked_fill(~mask, 0.0).abs().max())
     return gaps.amax(1), (5e-2 if half else 1e-4) * max(1.0, largest)
-
-
-def _from_logits(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, with_entropy: bool, entropy_gradient: bool
-) -> list[torch.Tensor]:
-    """[(N, L) log-probabilities, (N, L) entropies if requested] from whole logits, in float32 chunks."""
-    logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
-    places = labelled_places(labels)
-    rows, columns = places // labels.shape[1], places % labels.shape[1]
-    logps, entropies = [], []
-    for row, column in zip(rows.split(ROWS_AT_ONCE), columns.split(ROWS_AT_ONCE), strict=True):
-        scaled = logits[row, column].float() / temperature
-        logps.append(selective_log_softmax(scaled, labels[row, column]))
-        if with_entropy:
-            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-                normal = scaled.log_softmax(-1)
-                entropies.append(-(normal.exp() * normal.clamp(min=-1e30)).sum(-1))
-    empty = torch.zeros(labels.shape, device=logits.device)
-    if not len(rows):
-        nothing = empty + 0 * logits.sum().float()
-        return [nothing, empty] if with_entropy else [nothing]
-    return [empty.index_put((rows, columns), torch.cat(values)) for values in (logps, entropies) if values]

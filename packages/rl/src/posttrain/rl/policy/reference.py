@@ -307,21 +307,22 @@ def set_up_reference(
     return reference
 
 
-def check_start(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, half: bool) -> None:
-    """Raise ValueError where a reference that is the policy's initial weights is not the policy before the first step.
+def start_problem(policy: torch.Tensor, reference: torch.Tensor, half: bool) -> str | None:
+    """Why a reference that is the policy's initial weights is not the policy before the first step; None if it is.
 
     Args:
-        policy, reference: (N, C) log-probabilities of tokens of completions. mask: (N, C) bool.
-        half: whether they are computed in 16 bits.
+        policy, reference: (N,) log-probabilities of completions. half: whether they are computed in 16 bits.
     """
-    gap, scale = ((values * mask).sum(1).abs().max() for values in (policy - reference, policy))
-    if not gap <= (5e-2 if half else 1e-4) * max(float(scale), 1.0):
-        raise ValueError(
-            f"Before the first optimizer step, policy and reference already differ by up to {float(gap):.3g} in the "
-            "log-probability of a completion. The reference is the weights that the policy begins with: the model was "
-            "changed since the trainer was made, or its adapter changes it from the start, as prompt, prefix and "
-            "p-tuning do. Set beta=0, or take an adapter that starts at zero."
-        )
+    half = half or policy.dtype != torch.float32
+    gap, scale = (float(values.detach().abs().max()) for values in (policy - reference, policy))
+    if gap <= (5e-2 if half else 1e-4) * max(scale, 1.0):
+        return None
+    return (
+        f"Before the first optimizer step, policy and reference already differ by up to {gap:.3g} in the "
+        "log-probability of a completion. The reference is the weights that the policy begins with: the model was "
+        "changed since the trainer was made, or its adapter changes it from the start (init_lora_weights, p-tuning). "
+        "Take an adapter that starts at zero. To use another reference on purpose, pass ref_model; online, set beta=0."
+    )
 
 
 def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:

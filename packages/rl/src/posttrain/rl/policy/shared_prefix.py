@@ -14,7 +14,7 @@ decoder row for each completion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,17 +23,20 @@ from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.data.host_copies import host_copy, know
-from posttrain.core.losses import shift_labels
+from posttrain.core.losses import selective_log_softmax, shift_labels
 from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.segments import Segments
-from posttrain.lm.images.image_features import features_once
+from posttrain.lm.images.image_features import ImageCopies, features_once
 from posttrain.lm.images.image_positions import shared_positions
 from posttrain.lm.loss import lm_head
+from posttrain.lm.loss.language_modeling import labelled_places
 from posttrain.lm.text import chat_template
 
 Ids = Sequence[int]
+ROWS_AT_ONCE = 512
+"""Positions whose whole logits are converted to float32 at a time."""
 #: Entries of a batch that describe the scored tokens; all others are inputs of the model.
 NOT_FOR_THE_MODEL = (
     "completion_mask",
@@ -239,8 +242,7 @@ def score_completions(
         stats: names in `posttrain.lm.loss.language_modeling.TOKEN_STATS`.
         options: further arguments of the model's forward.
 
-    Where the model's head cannot do this itself (`posttrain.lm.loss.lm_head.supports_loss_in_head`), its logits
-    are held whole.
+    Where the model's head cannot do this itself, its logits are held whole, see `token_scores`.
     """
     plain = {name: value for name, value in batch.items() if name not in NOT_FOR_THE_MODEL} | options
     if "shift_labels" in batch:
@@ -248,20 +250,37 @@ def score_completions(
     else:
         labels = shift_labels(_completion_labels(batch["input_ids"], batch["completion_mask"]))
         mask = labels != IGNORE_INDEX
-    if lm_head.supports_loss_in_head(model) is None:
-        in_head = lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats)
-        with in_head, features_once(model, batch.get("image_copies"), plain) as inputs:
-            outputs = model(**inputs)
-        scores = outputs.logits if stats else outputs.logits.unsqueeze(0)
-    else:
-        with features_once(model, batch.get("image_copies"), plain) as inputs:
-            outputs = model(**inputs)
-        scores = _scores_of(outputs.logits[:, -labels.shape[1] :] / temperature, labels, stats)
+    scores, outputs = token_scores(model, plain, labels, temperature, stats, batch.get("image_copies"))
     if "completion_places" in batch:
         scores = scores.flatten(1)[:, batch["completion_places"]] * mask
-    logps, *found = scores.unbind()
-    found = {name: stat.detach() for name, stat in zip(stats, found, strict=True)}
+    logps, *values = scores.unbind()
+    found = {name: stat.detach() for name, stat in zip(stats, values, strict=True)}
     return CompletionScores(logps, mask, found, getattr(outputs, "aux_loss", None))
+
+
+def token_scores(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    temperature: float,
+    stats: tuple[str, ...],
+    image_copies: ImageCopies | None = None,
+    with_gradient: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """((1 + S, B, T) log-probabilities of (B, T) `labels` and their `stats`, 0 without a label; the model's outputs).
+
+    Args:
+        with_gradient: of the `stats`. This needs whole logits, as do models whose head cannot be reached.
+    """
+    once = features_once(model, image_copies, inputs)
+    if with_gradient or lm_head.supports_loss_in_head(model):
+        with once as shown:
+            outputs = model(**shown)
+        logits = outputs.logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
+        return _scores_of(logits, labels, temperature, stats, with_gradient), outputs
+    with lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats), once as shown:
+        outputs = model(**shown)
+    return outputs.logits if stats else outputs.logits.unsqueeze(0), outputs
 
 
 def _completion_labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -271,18 +290,27 @@ def _completion_labels(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return know(labels, known.masked_fill(known_mask == 0, IGNORE_INDEX))
 
 
-def _scores_of(logits: torch.Tensor, labels: torch.Tensor, stats: tuple[str, ...]) -> torch.Tensor:
-    """(1 + S, B, T) log-probabilities of the labels and their `stats` from (B, T, V) logits; 0 without a label."""
-    at = labels != IGNORE_INDEX
-    targets, logits = labels[at], logits[at].float()
-    all_logps = logits.log_softmax(-1)
-    known = {
-        "correct": lambda: (logits.argmax(-1) == targets).float(),
-        "entropy": lambda: -(all_logps.exp() * all_logps).sum(-1),
-        "mean_logit": lambda: logits.mean(-1),
-        "log_collision": lambda: (2 * all_logps).logsumexp(-1),
-    }
-    found = [all_logps.gather(1, targets.unsqueeze(1)).squeeze(1), *(known[name]().detach() for name in stats)]
-    return all_logps.new_zeros(len(found), *labels.shape).masked_scatter(
-        at.expand(len(found), -1, -1), torch.stack(found)
-    )
+#: ``(logits (M, V), their log-softmax, targets (M,)) -> (M,)``
+_STATS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "correct": lambda logits, logps, targets: (logits.argmax(-1) == targets).float(),
+    "entropy": lambda logits, logps, targets: -(logps.exp() * logps.clamp(min=-1e30)).sum(-1),
+    "mean_logit": lambda logits, logps, targets: logits.mean(-1),
+    "log_collision": lambda logits, logps, targets: (2 * logps).logsumexp(-1),
+}
+
+
+def _scores_of(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, stats: tuple[str, ...], with_gradient: bool
+) -> torch.Tensor:
+    """`token_scores` of (B, T, V) logits, of which some rows at a time are in float32."""
+    places, parts = labelled_places(labels), []
+    for some in torch.split(places, ROWS_AT_ONCE):
+        at = some // labels.shape[1], some % labels.shape[1]
+        scaled, targets = logits[at].float() / temperature, labels[at]
+        with torch.set_grad_enabled(with_gradient and torch.is_grad_enabled()):
+            logps = scaled.log_softmax(-1) if stats else scaled
+            found = [_STATS[name](scaled, logps, targets) for name in stats]
+        parts.append(torch.stack([selective_log_softmax(scaled, targets), *found]))
+    scores = torch.zeros(1 + len(stats), labels.numel(), device=logits.device)
+    scores = scores.index_copy(1, places, torch.cat(parts, 1)) if len(places) else scores + 0 * logits.sum().float()
+    return scores.view(-1, *labels.shape)

@@ -101,24 +101,6 @@ def read_length(
     return len(completions) * (prompt + max(completions))
 
 
-def start_problem(sides: Sequence[Completions], half: bool) -> str | None:
-    """Says that policy and reference differ before the first optimizer step; None where they do not.
-
-    Args:
-        half: whether they are computed in 16 bits.
-    """
-    half = half or sides[0].logp.dtype != torch.float32
-    largest = max(float(side.log_ratio.detach().abs().max()) for side in sides)
-    scale = max(float(side.logp.detach().abs().max()) for side in sides)
-    if largest <= (5e-2 if half else 1e-4) * max(scale, 1.0):
-        return None
-    return (
-        f"Before the first optimizer step, policy and reference already differ by up to {largest:.3g} in the "
-        "log-probability of a completion. The reference is the initial weights: the model was changed since, or its "
-        "adapter does not start at zero (init_lora_weights). To use another reference on purpose, pass ref_model."
-    )
-
-
 class SidedBatch(dict):
     """A batch with the chosen completions of all pairs, then the rejected ones, then others, each a row.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,7 +18,6 @@ from posttrain.core.data.samplers import columns_of, has_places
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.images import image_tokens
-from posttrain.lm.images.image_features import ImageCopies
 from posttrain.lm.images.image_positions import ImagePositions
 from posttrain.lm.images.images import ROW_NUMBER, ImageReader, NumberedRows, fault_of, numbered, read_images
 from posttrain.lm.images.vision import (
@@ -28,13 +26,13 @@ from posttrain.lm.images.vision import (
     VisionProcessor,
     check_model,
     check_processor,
-    join_tensors,
     place_images,
 )
 from posttrain.lm.preparation.pipeline import counts_of
 from posttrain.lm.preparation.rows import ReadsImages, check_row
 from posttrain.rl.preference.batches import read_length, read_lengths
 from posttrain.rl.preference.rows import PAIR, PreferencePreparation, Tokens, preparation_options, to_unpaired
+from posttrain.rl.samples.images import RolloutImages
 
 #: The key under which `WithOthers` adds another row.
 OTHER_ROW = "other_row"
@@ -190,18 +188,21 @@ class ImageCollator:
         kept = [(draft, row) for draft, row in zip(drafts, rows, strict=True) if not draft.fault]
         made = [self._columns(draft) | draft.kept for draft, _ in kept]
         self._add_others(made, [row for _, row in kept])
-        shown = [draft.shown or Shown("") for draft, _ in kept]
+        vision = self.prepare.vision
+        nothing = Shown("", kinds={name: {} for name in vision.token_inputs})
+        shown = [draft.shown or nothing for draft, _ in kept]
         if not kept:  # the shortest row that there is, which keeps the step and counts for nothing
             end = [self.prepare.tokenizer.eos_token_id or 0]
             names = ("prompt", "kl", *self.prepare.names)
-            made, shown = [{f"{name}_ids": end for name in names} | {"label": True, "margin": 0.0}], [Shown("")]
+            made, shown = [{f"{name}_ids": end for name in names} | {"label": True, "margin": 0.0}], [nothing]
         if self.positions is not None:
-            for row, images in zip(made, shown, strict=True):
-                row["positions"] = self.positions(images.prompt(row["prompt_ids"]))
+            for row, own in zip(made, shown, strict=True):
+                row["positions"] = self.positions(own.prompt(row["prompt_ids"]))
         batch = (CountedBatch if kept else EmptyBatch)(self.collate(made))
-        self._add_images(batch, shown, made)
-        if "kl" in batch:  # of KTO: the same prompts with others' completions
-            self._add_images(batch["kl"], shown, made)
+        images = RolloutImages.of(shown, [row["prompt_ids"] for row in made], vision.image_token_id)
+        assert images is not None
+        for part in (batch, batch["kl"]) if "kl" in batch else (batch,):  # KTO's: with others' completions
+            self._add_images(part, images, len(made))
         batch.row_facts = counts_of(drafts, self.prepare)
         return batch
 
@@ -219,25 +220,14 @@ class ImageCollator:
         ids = {f"{name}_ids": ids for name, ids in zip(self.prepare.names, draft.completions, strict=True)}
         return {"prompt_ids": draft.prompt, **ids} | ({} if draft.label is None else {"label": draft.label})
 
-    def _add_images(self, batch: dict[str, Any], shown: list[Shown], made: list[dict[str, Any]]) -> None:
+    def _add_images(self, batch: dict[str, Any], images: RolloutImages, number: int) -> None:
         ids = batch["input_ids"]
-        is_shared = "segments" in batch  # one row, with each prompt once
-        for name in self.prepare.vision.token_inputs:
-            kinds = {token: number for row in shown for token, number in row.kinds.get(name, {}).items()}
-            numbers = torch.tensor([[kinds.get(token, 0) for token in row] for row in ids.tolist()])
-            batch[name] = numbers if is_shared else numbers * batch["attention_mask"]
-        if is_shared:
-            batch |= join_tensors([row.tensors for row in shown])
-            return
-        order = [row % len(shown) for row in range(len(ids))]
-        token = self.prepare.vision.image_token_id
-        if not self.once or token is None:
-            batch |= join_tensors([shown[i].tensors for i in order])
-            return
-        tensors = join_tensors([row.tensors for row in shown])
-        entries = {name: tuple(len(row.tensors.get(name, ())) for row in shown) for name in tensors}
-        tokens = tuple(row["prompt_ids"].count(token) for row in made)
-        batch |= tensors | {"image_copies": ImageCopies(tokens, tuple(order), entries)}
+        if "segments" in batch:  # one row, with each prompt once
+            found = images.shared_inputs(ids, range(number))
+        else:
+            once = self.once and self.prepare.vision.image_token_id is not None
+            found = images.inputs(ids, batch["attention_mask"], [row % number for row in range(len(ids))], once)
+        batch |= found.pop("image_inputs") | found
 
 
 def row_lengths(

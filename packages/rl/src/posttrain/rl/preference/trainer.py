@@ -21,6 +21,7 @@ from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint.manager import Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.losses import normalization
 from posttrain.core.models import embeddings, regularization, wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import TrainOutput
@@ -28,6 +29,7 @@ from posttrain.core.training import preflight as checks
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.document_positions import invocation_tokens
 from posttrain.lm.generate import samples as written
+from posttrain.lm.generate.completion_callbacks import Prompt, complete
 from posttrain.lm.images.images import columns_of
 from posttrain.lm.images.vision import VisionProcessor
 from posttrain.lm.loading import loading
@@ -38,9 +40,9 @@ from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, score_completions, sharing_problem
-from posttrain.rl.preference import precomputed, side_by_side
+from posttrain.rl.preference import precomputed
 from posttrain.rl.preference.arguments import PreferenceConfig, as_config
-from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics, start_problem
+from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics
 from posttrain.rl.preference.data import PreferenceReport, prepare_preferences
 from posttrain.rl.preference.images import COLUMNS, check_images, image_collator, row_lengths, rows_with_images
 from posttrain.rl.preference.rows import REFERENCE_COLUMNS, preparation_options
@@ -267,6 +269,14 @@ class PreferenceTrainer(LanguageModelTrainer):
         """The pairs of a micro-batch."""
         return 0 if pipeline.is_filler(inputs) else len(inputs["completion_mask"]) // self.completions_per_row
 
+    def _weight_of_tokens(self, window: Sequence[Any], side: int) -> torch.Tensor:
+        """(), rows of a window for each token of their completions number `side`, over all processes."""
+        batches = [inputs for inputs in window if not pipeline.is_filler(inputs)]
+        sides = [inputs["completion_mask"].chunk(self.completions_per_row)[side] for inputs in batches]
+        both = sum(map(self.count_items, window)), sum(mask.sum() for mask in sides)
+        rows, tokens = self.dist.sum(torch.stack([normalization.scalar(n, self.dist.device).long() for n in both]))
+        return rows / tokens.clamp_min(1)
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
@@ -352,14 +362,22 @@ class PreferenceTrainer(LanguageModelTrainer):
             return
         self._starts_at_reference = False
         half = bool(self.args.bf16 or self.args.fp16)
-        problem = start_problem(sides, half)
+
+        def problem_of(sides: Sequence[Completions]) -> str | None:
+            reference = torch.cat([side.ref_logp for side in sides if side.ref_logp is not None])
+            return references.start_problem(torch.cat([side.logp for side in sides]), reference, half)
+
+        problem = problem_of(sides)
         if self.dist.sum(int(problem is not None)):  # routers with jitter are random in training, and not in evaluation
             with torch.no_grad(), eval_loop.eval_mode(model):
-                problem = start_problem(score(), half)
+                problem = problem_of(score())
         if problem is not None:
             raise ValueError(problem)
 
     def _write_samples(self, dataset: Any) -> None:
+        from transformers import GenerationConfig
+
+        config: Any = GenerationConfig
         rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
         prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
         with contextlib.ExitStack() as stack:
@@ -368,9 +386,15 @@ class PreferenceTrainer(LanguageModelTrainer):
             if not self.dist.is_main:
                 return
             stack.enter_context(self.compute_loss_context_manager())
-            samples = side_by_side.compare(
-                self.model, self.reference, self.processing_class, prompts, self.args.max_sample_tokens
-            )
+            greedy = config(do_sample=False, use_cache=True, max_new_tokens=self.args.max_sample_tokens)
+            tokenizer, asked = tokenizer_of(self.processing_class), [Prompt("", prompt) for prompt in prompts]
+            columns = {"prompt": tokenizer.batch_decode(prompts)}
+            with eval_loop.eval_mode(self.model):
+                columns["policy"] = complete(self.model, tokenizer, asked, greedy)
+            if self.reference is not None and not self.reference.is_gone:
+                with self.reference.use() as model:
+                    columns["reference"] = complete(model, tokenizer, asked, greedy)
+        samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         written.append(samples, self.state.global_step, self.args.output_dir)
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:

@@ -139,32 +139,6 @@ def think_format_reward(completions: Sequence[Any]) -> list[float]:
     return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
 
 
-class _Named:
-    """A reward function that keeps its settings, and can be sent to another process."""
-
-    __name__ = "reward"
-
-
-class _CosineScaled(_Named):
-    __name__ = "cosine_scaled_reward"
-
-    def __init__(self, max_len: int, wrong: tuple[float, float], correct: tuple[float, float]) -> None:
-        self.max_len, self.wrong, self.correct = max_len, wrong, correct
-
-    def __call__(
-        self, completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]]
-    ) -> list[float | None]:
-        rewards: list[float | None] = []
-        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
-            if right is None:
-                rewards.append(None)
-                continue
-            share = min(len(ids) / self.max_len, 1.0)
-            shortest, longest = (self.correct[1], self.correct[0]) if right else self.wrong
-            rewards.append(longest + 0.5 * (shortest - longest) * (1 + math.cos(share * math.pi)))
-        return rewards
-
-
 def get_cosine_scaled_reward(
     max_len: int,
     min_value_wrong: float = -1.0,
@@ -176,22 +150,19 @@ def get_cosine_scaled_reward(
 
     Yeo et al. 2025, https://arxiv.org/abs/2502.03373, appendix C.1. `max_len` is in tokens.
     """
-    return _CosineScaled(max_len, (min_value_wrong, max_value_wrong), (min_value_correct, max_value_correct))
 
+    def cosine_scaled_reward(
+        completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        rewards: list[float | None] = []
+        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+            right_ends, wrong_ends = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+            shortest, longest = right_ends if right else wrong_ends
+            half = 0.5 * (shortest - longest) * (1 + math.cos(min(len(ids) / max_len, 1.0) * math.pi))
+            rewards.append(None if right is None else longest + half)
+        return rewards
 
-class _RepetitionPenalty(_Named):
-    __name__ = "repetition_penalty_reward"
-
-    def __init__(self, ngram_size: int, max_penalty: float) -> None:
-        self.size, self.penalty = ngram_size, max_penalty
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        return [self._of(list(ids)) for ids in completion_ids]
-
-    def _of(self, ids: list[int]) -> float:
-        ngrams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
-        repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-        return repeated * self.penalty if repeated else 0.0
+    return cosine_scaled_reward
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
@@ -200,23 +171,16 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ValueError(f"max_penalty={max_penalty} must be <= 0: a penalty takes away.")
     if ngram_size < 1:
         raise ValueError(f"ngram_size={ngram_size} must be >= 1.")
-    return _RepetitionPenalty(ngram_size, max_penalty)
 
+    def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        rewards = []
+        for ids in completion_ids:
+            ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
+            repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+            rewards.append(repeated * max_penalty if repeated else 0.0)
+        return rewards
 
-class _SoftOverlong(_Named):
-    __name__ = "soft_overlong_punishment_reward"
-
-    def __init__(self, longest: int, soft: int) -> None:
-        self.longest, self.soft = longest, soft
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        return [self._of(len(ids)) for ids in completion_ids]
-
-    def _of(self, length: int) -> float:
-        over = length - (self.longest - self.soft)
-        if over <= 0:
-            return 0.0
-        return -over / self.soft if length <= self.longest else -1.0
+    return repetition_penalty_reward
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
@@ -224,7 +188,12 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13.
     """
-    return _SoftOverlong(max_completion_len, soft_punish_cache)
+
+    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        over = [len(ids) - (max_completion_len - soft_punish_cache) for ids in completion_ids]
+        return [0.0 if by <= 0 else -by / soft_punish_cache if by <= soft_punish_cache else -1.0 for by in over]
+
+    return soft_overlong_punishment_reward
 
 
 #: Those that a config may name.

@@ -163,17 +163,21 @@ class RolloutImages:
             {name: sorted([token, number] for token, number in numbers.items()) for name, numbers in kinds.items()},
         )
 
-    def inputs(self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
+    def inputs(self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int], once: bool = True) -> dict[str, Any]:
         """What a model reads besides (B, T) `ids` with their attention `mask`: the completions `rows`.
 
         Returns:
-            ``image_inputs``, and ``image_copies`` for `posttrain.lm.images.image_features.features_once`.
+            ``image_inputs``, and if `once`, ``image_copies`` for `posttrain.lm.images.image_features.features_once`;
+            else the images of a prompt stand there for each of its completions.
         """
-        used = list(dict.fromkeys(self.prompts[row] for row in rows))
+        each = [self.prompts[row] for row in rows]
+        used = list(dict.fromkeys(each)) if once else each
         tensors = self._tensors(used)
         inputs = {name: numbers * mask for name, numbers in self._numbers(ids).items()} | tensors
+        if not once:
+            return {"image_inputs": CountedBatch(inputs)}
         entries = {name: tuple(self.entries[name][prompt] for prompt in used) for name in tensors}
-        order = tuple(used.index(self.prompts[row]) for row in rows)
+        order = tuple(map(used.index, each))
         copies = ImageCopies(tuple(self.tokens[prompt] for prompt in used), order, entries)
         return {"image_inputs": CountedBatch(inputs), "image_copies": copies}
 

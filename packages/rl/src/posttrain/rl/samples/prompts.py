@@ -166,11 +166,17 @@ def rows_listed(numbers: list[int]) -> str:
     return f"rows {', '.join(map(str, numbers[:5]))}{', ...' if len(numbers) > 5 else ''}"
 
 
-def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], context: int | None, drops: bool) -> Any:
+def with_room(
+    dataset: Any,
+    name: str,
+    tokens_of: Callable[[dict[str, Any]], Sequence[int]],
+    context: int | None,
+    drops: bool,
+) -> Any:
     """`dataset` without prompts that leave no room for a completion; they are counted in a warning.
 
     Args:
-        count: gives the tokens of a row's prompt. It is asked where it has as many bytes as there is room for tokens.
+        tokens_of: a row's prompt. It is asked where that has as many bytes as there is room for tokens.
         context: tokens of prompt and completion that the model reads at most; None: any number.
         drops: whether such prompts are left out. Else they are errors.
 
@@ -181,15 +187,15 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
         return dataset
     if empty := [number for number, prompt in enumerate(_prompts_of(dataset) or ()) if prompt == ""]:
         try:
-            count(dataset[empty[0]])  # some tokenizers begin each text with a token
+            tokens_of(dataset[empty[0]])  # some tokenizers begin each text with a token
         except DataError as error:
             raise DataError(f"{name}: {error} Filter such rows ({rows_listed(empty)}).") from error
     if context is None:
         return dataset
     long: list[int] = []
-    bytes_that_fit = context - count(dataset[0])  # a template adds no more than the first prompt has
+    bytes_that_fit = context - len(tokens_of(dataset[0]))  # a template adds no more than the first prompt has
     for number, prompt in enumerate(_prompts_of(dataset) or ()):
-        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and count(dataset[number]) >= context:
+        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and len(tokens_of(dataset[number])) >= context:
             long.append(number)
     if not long:
         return dataset
@@ -201,7 +207,9 @@ def with_room(dataset: Any, name: str, count: Callable[[dict[str, Any]], int], c
         raise DataError(f"{problem}. Shorten or filter those rows, or set long_prompts=drop.")
     logger.warning("%s; they are dropped.", problem)
     left = sorted({*range(len(dataset))} - {*long})
-    return dataset.select(left) if hasattr(dataset, "select") else [dataset[row] for row in left]
+    kept = dataset.select(left) if hasattr(dataset, "select") else [dataset[row] for row in left]
+    check_prompts(kept, name)
+    return kept
 
 
 #: Arguments that are not for prompts with images.
@@ -338,14 +346,3 @@ class PromptCodec:
         if has_parser(self.tokenizer):
             return [parse_response(self.tokenizer, ids, prompt_ids)]
         return [{"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}]
-
-
-def runs(prompts: Sequence[Any]) -> Iterator[tuple[int, list[int]]]:
-    """Runs of equal elements, grouped by length: ``a a b b c`` gives ``(2, [0, 2])`` and ``(1, [4])``."""
-    found: dict[int, list[int]] = {}
-    start = 0
-    for place in range(1, len(prompts) + 1):
-        if place == len(prompts) or prompts[place] != prompts[start]:
-            found.setdefault(place - start, []).append(start)
-            start = place
-    yield from found.items()
