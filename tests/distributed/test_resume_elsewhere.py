@@ -7,6 +7,7 @@ and rows.
 import pytest
 import torch
 
+from tests import versions
 from tests.distributed import jobs
 
 #: AdamW whose epsilon is not small: else a rounding in a tiny gradient becomes a whole step.
@@ -26,12 +27,18 @@ def step(folder, label, goes_on_from=None, **changes):
     return [label, "train", changes]
 
 
+def runs_here(label):
+    """Whether transformers can split matrices, "t", if the way of this label asks for it."""
+    return versions.DIVIDES_MATRICES or "t" not in label.partition("-")[2]
+
+
 @pytest.fixture(scope="session")
 def runs(shared):
     """Every way through which a run is carried; each is broken off after updates 2 and 4 of 6."""
 
     def make(folder):
         def go(processes, *work):
+            work = [one for one in work if runs_here(one[0])]
             jobs.do(processes, [step(folder, *one[:-1], **one[-1]) for one in work], folder)
 
         go(1, ("straight", {}), ("1", {"cut": 2}), ("lora", {"cut": 2, "name": "sft-lora"}),
@@ -79,7 +86,7 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", filter(runs_here, PATHS))
 def test_the_run_goes_on_as_if_nothing_had_changed(path, runs):
     expected = jobs.result(runs, "straight-lora" if path.startswith("lora") else "straight")
     found = jobs.result(runs, path)

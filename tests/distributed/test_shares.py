@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from posttrain.core.checkpoint import shares
-from tests import tiny
+from tests import tiny, versions
 from tests.distributed import jobs
 
 FSDP = {"fsdp": "full_shard"}
@@ -23,6 +23,8 @@ CASES = {
     "gpt_oss": FSDP | {"arch": "gpt_oss"},
     "experts": {"arch": "qwen3_moe", "parallelism_config": {"ep_size": 2}},
 }
+if not versions.DIVIDES_MATRICES:
+    del CASES["split"], CASES["experts"]
 OTHERS = {"full_disk": FSDP | {"full_disk": True}, "apart": FSDP | {"apart": True}}
 
 
