@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import rotation
+from tests import rotation, versions
 from tests.contract.trainers import EXACT, causal_lm
 from tests.distributed import jobs
 
@@ -114,6 +114,8 @@ def assert_equal_runs(found, expected, padding=True):
 @pytest.mark.rotated
 @pytest.mark.parametrize("name", EXACT)
 def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
+    if name in SEE and not versions.IS_PINNED:
+        pytest.skip("an evaluation gathers features of images too, in several shapes, before transformers 5.23")
     mode, runs = mode_and_runs
     found = jobs.result(runs, name)
     assert found["is_fsdp"] == (mode == "fsdp") and found["class"].startswith("FSDP") == (mode == "fsdp")

@@ -38,7 +38,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 def is_sharded_by_transformers(model: nn.Module | None) -> bool:
     """Whether ``from_pretrained(distributed_config=...)`` sharded `model`, which no trainer can take over."""
-    return model is not None and (getattr(base_model(model), "_fsdp_size", None) or 1) > 1
+    inner: Any = None if model is None else base_model(model)
+    if getattr(inner, "_device_mesh", None) is None:
+        return False
+    size = getattr(inner, "_fsdp_size", None)  # before transformers 5.23 its config alone said so
+    return (size or getattr(getattr(inner.config, "distributed_config", None), "fsdp_size", None) or 1) > 1
 
 
 def plain_class(model: nn.Module) -> type[nn.Module]:
