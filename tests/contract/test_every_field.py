@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 
+import posttrain.rl
 from posttrain.cli.mixture import CommandSource
 from posttrain.cli.scripts import ScriptArguments
 from posttrain.cli.tools.launch import LaunchArguments
@@ -21,30 +22,7 @@ from posttrain.core.distributed import accelerator_config, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.lm.loading.adapters import add_adapter
 from posttrain.lm.loading.loading import load_causal_lm
-from posttrain.rl import (
-    A2POConfig,
-    AsyncDistillationConfig,
-    AsyncGRPOConfig,
-    CPOConfig,
-    DistillationConfig,
-    DPOConfig,
-    GKDConfig,
-    GMPOConfig,
-    GRPOConfig,
-    GRPOTrainer,
-    GRPOWithReplayBufferConfig,
-    IWOPDConfig,
-    KTOConfig,
-    OnlineDPOConfig,
-    ORPOConfig,
-    ReinforcePlusPlusConfig,
-    RewardConfig,
-    RLOOConfig,
-    SDFTConfig,
-    SDPOConfig,
-    ServerDistillationConfig,
-    TPOConfig,
-)
+from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.seq2seq import Seq2SeqConfig
 from posttrain.sft import SFTConfig
 from tests import tiny
@@ -52,15 +30,9 @@ from tests.contract.trainers import arguments
 from tests.test_architecture import sources, tree
 
 CONFIGS = [
-    TrainingArguments, SFTConfig, Seq2SeqConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, GRPOConfig,
-    RLOOConfig, ReinforcePlusPlusConfig, DistillationConfig, GKDConfig, OnlineDPOConfig, TPOConfig, GMPOConfig,
-    AsyncGRPOConfig, AsyncDistillationConfig, ServerDistillationConfig,
-    IWOPDConfig,
-    A2POConfig,
-    SDPOConfig,
-    SDFTConfig,
-    GRPOWithReplayBufferConfig,
-    ModelConfig, CommandSource, LaunchArguments, ScriptArguments,
+    *(TrainingArguments, SFTConfig, Seq2SeqConfig, ModelConfig, CommandSource, LaunchArguments, ScriptArguments),
+    *sorted((getattr(posttrain.rl, name) for name in posttrain.rl.__all__ if name.endswith("Config")),
+            key=lambda kind: len(kind.__mro__)),
 ]  # fmt: skip
 #: Where a field is only checked, or brought into another form, which is no use of it.
 CHECKS = ("_problems", "_normalize", "_preflight", "__post_init__", "_accumulation_problems")
@@ -161,6 +133,11 @@ OTHER = {
     "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5, "curriculum_explore": 0.5, "curriculum_update": 0.25,
     "teacher_update_rate": 0.5,
 }  # fmt: skip
+#: What is set beside a field that cannot be set alone.
+TOGETHER = {
+    "uld_hybrid_matched_weight": {"uld_hybrid_unmatched_weight": 3},
+    "uld_hybrid_unmatched_weight": {"uld_hybrid_matched_weight": 3},
+}
 
 
 def another(config_class: type, field: dataclasses.Field) -> object:
@@ -188,8 +165,9 @@ def test_a_field_that_others_leave_without_effect_is_named(config_class, field, 
     usual = {"output_dir": "out", "use_cpu": True, "use_vllm": False}
     usual = {name: value for name, value in usual.items() if name in {f.name for f in dataclasses.fields(config_class)}}
     value = another(config_class, field)
+    given = {field.name: value} | TOGETHER.get(field.name, {})
     for need in needs.split():
-        name, _, values = need.partition("=")
+        name, _, values = need.partition("|")[0].partition("=")
         off = values.split(",")[0] == "False" if values in ("True", "False") else None
         declared = {f.name: f for f in dataclasses.fields(config_class)}[name]
         if off is None and values:
@@ -200,16 +178,18 @@ def test_a_field_that_others_leave_without_effect_is_named(config_class, field, 
         changes = {name: wrong}
         if name == "use_transformers_continuous_batching":
             changes["use_vllm"] = False
-        said = told(lambda changes=changes: config_class(**usual | changes | {field.name: value}))
-        assert (f"{field.name}=" in said and f"no effect without {needs.split()[0]}" in said) or need in said, said
+        changes |= dict.fromkeys(need.split("|")[1:], wrong)
+        said = told(lambda changes=changes: config_class(**usual | changes | given))
+        without = f"no effect without {needs.split()[0]}".replace("|", " or ")
+        assert (f"{field.name}=" in said and without in said) or need in said, said
         assert f"{field.name}=" not in told(lambda changes=changes: config_class(**usual | changes)), field.name
 
 
 def test_what_a_field_needs_is_a_field():
     for config_class, field, needs in conditional():
         for need in needs.split():
-            name = need.partition("=")[0]
-            assert any(name == f.name for f in dataclasses.fields(config_class)), f"{field.name} needs {need}"
+            names = {one.partition("=")[0] for one in need.split("|")}
+            assert names <= {f.name for f in dataclasses.fields(config_class)}, f"{field.name} needs {need}"
 
 
 # ---------------------------------------------------------------- keys within dicts

@@ -25,7 +25,10 @@ TRAINERS = dict.fromkeys(("DPO", "KTO", "GRPO", "RLOO", "Reward", "SFT", "Distil
 TRAINERS |= {"GKD": "trl.experimental.gkd", "OnlineDPO": "trl.experimental.online_dpo", "TPO": "trl.experimental.tpo",
              "CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo",
              "IWOPD": "trl.experimental.iw_opd", "A2PO": "trl.experimental.a2po",
-             "SDPO": "trl.experimental.sdpo", "SDFT": "trl.experimental.sdft"}  # fmt: skip
+             "SDPO": "trl.experimental.sdpo", "SDFT": "trl.experimental.sdft", "GOLD": "trl.experimental.gold",
+             "GMPO": "trl.experimental.gmpo", "AsyncGRPO": "trl.experimental.async_grpo",
+             "ServerDistillation": "trl.experimental.server_distillation",
+             "AsyncDistillation": "trl.experimental.async_distillation"}  # fmt: skip
 
 #: Names of the package that are missing on purpose. Each is answered with what to use instead.
 ABSENT = {

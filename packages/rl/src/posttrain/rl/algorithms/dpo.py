@@ -362,7 +362,8 @@ class DPOTrainer(PreferenceTrainer):
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""
         args, pairs = self.args, self.pairs(chosen, rejected)
-        options: dict[str, Any] = {name: getattr(args, name) for name in ("beta", "label_smoothing", "discopop_tau")}
+        options: dict[str, Any] = {"beta": args.beta, "label_smoothing": args.label_smoothing}
+        options["discopop_tau"] = args.discopop_tau
         options["pairs_per_token"] = self._pairs_per_token
         if self._pairs_per_token is None:
             options["pairs_per_token"] = len(chosen.logp) / chosen.lengths.sum().clamp_min(1)
