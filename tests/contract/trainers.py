@@ -11,18 +11,24 @@ from torch.nn import functional as F
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.rl import (
+    A2POTrainer,
     CPOTrainer,
     DistillationTrainer,
     DPOTrainer,
     GKDTrainer,
+    GMPOTrainer,
+    GOLDTrainer,
     GRPOTrainer,
     GRPOWithReplayBufferTrainer,
+    IWOPDTrainer,
     KTOTrainer,
     OnlineDPOTrainer,
     ORPOTrainer,
     ReinforcePlusPlusTrainer,
     RewardTrainer,
     RLOOTrainer,
+    SDFTTrainer,
+    SDPOTrainer,
     TPOTrainer,
 )
 from posttrain.rl.rewards.score_heads import with_score_head
@@ -205,7 +211,7 @@ def online(trainer_class: type[Trainer], **options: Any) -> Callable[..., Traine
 
     def make(output_dir: Path | str, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
         mine, peft_config = dict(options), None
-        prompts = mine.pop("prompts", 9)
+        prompts, shown = mine.pop("prompts", 9), {"privileged_context": "the"} if trainer_class is SDFTTrainer else {}
         if mine.pop("lora", False):
             from peft import LoraConfig
 
@@ -223,8 +229,8 @@ def online(trainer_class: type[Trainer], **options: Any) -> Callable[..., Traine
             reward_funcs=digit_sum,
             args=arguments(trainer_class.config_class, output_dir, **(usual | mine | changes)),
             processing_class=tiny.tokenizer(),
-            train_dataset=[{"prompt": row["prompt"]} for row in text_rows(prompts)],
-            eval_dataset=[{"prompt": row["prompt"]} for row in text_rows(3)],
+            train_dataset=[shown | {"prompt": row["prompt"]} for row in text_rows(prompts)],
+            eval_dataset=[shown | {"prompt": row["prompt"]} for row in text_rows(3)],
             peft_config=peft_config,
             callbacks=callbacks,
         )
@@ -358,6 +364,12 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
     "distillation-lora": distilled(DistillationTrainer, lora=True, beta=0.0, windows_per_rollout=2),
     "distillation-policy": distilled(DistillationTrainer, loss_type="policy_gradient", num_iterations=2),
     "gkd": distilled(GKDTrainer),
+    "iw-opd": distilled(IWOPDTrainer),
+    "gold": distilled(GOLDTrainer, lmbda=0.5),
+    "sdft": online(SDFTTrainer, teacher_model_kind="ema", windows_per_rollout=2),
+    "sdpo": online(SDPOTrainer, distillation_weight=0.5, success_reward_threshold=0.3),
+    "a2po": online(A2POTrainer, num_value_samples=2, filter_all_incorrect=False),
+    "gmpo": online(GMPOTrainer, num_iterations=2),
     "reinforce++": online(ReinforcePlusPlusTrainer, importance_sampling_level="sequence"),
     "sft-images": images(SFTTrainer, "prompt completion"),
     "sft-images-packed": images(SFTTrainer, "prompt completion", packing=True, max_length=96),

@@ -27,7 +27,21 @@ NOT_SLICED = {"classifier", "seq2seq"}
 #: Nor rows of text alone.
 SEE = {name for name in EXACT if "-images" in name}
 #: How the names of trainers begin that generate while they train or are evaluated.
-SAMPLES = ("grpo", "rloo", "reinforce++", "online-dpo", "distillation", "gkd", "seq2seq")
+SAMPLES = (
+    "grpo",
+    "rloo",
+    "reinforce++",
+    "online-dpo",
+    "distillation",
+    "gkd",
+    "seq2seq",
+    "iw-opd",
+    "gold",
+    "sdft",
+    "sdpo",
+    "a2po",
+    "gmpo",
+)
 #: Each must change nothing but where numbers lie: on the trainer that has most in it.
 OPTIONS = {
     "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},

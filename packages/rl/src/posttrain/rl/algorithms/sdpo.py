@@ -22,6 +22,7 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.fields.old_names import Removed
+from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training.plan import Plan
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.algorithms.self_distillation import SelfDistillationConfig, SelfDistillationTrainer, rewritten
@@ -165,6 +166,23 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
             rows = self.dist.sum(rows)
             yield [part | {"window_rows": rows} for part in window], num_items
 
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As the base's; of the two losses each is a mean of its own, over tokens and over completions."""
+        given = dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        output, weight = super().evaluation_loop(*given), self.args.distillation_weight
+        if 0 < weight < 1 and output.metrics:
+            names = [f"{metric_key_prefix}_self_distillation/{name}" for name in ("policy_loss", "loss_of_completions")]
+            policy, distilled = (output.metrics[name] for name in names)
+            output.metrics[f"{metric_key_prefix}_loss"] = (1 - weight) * policy + weight * distilled
+        return output
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -177,11 +195,13 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
         loss = inputs["loss_mask"].new_zeros(())
         if weight < 1:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            share = 1.0 if num_items_in_batch is None else self.count_items(inputs) / num_items_in_batch.clamp(min=1)
-            self.metrics.add_sum("self_distillation/policy_loss", loss.detach(), share)
+            items = self.count_items(inputs)
+            whole = loss.detach() * (items if num_items_in_batch is None else num_items_in_batch)
+            self.metrics.add_sum("self_distillation/policy_loss", whole, items)
         if weight > 0:
             of_tokens, compared = self.distillation(model, inputs)
-            rows = inputs.get("window_rows", float(len(compared)))
-            loss = (1 - weight) * loss + weight * policy_losses.summed(of_tokens, compared, "sequences") / rows
+            summed = policy_losses.summed(of_tokens, compared, "sequences")
+            loss = (1 - weight) * loss + weight * summed / inputs.get("window_rows", float(len(compared)))
+            self.metrics.add_sum("self_distillation/loss_of_completions", summed.detach(), float(len(compared)))
             outputs["distillation"] = of_tokens.detach()
         return (loss, outputs) if return_outputs else loss
