@@ -212,7 +212,8 @@ class KTOTrainer(PreferenceTrainer):
     def _side(self, model: nn.Module, inputs: dict[str, Any]) -> Completions:
         options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
-        ref_logp = self.reference_logp(inputs)[: len(inputs["label"])]
+        own = {name: value for name, value in inputs.items() if name != "kl"}
+        ref_logp = self.reference_logp(own)[: len(inputs["label"])]
         return Completions(self.completion_logp(scores), ref_logp, scores)
 
     @torch.no_grad()
@@ -242,12 +243,10 @@ class KTOTrainer(PreferenceTrainer):
         return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """(B,) log-probability of each completion under the reference; (2B,) with the others' completions if
-        precomputed.
-        """
+        """(B,) log-probability of each completion under the reference; (2B,) with the others', if `inputs` has them."""
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
-        own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
+        own, others = self.compute_ref_log_probs(self.model, inputs)
         return own if others is None else torch.cat([own, others])
 
     def compute_ref_log_probs(
@@ -268,15 +267,6 @@ class KTOTrainer(PreferenceTrainer):
         if role == "train" and self.dist.is_main and (problem := one_sided(labels)):
             logger.warning("train: %s", problem)
         return ready
-
-    _is_precomputing = False
-
-    def _precompute(self, dataset: Any, name: str) -> Any:
-        self._is_precomputing = True
-        try:
-            return super()._precompute(dataset, name)
-        finally:
-            self._is_precomputing = False
 
     # ---------------------------------------------------------------------------------------------- overridable methods
 

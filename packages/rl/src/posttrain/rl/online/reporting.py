@@ -375,23 +375,23 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
-    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where that cannot hold them.
 
     Returns:
         the file.
     """
+    import pyarrow
+    from pyarrow import parquet
+
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{name: _storable(value, with_images) for name, value in row.items()} for row in rows]
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        return _write_lines(rows, path.with_suffix(".jsonl"))
     try:
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
         parquet.write_table(pyarrow.table(columns), path.with_suffix(".parquet"))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
-        return _write_lines(rows, path.with_suffix(".jsonl"))
+        lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
+        path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+        return path.with_suffix(".jsonl")
     return path.with_suffix(".parquet")
 
 
@@ -417,12 +417,6 @@ def upload(path: Path, repo: str, token: str | None = None) -> None:
         api.upload_file(path_or_fileobj=str(path), path_in_repo=path.name, repo_id=repo, repo_type="dataset")
     except Exception as error:  # an upload error must not end the run
         logger.warning("%s was not uploaded to %s: %s", path.name, repo, error)
-
-
-def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
 
 
 def _as_text(value: Any) -> str:

@@ -124,6 +124,7 @@ class Rewards:
     ) -> None:
         self.functions, self.options = list(functions), options or RewardArguments()
         self.names = [background.name_of(function) for function in self.functions]
+        self._waits = [background.is_async(function) for function in self.functions]
         weights = self.options.reward_weights
         if weights is not None and len(weights) == len(self.functions) - from_environments:
             weights = [*weights, *[1.0] * from_environments]
@@ -192,7 +193,7 @@ class Rewards:
     def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once = self.options.reward_concurrency
-        waits = [background.is_async(function) for function in self.functions]
+        waits = self._waits
         if at_once == 1 and not any(waits):  # here, in the main thread, where signals and the debugger work
             return [call() for call in calls]
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
