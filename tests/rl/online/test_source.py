@@ -47,7 +47,7 @@ def source(rollouts, **changes):
     )  # fmt: skip
     vars(args).update(changes)
     sampler = SimpleNamespace(synced_at=None, with_attempts=lambda begin, sample, sync: sample(begin()))
-    return Source(args, ALONE, sampler, torch.ones(1), rollouts)
+    return Source(args, ALONE, sampler, rollouts)
 
 
 def batches(count):

@@ -60,7 +60,7 @@ class _Evaluation(GRPOTrainer):
     def score(self, samples: list[Sample]) -> Scores:
         scores = super().score(samples)
         zeros = scores.rewards.new_zeros(len(samples))
-        found = stored(samples, self.rewards.names, scores, self.rewards.weights, zeros, 0, self.codec.tokenizer)
+        found = stored(samples, scores, zeros, 0, self.codec.tokenizer)
         left_out = ("sequences", "step", "rollout", "sample", "advantage")
         self.episodes_seen += [{name: one[name] for name in one if name not in left_out} for one in found]
         return scores

@@ -31,9 +31,9 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.rl.policy.reference import ReferenceArguments
-from posttrain.rl.policy.shared_prefix import Encoder, padded_rows, score_completions, shared_rows
+from posttrain.rl.policy.shared_prefix import score_completions
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
-from posttrain.rl.preference.batches import positions_of, read_lengths
+from posttrain.rl.preference.batches import PreferenceCollator, positions_of, read_lengths
 from posttrain.rl.preference.trainer import Completions, PreferenceTrainer
 
 logger = logging.getLogger(__name__)
@@ -110,46 +110,36 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
 
 
 @dataclass
-class KTOCollator:
+class KTOCollator(PreferenceCollator):
     """Prepared rows -> a batch of B completions, ``label`` (B,), and under ``kl`` prompts with completions of others.
 
     Args:
-        max_length: maximum tokens of a prompt with another's completion.
-        flat: one row without padding, see `shared_rows`; else a row each.
-        with_kl: whether the loss needs the second half.
-        encoder: for encoder-decoder models.
+        max_length: maximum tokens of a prompt with another's completion. with_kl: the loss needs the second half.
+
+    The other arguments are those of `PreferenceCollator`.
     """
 
-    pad_token_id: int
     max_length: int | None = None
-    flat: bool = False
-    pad_to_multiple_of: int | None = None
     with_kl: bool = True
-    encoder: Encoder | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        prompts = [row["prompt_ids"] for row in rows]
-        positions = positions_of(rows)
-        batch = self._lay_out(prompts, [row["completion_ids"] for row in rows], positions)
+        prompts, positions = [row["prompt_ids"] for row in rows], positions_of(rows)
+
+        def batch_of(completions: list[Any]) -> dict[str, Any]:
+            return self.lay_out([(p, [one]) for p, one in zip(prompts, completions, strict=True)], positions)
+
+        batch = batch_of([row["completion_ids"] for row in rows])
         batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
         if self.with_kl:
             taken = others_of(prompts)  # of a stream, where each takes another's in its batch
             others = [row.get("kl_ids", rows[i]["completion_ids"]) for row, i in zip(rows, taken, strict=True)]
             if self.max_length is not None:
                 others = [o[: max(self.max_length - len(p), 1)] for p, o in zip(prompts, others, strict=True)]
-            batch["kl"] = self._lay_out(prompts, others, positions)
+            batch["kl"] = batch_of(others)
         for name in ("ref_logps", "ref_kl_logps"):
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows])
         return batch
-
-    def _lay_out(
-        self, prompts: list[Any], completions: list[Any], positions: list[torch.Tensor] | None
-    ) -> dict[str, Any]:
-        groups = [(prompt, [completion]) for prompt, completion in zip(prompts, completions, strict=True)]
-        if self.flat:
-            return shared_rows(groups, positions=positions)
-        return padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of, self.encoder)
 
 
 @reads_from_arguments(
@@ -212,7 +202,8 @@ class KTOTrainer(PreferenceTrainer):
     def _side(self, model: nn.Module, inputs: dict[str, Any]) -> Completions:
         options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
-        ref_logp = self.reference_logp(inputs)[: len(inputs["label"])]
+        own = {name: value for name, value in inputs.items() if name != "kl"}
+        ref_logp = self.reference_logp(own)[: len(inputs["label"])]
         return Completions(self.completion_logp(scores), ref_logp, scores)
 
     @torch.no_grad()
@@ -242,12 +233,10 @@ class KTOTrainer(PreferenceTrainer):
         return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """(B,) log-probability of each completion under the reference; (2B,) with the others' completions if
-        precomputed.
-        """
+        """(B,) log-probability of each completion under the reference; (2B,) with the others', if `inputs` has them."""
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
-        own, others = self.compute_ref_log_probs(self.model, inputs if self._is_precomputing else _own(inputs))
+        own, others = self.compute_ref_log_probs(self.model, inputs)
         return own if others is None else torch.cat([own, others])
 
     def compute_ref_log_probs(
@@ -268,15 +257,6 @@ class KTOTrainer(PreferenceTrainer):
         if role == "train" and self.dist.is_main and (problem := one_sided(labels)):
             logger.warning("train: %s", problem)
         return ready
-
-    _is_precomputing = False
-
-    def _precompute(self, dataset: Any, name: str) -> Any:
-        self._is_precomputing = True
-        try:
-            return super()._precompute(dataset, name)
-        finally:
-            self._is_precomputing = False
 
     # ---------------------------------------------------------------------------------------------- overridable methods
 
@@ -323,7 +303,8 @@ class KTOTrainer(PreferenceTrainer):
         """What makes a batch of prepared rows."""
         pad = tokenizer_of(tokenizer).pad_token_id
         flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
-        return KTOCollator(pad, args.max_length, flat, args.pad_to_multiple_of, with_kl, self._encoder)
+        layout = pad, flat, flat, args.pad_to_multiple_of, self._encoder
+        return KTOCollator(*layout, max_length=args.max_length, with_kl=with_kl)
 
     def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B,) 1 for a good completion, 0 for a bad one."""

@@ -24,7 +24,6 @@ from torch import nn
 
 from posttrain.core import opt
 from posttrain.core.data import pipeline
-from posttrain.core.data.collators import pad_rows
 from posttrain.core.data.samplers import columns_of
 from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import Removed
@@ -32,6 +31,7 @@ from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.policy.overrides import has_own_loss
+from posttrain.rl.policy.shared_prefix import padded_rows
 from posttrain.rl.preference.arguments import PreferenceConfig
 from posttrain.rl.preference.batches import SidedBatch
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer, whole_texts
@@ -87,12 +87,9 @@ class RewardCollator:
     pad_to_multiple_of: int | None = None
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        texts = [[*row.get("prompt_ids", ()), *row[side]] for side in ("chosen_ids", "rejected_ids") for row in rows]
-        options: dict[str, Any] = {"pad_to_multiple_of": self.pad_to_multiple_of}
-        batch = {
-            "input_ids": pad_rows(texts, self.pad_token_id, **options),
-            "attention_mask": pad_rows([[1] * len(text) for text in texts], 0, **options),
-        }
+        groups = [(row.get("prompt_ids", ()), [row[f"{side}_ids"]]) for side in PAIR for row in rows]
+        batch = padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+        del batch["completion_mask"]  # a reward is of the whole text
         if "margin" in rows[0]:
             batch["margin"] = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
         return SidedBatch(batch)

@@ -8,14 +8,11 @@ import http.client
 import json
 import queue
 import socket
-import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from posttrain.core.distributed.environment import rank
 
 RETRIES = 4
 """Times that a request which may be repeated is sent again, after 1, 2, 4 ... seconds."""
@@ -163,52 +160,6 @@ class Server:
                 return False
             raise
         return True
-
-
-class Busy:
-    """How many completions each of `servers` is writing for this process."""
-
-    def __init__(self, servers: Sequence[Server]) -> None:
-        first = rank() % len(servers)  # processes begin at different ones
-        self._load = dict.fromkeys([*servers[first:], *servers[:first]], 0)
-        self._number = len(servers)
-        self._lock = threading.Lock()
-
-    def add(self, server: Server) -> None:
-        """It can be asked."""
-        with self._lock:
-            self._load.setdefault(server, 0)
-
-    def remove(self, server: Server) -> None:
-        """It is asked no more."""
-        with self._lock:
-            self._load.pop(server, None)
-
-    def in_use(self) -> list[Server]:
-        """Those that can be asked."""
-        with self._lock:
-            return list(self._load)
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether completions are under way, and no server has been lost."""
-        with self._lock:
-            return len(self._load) == self._number and any(self._load.values())
-
-    @contextlib.contextmanager
-    def least(self, completions: int) -> Iterator[Server]:
-        """The server with the fewest, which has so many more in the context."""
-        with self._lock:
-            if not self._load:
-                raise ConnectionError("No vLLM server is left that has the trainer's weights.")
-            server = min(self._load, key=self._load.__getitem__)
-            self._load[server] += completions
-        try:
-            yield server
-        finally:
-            with self._lock:
-                if server in self._load:
-                    self._load[server] -= completions
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +24,7 @@ from posttrain.core.distributed.environment import rank
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import prefers_probable, vllm_options
-from posttrain.rl.generation.server import BUSY, RETRIES, Busy, Refused, Server
+from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
 from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
 from posttrain.rl.generation.weights import PROBE, Weights, Written, any_prompt, check, completions
 
@@ -103,7 +104,7 @@ class VLLMServerGenerator:
         probe: Callable[[], None] = lambda: written.update(self._probe(model))  # noqa: E731
         error = self._lost_in(lambda: self._send_weights(model), model)
         # Servers that were found right twice would answer after all that they write at present.
-        skips = error is None and self.updates_in_flight and self._found_right > 1 and self._api.busy.is_writing
+        skips = error is None and self.updates_in_flight and self._found_right > 1 and self._api.is_writing
         if error is None and _greatest(0 if skips else 1, model):
             error = self._lost_in(probe, model) or self._lost_in(lambda: self._check(model, written), model)
             self._found_right += 1
@@ -265,7 +266,14 @@ class VLLMServers:
             raise ValueError(f"The vLLM servers were started with different options, {infos}. Start them alike.")
         self.started, self.has_whole_weights = infos[0], False
         self.names = {server.url: server.call("/v1/models")["data"][0]["id"] for server in servers}
-        self.busy = Busy(servers)
+        first = rank() % len(servers)  # processes begin at different ones
+        self._writing = dict.fromkeys([*servers[first:], *servers[:first]], 0)  # how many completions for this process
+        self._lock = threading.Lock()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether completions are under way, and no server has been lost."""
+        return len(self._writing) == len(self.servers) and any([*self._writing.values()])
 
     def write(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int]) -> list[Written]:
         """`n` completions of each prompt."""
@@ -274,11 +282,11 @@ class VLLMServers:
             with ThreadPoolExecutor(min(len(left), CONCURRENCY * len(self.servers))) as pool:
                 asked = list(pool.map(lambda i: self._complete(prompts[i], n, sampling, seeds[i * n]), left))
             lost = [(server, group) for server, group in asked if isinstance(group, ConnectionError)]
-            lost += [(server, Restarted(server)) for server in self.busy.in_use() if is_fresh(server)]
+            lost += [(server, Restarted(server)) for server in [*self._writing] if is_fresh(server)]
             for server, why in lost:
                 self._leave_out(server, why)
             for place, (server, group) in zip(left, asked, strict=True):
-                if server in self.busy.in_use() and not isinstance(group, ConnectionError):
+                if server in self._writing and not isinstance(group, ConnectionError):
                     done[place] = group
         return [one for group in done for one in group or ()]
 
@@ -288,8 +296,8 @@ class VLLMServers:
         Raises:
             ConnectionError: no other is left.
         """
-        self.busy.remove(server)
-        if not self.busy.in_use():
+        self._writing.pop(server, None)
+        if not self._writing:
             raise ConnectionError(
                 f"{why}. No vLLM server is left that has the trainer's weights. Start it again, and resume the run "
                 "from its last checkpoint."
@@ -299,20 +307,28 @@ class VLLMServers:
     def write_on(self, server: Server, prompt: Prompt, sampling: Sampling, seed: int) -> Written:
         """A completion by `server`, which is in use again if it was lost."""
         done = self._ask(server, prompt, 1, sampling, seed)[0]
-        self.busy.add(server)
+        self._writing.setdefault(server, 0)
         return done
 
     def _complete(
         self, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> tuple[Server, list[Written] | ConnectionError]:
         """(the server that was asked, what it wrote or why it could not)."""
-        with self.busy.least(n) as server:
-            try:
-                return server, self._ask(server, prompt, n, sampling, seed)
-            except ConnectionError as error:
-                if isinstance(error, Refused) and error.code not in BUSY and not is_fresh(server):
-                    raise
-                return server, error
+        with self._lock:
+            if not self._writing:
+                raise ConnectionError("No vLLM server is left that has the trainer's weights.")
+            server = min(self._writing, key=self._writing.__getitem__)
+            self._writing[server] += n
+        try:
+            return server, self._ask(server, prompt, n, sampling, seed)
+        except ConnectionError as error:
+            if isinstance(error, Refused) and error.code not in BUSY and not is_fresh(server):
+                raise
+            return server, error
+        finally:
+            with self._lock:
+                if server in self._writing:
+                    self._writing[server] -= n
 
     def _ask(self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> list[Written]:
         if self._says_versions or isinstance(prompt, Pictured):

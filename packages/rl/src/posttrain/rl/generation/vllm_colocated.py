@@ -239,16 +239,9 @@ def _prompt_of(request: _Request) -> dict[str, Any]:
 
 def _reload(llm: Any, weights: Weights) -> None:
     """Replace the weights of `llm`, layer by layer, in the layout of its kernels."""
-    try:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        if weights.device.type == "cpu":
-            llm.apply_model(refresh_tied_head)
-    except TypeError as error:
-        if "weights_iterator" not in str(error):
-            raise
-        model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # vLLM without an API for weight updates
-        for weight in weights:
-            model.load_weights([weight])
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+    if weights.device.type == "cpu":
+        llm.apply_model(refresh_tied_head)
 
 
 def _written(output: Any, layers: Sequence[int] = ()) -> Written:

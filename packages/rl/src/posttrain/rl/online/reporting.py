@@ -41,7 +41,7 @@ class Summary:
     """Statistics of the completions of one process; `Summary.join` joins those of all processes.
 
     Attributes:
-        rewards, failed: (N, F), see `posttrain.rl.rewards.scoring.Scores`.
+        rewards, failed: (N, F), names, weights: see `posttrain.rl.rewards.scoring.Scores`.
         prompt_lengths: tokens of each prompt. lengths: sampled tokens of each completion. finished: whether each ended.
         kl: (2, N), the KL of the sampling policy from the reference, summed over trained tokens, and their count; None
             without a reference.
@@ -53,12 +53,15 @@ class Summary:
     lengths: list[int]
     finished: list[bool]
     kl: torch.Tensor | None = None
+    names: Sequence[str] = ()
+    weights: torch.Tensor | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
         """The summary of `samples`."""
         prompts, lengths = [len(sample.prompt_ids) for sample in samples], [sample.num_chosen for sample in samples]
-        return cls(scores.rewards, scores.failed, prompts, lengths, [sample.finished for sample in samples], kl)
+        finished, of_functions = [sample.finished for sample in samples], (scores.names, scores.weights)
+        return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, *of_functions)
 
     @classmethod
     def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
@@ -74,6 +77,8 @@ class Summary:
             [lengths[place] for place in order],
             [finished[place] for place in order],
             torch.cat(kls, 1)[:, order] if kls else None,
+            parts[0].names,
+            parts[0].weights,
         )
 
     @property
@@ -81,25 +86,25 @@ class Summary:
         """Tokens that the policy has read and written: a prompt counts for each of its completions."""
         return sum(self.prompt_lengths) + sum(self.lengths)
 
-    def metrics(self, names: Sequence[str], weights: torch.Tensor, group_size: int) -> dict[str, float]:
+    def metrics(self, group_size: int) -> dict[str, float]:
         """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions, without their
         `extremes`; unknown ones are left out. Standard deviations are over all completions.
         """
-        total = total_rewards(self.rewards, weights)
+        total = total_rewards(self.rewards, self.weights)
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.finished)
         found = {
             "completions/mean_length": lengths.mean(),
             "completions/clipped_ratio": 1 - ended.float().mean(),
         }
-        if names:
+        if self.names:
             found |= {
                 "reward": total.nanmean(),
                 "reward_std": standard_deviation(total).squeeze(-1),
                 "frac_reward_zero_std": equal_groups(total, group_size).float().mean(),
                 "rewards/none": total.isnan().float().mean(),
             }
-        for column, name in enumerate(names):
+        for column, name in enumerate(self.names):
             found[f"rewards/{name}/mean"] = self.rewards[:, column].nanmean()
             found[f"rewards/{name}/std"] = standard_deviation(self.rewards[:, column]).squeeze(-1)
             if self.failed[:, column].any():
@@ -112,16 +117,14 @@ class Summary:
         numbers = {name: value.item() for name, value in found.items()}
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
-    def sums(
-        self, names: Sequence[str], weights: torch.Tensor, group_size: int, threshold: float
-    ) -> dict[str, tuple[float, int]]:
+    def sums(self, group_size: int, threshold: float) -> dict[str, tuple[float, Any]]:
         """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k``, and of the squares of the
         last two over prompts, for `with_errors`.
 
         Args:
             threshold: reward of the first function from which a completion passes.
         """
-        total, size = total_rewards(self.rewards, weights), len(self.lengths)
+        total, size, names = total_rewards(self.rewards, self.weights), len(self.lengths), self.names
         columns = {"reward": total} if names else {}
         columns |= {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
         found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
@@ -213,9 +216,9 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     return None
 
 
-def log_scores(metrics: Metrics, clock: Clock, scores: Scores, names: Sequence[str]) -> None:
+def log_scores(metrics: Metrics, clock: Clock, scores: Scores) -> None:
     """Log the seconds that each reward function took, and what they gave to ``log_metric``."""
-    for name, seconds in zip(names, scores.seconds, strict=True):
+    for name, seconds in zip(scores.names, scores.seconds, strict=True):
         clock.add(f"reward_{name}", seconds)
     for name, values in scores.metrics.items():
         metrics.add_sum(name, sum(values), len(values))
@@ -260,31 +263,21 @@ class Reporter:
     """Shows the completions of a run: in the terminal, in files, and at trackers, where ``log_completions`` is set.
 
     Args:
-        names: of the reward functions. images: reads those of prompts, to show them; None: they are not shown.
+        images: reads those of prompts, to show them; None: they are not shown.
     """
 
-    def __init__(
-        self, args: RolloutConfig, names: Sequence[str], dist: Distributed, images: ImagePrompts | None
-    ) -> None:
-        self.args, self.names, self.dist, self.images = args, names, dist, images
+    def __init__(self, args: RolloutConfig, dist: Distributed, images: ImagePrompts | None) -> None:
+        self.args, self.dist, self.images = args, dist, images
         self._evaluated: list[dict[str, Any]] = []
 
     def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Show the samples of a rollout."""
         self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
 
-    def store(
-        self,
-        samples: list[Sample],
-        scores: Scores,
-        weights: torch.Tensor,
-        advantages: torch.Tensor,
-        step: int,
-        tok: Any,
-    ) -> None:
+    def store(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any) -> None:
         """Write the first ``log_trajectories`` samples of a rollout."""
         if not self.dist.peer_rank:
-            made = stored(samples[: self.args.log_trajectories], self.names, scores, weights, advantages, step, tok)
+            made = stored(samples[: self.args.log_trajectories], scores, advantages, step, tokenizer)
             trajectories.append(made, trajectories.path_of(self.args.output_dir, self.dist.rank))
 
     def begin_evaluation(self) -> None:
@@ -302,7 +295,7 @@ class Reporter:
             self._show(self._evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
 
     def _rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
-        found = rows(samples, self.names, scores, advantages, step)
+        found = rows(samples, scores, advantages, step)
         if self.images is not None and self.args.log_multimodal:
             for row, sample in zip(found, samples, strict=True):
                 row["images"] = self.images.pictures(sample.row, sample.prompt)
@@ -323,14 +316,12 @@ class Reporter:
             upload(path, repo, args.hub_token)
 
 
-def rows(
-    samples: Sequence[Sample], names: Sequence[str], scores: Scores, advantages: torch.Tensor, step: int
-) -> list[dict[str, Any]]:
+def rows(samples: Sequence[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
     """A row of the table for each sample: step, prompt, completion, each reward, what functions added, advantage."""
     made = []
     for i, sample in enumerate(samples):
         row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
-        row |= dict(zip(names, scores.rewards[i].tolist(), strict=True))
+        row |= dict(zip(scores.names, scores.rewards[i].tolist(), strict=True))
         row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
         made.append(row | {"advantage": advantages[i].mean().item()})
     return made
@@ -375,23 +366,23 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
-    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where pyarrow is missing or cannot.
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where that cannot hold them.
 
     Returns:
         the file.
     """
+    import pyarrow
+    from pyarrow import parquet
+
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{name: _storable(value, with_images) for name, value in row.items()} for row in rows]
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        return _write_lines(rows, path.with_suffix(".jsonl"))
     try:
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
         parquet.write_table(pyarrow.table(columns), path.with_suffix(".parquet"))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
-        return _write_lines(rows, path.with_suffix(".jsonl"))
+        lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
+        path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+        return path.with_suffix(".jsonl")
     return path.with_suffix(".parquet")
 
 
@@ -417,12 +408,6 @@ def upload(path: Path, repo: str, token: str | None = None) -> None:
         api.upload_file(path_or_fileobj=str(path), path_in_repo=path.name, repo_id=repo, repo_type="dataset")
     except Exception as error:  # an upload error must not end the run
         logger.warning("%s was not uploaded to %s: %s", path.name, repo, error)
-
-
-def _write_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
 
 
 def _as_text(value: Any) -> str:

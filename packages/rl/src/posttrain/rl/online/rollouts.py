@@ -73,9 +73,10 @@ class Rollouts:
         owner, clock = self.owner, self.owner.clock
         with self._scoring, clock("score"):
             scores: Scores = owner.dist.on_first(lambda: owner.score(samples))
+        scores = replace(scores, names=owner.rewards.names, weights=owner.rewards.weights)
         if owner.sampler.environments.factories:
             owner.sampler.environments.give_back(samples)
-        reporting.log_scores(owner.metrics, clock, scores, owner.rewards.names)
+        reporting.log_scores(owner.metrics, clock, scores)
         return scores
 
     # ------------------------------------------------------------------------------------------------ rollouts
@@ -96,8 +97,7 @@ class Rollouts:
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
         logged: dict[str, Any] = {"num_tokens": (source.num_tokens, "max")}  # the same everywhere, and it only grows
         if dist.rank == 0:  # the same on every process
-            found = everyone.metrics(owner.rewards.names, owner.rewards.weights, size)
-            logged |= {name: (value, 1) for name, value in found.items()} | everyone.extremes()
+            logged |= {name: (value, 1) for name, value in everyone.metrics(size).items()} | everyone.extremes()
         metrics.update(logged)
         own = layout.numbers(dist.rank)
         at_tokens = rollout.of_completions(advantages[own])
@@ -110,12 +110,11 @@ class Rollouts:
         advantages = advantages[own]
         if source.background is not None:
             reporting.log_staleness(metrics, rollout, step)
-        source.log_used(samples, scores.rewards, step + 1)
+        source.log_used(samples, scores.totals, step + 1)
         if self.args.log_completions:
             owner.reporter.report_rollout(samples, scores, advantages, step)
         if self.args.log_trajectories:
-            tokenizer = owner.sampler.codec.tokenizer
-            owner.reporter.store(samples, scores, owner.rewards.weights, advantages, step + 1, tokenizer)
+            owner.reporter.store(samples, scores, advantages, step + 1, owner.sampler.codec.tokenizer)
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
@@ -193,10 +192,8 @@ class Rollouts:
         return [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
-        owner, rewards, size = self.owner, self.owner.rewards, self.owner.num_generations_eval
-        summary = Summary.of(samples, scores)
-        owner.metrics.update(summary.sums(rewards.names, rewards.weights, size, self.args.pass_threshold))
-        owner.metrics.update(summary.extremes())
+        owner, size, summary = self.owner, self.owner.num_generations_eval, Summary.of(samples, scores)
+        owner.metrics.update(summary.sums(size, self.args.pass_threshold) | summary.extremes())
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([owner.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         owner.reporter.collect(samples, scores, advantages, owner.state.global_step)

@@ -62,7 +62,7 @@ class Sampler:
     Attributes:
         version: the optimizer step of the weights that the engine was sent last.
         synced_at: the same; None where the engine must be sent the weights again.
-        ends_of_calls: the tokens that end a turn with calls.
+        ends_of_calls: the tokens that end a turn with calls. image_token_id: that which stands for a feature.
         generating: held while the engine writes; a lock where other threads may want it meanwhile.
     """
 
@@ -77,6 +77,7 @@ class Sampler:
     ) -> None:
         self.generator, self.codec, self.environments, self.images = generator, codec, environments, images
         self.dist, self.context = dist, context
+        self.image_token_id = None if images is None else images.vision.image_token_id
         self.version = 0
         self.synced_at: int | None = None
         self.ends_of_calls: set[int] = set()
@@ -108,11 +109,6 @@ class Sampler:
             if is_new and check and asked[1]:
                 self.environments.check_prompt(found[-1], asked[1], self.codec)
         return found
-
-    @property
-    def image_token_id(self) -> int | None:
-        """The token that stands for a feature of an image."""
-        return None if self.images is None else self.images.vision.image_token_id
 
     # ------------------------------------------------------------------------------------------------ the engine
 

@@ -42,7 +42,7 @@ class Source:
     """The rollouts of a run.
 
     Args:
-        weights: (F,) of the reward functions. rollouts: completes and scores samples.
+        rollouts: completes and scores samples.
 
     Attributes:
         rollout: the one whose micro-batches are being learned from. used: how many of them were.
@@ -52,10 +52,8 @@ class Source:
         per_rollout: micro-batches that are made of a rollout.
     """
 
-    def __init__(
-        self, args: RolloutConfig, dist: Distributed, sampler: Sampler, weights: torch.Tensor, rollouts: Rollouts
-    ) -> None:
-        self.args, self.dist, self.sampler, self.weights, self.rollouts = args, dist, sampler, weights, rollouts
+    def __init__(self, args: RolloutConfig, dist: Distributed, sampler: Sampler, rollouts: Rollouts) -> None:
+        self.args, self.dist, self.sampler, self.rollouts = args, dist, sampler, rollouts
         self.background: Background | None = None
         self.curriculum: Curriculum | None = None
         self._ledger: Ledger | None = None
@@ -146,7 +144,7 @@ class Source:
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
             dealt = [one for part in self.dist.gather_object(_one_by_one(samples, scores)) for one in part]
             everyone = [dealt[place] for place in layout.dealt().argsort()]
-            total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), self.weights)
+            total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), scores.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
                 members = everyone[group * size : (group + 1) * size]
                 is_equal = is_equal and not (self.rollouts.owner.credits_turns and _differ_in_turns(members))
@@ -159,7 +157,8 @@ class Source:
                 break
             samples, scores = more
         if self.dist.is_main and (rest := (kept + spare)[wanted:]):
-            self.log_used([sample for sample, *_ in rest], torch.stack([rewards for _, rewards, *_ in rest]), None)
+            totals = total_rewards(torch.stack([rewards for _, rewards, *_ in rest]), scores.weights)
+            self.log_used([sample for sample, *_ in rest], totals, None)
         mine = [(kept + spare)[number] for number in layout.numbers(self.dist.rank)]
         rewards, failed = torch.stack([r for _, r, *_ in mine]), torch.stack([f for *_, f, _ in mine])
         turns = [turns for *_, turns in mine]
@@ -221,11 +220,10 @@ class Source:
 
     # ------------------------------------------------------------------------------------------------ ledger and state
 
-    def log_used(self, samples: list[Sample], rewards: torch.Tensor, step: int | None) -> None:
+    def log_used(self, samples: list[Sample], totals: torch.Tensor, step: int | None) -> None:
         """Note the first optimizer step that learns from `samples`, in the ledger; None: they are left out."""
         if self._ledger is not None:
-            totals = total_rewards(rewards, self.weights).tolist()
-            self._ledger.used(samples, totals, self.sampler.version, step)
+            self._ledger.used(samples, totals.tolist(), self.sampler.version, step)
 
     def dropped(self, number: int, why: str) -> None:
         """Note in the ledger that rollout `number` will not be learned from."""

@@ -197,8 +197,8 @@ class RolloutTrainer(LanguageModelTrainer):
         own = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         self.rollout_maker, self.old_logps = Rollouts(own, args), OldLogps(own, args)
         self.look_at_model(parts)
-        self.source = Source(args, self.dist, self.sampler, self.rewards.weights, self.rollout_maker)
-        self.reporter = Reporter(args, self.reward_func_names, self.dist, self.image_prompts)
+        self.source = Source(args, self.dist, self.sampler, self.rollout_maker)
+        self.reporter = Reporter(args, self.dist, self.image_prompts)
 
     def look_at_model(self, parts: Parts) -> None:
         """Makes the reference, and finds out how micro-batches are read."""

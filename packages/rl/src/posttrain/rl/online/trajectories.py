@@ -11,26 +11,19 @@ import torch
 
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.lm.generate.trajectories import FINISHED, Trajectory
-from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
 
 
 def stored(
-    samples: Sequence[Sample],
-    names: Sequence[str],
-    scores: Scores,
-    weights: torch.Tensor,
-    advantages: torch.Tensor,
-    step: int,
-    tokenizer: Any,
+    samples: Sequence[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any
 ) -> list[Trajectory]:
     """A trajectory for each sample.
 
     Args:
-        names, weights: of the reward functions. advantages: (n,). step: that learns from them.
+        scores, advantages: of these, (n,), and perhaps of more. step: that learns from them.
     """
-    totals = total_rewards(scores.rewards, weights).tolist()
+    totals = scores.totals.tolist()
     found = []
     for i, sample in enumerate(samples):
         given = scores.turns[i].values() if scores.turns else ()
@@ -40,7 +33,7 @@ def stored(
             "sample": sample.place,
             "prompt": sample.prompt,
             "completion": sample.completion,
-            "rewards": {n: _known(r) for n, r in zip(names, scores.rewards[i].tolist(), strict=True)},
+            "rewards": {n: _known(r) for n, r in zip(scores.names, scores.rewards[i].tolist(), strict=True)},
             "reward": _known(totals[i]),
             "advantage": advantages[i].item(),
             "ending": sample.ending or (FINISHED if sample.finished else "length"),

@@ -22,6 +22,7 @@ from posttrain.core.config import opt
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.training.preflight import caught
 from posttrain.lm.loading.loading import missing_folder
+from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.functions import BUILT_IN
@@ -93,6 +94,7 @@ class Scores:
         metrics: ``{name: values}`` that functions gave to ``log_metric``.
         columns: ``{name: N values}`` that functions gave to ``log_extra``, for the table of completions.
         turns: of each completion, what functions gave its turns, by the place of the function.
+        names: of the functions. weights: (F,) of the functions; None: 1 each.
     """
 
     rewards: torch.Tensor
@@ -101,6 +103,13 @@ class Scores:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     turns: list[dict[int, TurnRewards]] = field(default_factory=list)
+    names: Sequence[str] = ()
+    weights: torch.Tensor | None = None
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """(N,) the weighted sum over the functions; NaN where none applied."""
+        return total_rewards(self.rewards, self.weights)
 
 
 class Rewards:
@@ -124,6 +133,7 @@ class Rewards:
     ) -> None:
         self.functions, self.options = list(functions), options or RewardArguments()
         self.names = [background.name_of(function) for function in self.functions]
+        self._waits = [background.is_async(function) for function in self.functions]
         weights = self.options.reward_weights
         if weights is not None and len(weights) == len(self.functions) - from_environments:
             weights = [*weights, *[1.0] * from_environments]
@@ -174,7 +184,8 @@ class Rewards:
         self._check_for_nothing(rewards.contiguous(), prompts, completions)
         seconds, turns = [seconds for _, _, seconds, _ in found], [turns for *_, turns in found]
         of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(completions))]
-        return Scores(rewards.contiguous(), failed.contiguous(), seconds, metrics, table, of_each)
+        kept = self.names, self.weights
+        return Scores(rewards.contiguous(), failed.contiguous(), seconds, metrics, table, of_each, *kept)
 
     def of(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
         """Score completed samples; columns are those of their rows, and what a ``rollout_func`` returned."""
@@ -192,7 +203,7 @@ class Rewards:
     def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once = self.options.reward_concurrency
-        waits = [background.is_async(function) for function in self.functions]
+        waits = self._waits
         if at_once == 1 and not any(waits):  # here, in the main thread, where signals and the debugger work
             return [call() for call in calls]
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
