@@ -34,7 +34,7 @@ DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED
 
 # Agents of others are programs that ask over HTTP, in an environment without PyTorch.
 AGENTS       := .venv-agents
-PI           := @mariozechner/pi-coding-agent@0.73.1
+CODING       := @mariozechner/pi-coding-agent@0.73.1 opencode-ai@1.18.33
 AGENTS_STAMP := $(AGENTS)/.installed
 
 # Versions of the packages that others may have.
@@ -180,11 +180,12 @@ $(DEEPSPEED_STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproje
 	fi
 
 $(AGENTS_STAMP): .ci/agents.txt
-	@echo "Setting up $(AGENTS) with agents of others: 500 MB on disk. This happens once."
+	@echo "Setting up $(AGENTS) with agents of others: 900 MB on disk. This happens once."
 	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
 	@$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/agents.txt
-	@if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(AGENTS) $(PI); \
-	else echo "There is no npm: the coding agent is skipped"; fi
+	@if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(AGENTS) $(CODING) \
+	  && node $(AGENTS)/node_modules/opencode-ai/postinstall.mjs > /dev/null; \
+	else echo "There is no npm: the coding agents are skipped"; fi
 	@touch $@
 
 $(TORCHAO_STAMP): pyproject.toml constraints.txt $(STAMP)

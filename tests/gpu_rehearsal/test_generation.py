@@ -60,6 +60,27 @@ def test_completions_that_end_together_are_read_together_where_each_is_taken_as_
     assert counts[0] == counts[1], counts
 
 
+@pytest.mark.parametrize("stop", [(), ("no such text",)], ids=["tokens", "stop strings"])
+def test_a_look_waits_as_often_for_many_turns_of_agents_as_for_one(stop):
+    """Turns that were begun apart, each a call of its own."""
+    counts = []
+    with EmulatedCuda() as gpu:
+        made = LocalGenerator(tiny.tokenizer())
+        made.sync_weights(tiny.causal_lm().to("cuda"))
+        made.generate(PROMPTS[:1], 1, Sampling(2))  # tries the model
+        for number in (1, 6):
+            with made.steps() as steps:
+                for seed in range(number):
+                    steps.add(PROMPTS[:1], 1, Sampling(20, stop=stop), [seed])
+                steps.step()  # reads the prompts
+                before, taken = len(gpu.waits), []
+                while steps:
+                    taken += [call.completion(row) for call, rows in steps.step() for row in rows]
+                counts.append(len(gpu.waits) - before)
+            assert [len(one.ids[0]) for one in taken] == [20] * number
+    assert counts[0] == counts[1] <= 4, counts  # two looks, and the tokens and log-probabilities of those that ended
+
+
 def test_a_bounded_cache_is_within_its_bytes_and_writes_what_the_cpu_writes(monkeypatch):
     """Rows leave and others come, and the cache grows beyond 64 tokens."""
     prompts, sampling = [PROMPTS[i % 3] for i in range(6)], Sampling(70, eos_token_ids=tuple(range(60, 63)))

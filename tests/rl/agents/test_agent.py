@@ -414,6 +414,13 @@ def test_a_command_is_run_for_each_row_and_its_verifier_gives_the_reward(tmp_pat
     assert run.rollout_maker.score(done).rewards[:, 0].tolist() == rewards and [len(one.ids) for one in done] == [4, 4]
 
 
+def test_a_command_knows_its_folder_also_by_its_variable(tmp_path):
+    """Programs that start others there, as coding agents do, go by it."""
+    run = trainer(tmp_path, agent=[sys.executable, "-c", "import os; print(int(os.environ['PWD'] == os.getcwd()))"])
+    (done,) = run.rollout_maker.sample(run.new_samples(ROWS[:1]))
+    assert done.extra["agent_reward"] == 1.0
+
+
 def test_a_command_that_fails_says_what_it_printed(tmp_path):
     run = trainer(tmp_path, agent="sh -c 'echo no disk >&2; exit 3'")
     with pytest.raises(RuntimeError, match="exited with 3: no disk"):

@@ -19,6 +19,7 @@ PYTHON = Path(__file__).parents[3] / ".venv-agents" / "bin" / "python"
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 # Two conversations; or a history that the agent writes anew.
 SEQUENCES = {"openai_agents": 2, "pydantic_ai_agent": 2, "smolagents_agent": 2}
+OF_NPM = {"pi_coding_agent": "pi", "opencode_agent": "opencode"}
 QUIET = {"NO_PROXY": "*", "OTEL_SDK_DISABLED": "true", "LANGSMITH_TRACING": "false"}
 TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)
 
@@ -32,7 +33,8 @@ def adds(prompt):
     """Calls the tool with the numbers of the question, then says what it answered; through a tool, if there is one."""
     last = prompt.rpartition("<|im_start|>user\n")[2]
     if not ("<tool_response>" in last or "Observation:" in last):  # smolagents writes answers of tools as texts
-        return call("write", path="sum.txt", content="5\n") if "sum.txt" in last else call("add", a=2, b=3)
+        path = "filePath" if "filePath" in prompt else "path"  # of opencode, of pi
+        return call("write", **{path: "sum.txt"}, content="5\n") if "sum.txt" in last else call("add", a=2, b=3)
     return call("final_answer", answer="5") if "final_answer" in prompt else "It is 5."
 
 
@@ -55,8 +57,9 @@ def trained_on(tmp_path, program, engine):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_it_is_trained_on_what_was_sampled(tmp_path, program):
-    if program.stem == "pi_coding_agent" and not (PYTHON.parents[1] / "node_modules" / ".bin" / "pi").exists():
-        pytest.skip("pi is not installed: run make test-agents where there is npm")
+    name = OF_NPM.get(program.stem)
+    if name is not None and not (PYTHON.parents[1] / "node_modules" / ".bin" / name).exists():
+        pytest.skip(f"{name} is not installed: run make test-agents where there is npm")
     engine = ScriptedEngine(TOKENIZER, adds)
     run, learned = trained_on(tmp_path, program, engine)
     assert learned == sorted(ids for _, ids in engine.written)

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from posttrain.rl.generation.group_cache import Decoding, Known
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
 from posttrain.rl.generation.sampling import check_logps, sample, uniforms
 from posttrain.rl.generation.step_graph import StepGraph
-from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit
+from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit, stop_window
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.block import Block, Text
@@ -131,6 +132,7 @@ class LocalSteps:
         with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:
             logits = read_prompts(self.model, self.decoding, inputs)
         call.begin(numbers, lengths, block, logits)
+        self._look()
         self._place()
 
     def _known(self, prompt: Sequence[int]) -> Known:
@@ -155,7 +157,20 @@ class LocalSteps:
         logits = next_logits(self.model, self._step, self.decoding, _joined([*tokens]), _joined([*positions]))
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
+        self._look()
         self._place()
+
+    def _look(self) -> None:
+        """Let rows leave that are done, of all calls at once: each reading waits for the device."""
+        if any(call.is_due for call in self._calls):
+            calls = [call for call in self._calls if call.has_unseen]
+            parts = iter(_lists([part for call in calls for part in call.unseen()]))
+            for call in calls:
+                call.see([next(parts) for _ in call.blocks])
+            if self.texts is not None:  # so that each is taken as it ends
+                _read_ended([call for call in calls if call.unread])
+            for call in calls:
+                call.leave()
 
     def _place(self) -> None:
         self.decoding.blocks = [block for call in self._calls for block in call.blocks]
@@ -167,7 +182,8 @@ class Call:
     Attributes:
         waiting: numbers of the prompts that are not read yet; the last is the next.
         blocks: of the rows that are written. rows: of each block, which completions its rows are.
-        looked: of each block, the number of their tokens that were checked.
+        looked: of each block, the number of their tokens that were checked. left: and its rows that go on.
+        unread: the completions that have ended, and that `read` has no tokens and log-probabilities of.
     """
 
     def __init__(
@@ -204,9 +220,10 @@ class Call:
         self.blocks: list[Block] = []
         self.rows: list[list[int]] = []
         self.looked: list[int] = []
+        self.left: list[list[int]] = []
         self._ended: list[int] = []
-        self._unread: list[int] = []  # of the ended; _read has the tokens and log-probabilities of others
-        self._read: dict[int, tuple[list[Any], ...]] = {}
+        self.unread: list[int] = []
+        self.read: dict[int, tuple[list[Any], ...]] = {}
         self._place()
 
     def completions(self) -> Completions:
@@ -219,19 +236,10 @@ class Call:
 
     def completion(self, row: int) -> Completions:
         """One of them that has ended."""
-        self._read_ended()
-        tokens, logps = self._read.pop(row)
+        _read_ended([self] if self.unread else [])
+        tokens, logps = self.read.pop(row)
         check_logps([logps])
         return Completions([tokens], [logps], [self.finished[row]], self.is_exact)
-
-    def _read_ended(self) -> None:
-        """Read what has ended since, all at once: each reading waits for the device."""
-        if self._unread:
-            index = torch.tensor(self._unread).to(self.device, non_blocking=True)
-            tokens, logps = self.tokens[index].tolist(), self.logps[index].tolist()
-            for row, *parts in zip(self._unread, tokens, logps, strict=True):
-                self._read[row] = tuple(part[: self.lengths[row]] for part in parts)
-            self._unread = []
 
     def take_ended(self) -> list[int]:
         """The completions that have ended since this was last asked."""
@@ -248,7 +256,6 @@ class Call:
         self._place()
         index = self._indices[-1]
         self._draw(logits[block.owners], index, torch.zeros_like(index))
-        self._look()
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
@@ -263,7 +270,6 @@ class Call:
         if self.routes is not None:
             self.routes.of_tokens(self.index, self._steps)
         self._draw(logits, self.index, _joined([block.advance() for block in self.blocks]))
-        self._look()
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
         numbers = self.numbers[rows, steps] if self.sampling.temperature else None
@@ -273,24 +279,44 @@ class Call:
         if self.seen is not None:
             self.seen[rows, tokens] = True
 
-    def _look(self) -> None:
-        """Let rows leave that are done."""
+    @property
+    def has_unseen(self) -> bool:
+        """Whether something was written that was not looked at."""
+        return any(block.step + 1 > looked for block, looked in zip(self.blocks, self.looked, strict=True))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether that is worth a wait for the device."""
         longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
+        pairs = [(block.step + 1, looked) for block, looked in zip(self.blocks, self.looked, strict=True)]
+        return any(written > looked and (written >= longest or written - looked >= every) for written, looked in pairs)
+
+    def unseen(self) -> list[torch.Tensor]:
+        """Of each block, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
+        blocks = zip(self.blocks, self._indices, self.looked, strict=True)
+        return [self.tokens[rows, looked - self._before(looked) : block.step + 1] for block, rows, looked in blocks]
+
+    def _before(self, looked: int) -> int:
+        return min(looked, stop_window(self.sampling.stop)) if self.sampling.stop else 0
+
+    def see(self, unseen: list[list[list[int]]]) -> None:
+        """Find the rows that are done, of what is `unseen`."""
+        self.left = []
+        for place, (block, rows, new) in enumerate(zip(self.blocks, self.rows, unseen, strict=True)):
+            looked, self.looked[place] = self.looked[place], block.step + 1
+            ended = {i for i, tokens in enumerate(new) if self._ends(rows[i], looked, tokens)}
+            self.left.append([i for i in range(len(rows)) if i not in ended])
+            self._ended += (numbers := [rows[i] for i in sorted(ended)])
+            self.unread += numbers
+
+    def leave(self) -> None:
+        """Let them go."""
         changed = False
-        for place, (block, rows) in enumerate(zip(self.blocks, self.rows, strict=True)):
-            written, looked = block.step + 1, self.looked[place]
-            if written < longest and written - looked < every:
-                continue
-            new = self.tokens[self._indices[place], looked:written].tolist()
-            left = [i for i, tokens in enumerate(new) if not self._ends(rows[i], looked, tokens)]
-            self.looked[place] = written
+        for place, (block, rows, left) in enumerate(zip(self.blocks, self.rows, self.left, strict=True)):
             if len(left) < len(rows):
-                going = {*left}
-                ended = {i: row for i, row in enumerate(rows) if i not in going}
-                self._ended += ended.values()
-                self._unread += ended.values()
                 if self.texts is not None:
-                    self._keep(self.texts, block, ended)
+                    going = {*left}
+                    self._keep(self.texts, block, {i: row for i, row in enumerate(rows) if i not in going})
                 order, changed = block.keep(left), True
                 self.rows[place] = [rows[i] for i in order]
         if changed:
@@ -301,11 +327,10 @@ class Call:
 
     def _keep(self, texts: dict[tuple[int, ...], Text], block: Block, ended: dict[int, int]) -> None:
         """Keep in `texts` what completions that have ended, by their places in `block`, have read."""
-        self._read_ended()
         for place, row in ended.items():
             if self.most[row]:  # else no one waits for it
                 step = min(block.step, self.lengths[row])
-                read = (*self.prompts[row // self.n], *self._read[row][0][:step])
+                read = (*self.prompts[row // self.n], *self.read[row][0][:step])
                 texts[read] = block.text(place, step)
 
     def _place(self) -> None:
@@ -314,18 +339,39 @@ class Call:
         self._indices = torch.split(self.index, list(map(len, self.rows)))
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
-        """Whether completion `row` ends within its newest `tokens`; takes down where."""
-        stop = self.sampling.stop
-        written = self.tokens[row, :looked].tolist() if stop else []
-        for place, token in enumerate(tokens, start=1):
-            self.lengths[row] = looked + place
-            if token in self.sampling.eos_token_ids or (
-                stop and ends_with_stop(self.tokenizer, written + tokens[:place], stop)
+        """Whether completion `row` ends within `tokens`, the last of its `unseen`; takes down where."""
+        stop, before = self.sampling.stop, self._before(looked)
+        for place in range(before, len(tokens)):
+            self.lengths[row] = looked + place - before + 1
+            if tokens[place] in self.sampling.eos_token_ids or (
+                stop and ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
             ):
                 self.finished[row] = True
             if self.finished[row] or self.lengths[row] >= self.most[row]:
                 return True
         return False
+
+
+def _read_ended(calls: Sequence[Call]) -> None:
+    """Read the completions of `calls` that have ended and are unread."""
+    rows = [send(torch.tensor(call.unread), call.device) for call in calls]
+    ends = [max(call.lengths[row] for row in call.unread) for call in calls]
+    tokens, logps = (
+        _lists([getattr(call, name)[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
+        for name in ("tokens", "logps")
+    )
+    for call, *parts in zip(calls, tokens, logps, strict=True):
+        for row, *own in zip(call.unread, *parts, strict=True):
+            call.read[row] = tuple(part[: call.lengths[row]] for part in own)
+        call.unread = []
+
+
+def _lists(tensors: Sequence[torch.Tensor]) -> list[list[list[Any]]]:
+    """The numbers of (R, T) tensors, read at once: each reading waits for the device."""
+    if len(tensors) < 2:
+        return [tensor.tolist() for tensor in tensors]
+    numbers = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
+    return [[[*islice(numbers, tensor.shape[1])] for _ in range(len(tensor))] for tensor in tensors]
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
-from posttrain.rl.generation.protocol import declares
 from posttrain.rl.rewards.background import keep_device
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
@@ -40,6 +39,10 @@ Scored = tuple[list[Sample], Scores]
 
 ATTEMPTS = 3
 """Times that a rollout is sampled, if the engine is lost and comes back."""
+NO_WEIGHTS = (
+    "max_staleness above 0 samples while the policy is trained, and {} generates with the weights that are being "
+    "trained. Set use_vllm=True with vllm_mode='server', leave the generator out, or set max_staleness=0."
+)
 LAST_CALL = 10.0
 """Seconds that the end of a run waits for a call of user code in the background."""
 
@@ -278,14 +281,3 @@ class Background:
         if following >= self._plan.num_epochs or not pipeline.has_length(loader):
             return False
         return loader.epoch == following and self._num_ahead < len(loader)
-
-
-def engine_problem(generator: Any) -> str | None:
-    """Why `generator` cannot generate while the policy is trained; None if it can."""
-    if declares(generator, "has_own_weights"):
-        return None
-    return (
-        f"max_staleness above 0 samples while the policy is trained, and {type(generator).__name__} generates with the "
-        "weights that are being trained. Set use_vllm=True with vllm_mode='server', leave the generator out, or set "
-        "max_staleness=0."
-    )

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,17 @@ class Summary:
 
     Attributes:
         rewards, failed: (N, F), names, weights: see `posttrain.rl.rewards.scoring.Scores`.
-        prompt_lengths: tokens of each prompt. lengths: sampled tokens of each completion. finished: whether each ended.
+        prompt_lengths: (N,) tokens of each prompt. lengths: (N,) sampled tokens of each completion.
+        finished: (N,) bool, whether each ended.
         kl: (2, N), the KL of the sampling policy from the reference, summed over trained tokens, and their count; None
             without a reference.
     """
 
     rewards: torch.Tensor
     failed: torch.Tensor
-    prompt_lengths: list[int]
-    lengths: list[int]
-    finished: list[bool]
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
+    finished: torch.Tensor
     kl: torch.Tensor | None = None
     names: Sequence[str] = ()
     weights: torch.Tensor | None = None
@@ -59,43 +60,32 @@ class Summary:
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
         """The summary of `samples`."""
-        prompts, lengths = [len(sample.prompt_ids) for sample in samples], [sample.num_chosen for sample in samples]
-        finished, of_functions = [sample.finished for sample in samples], (scores.names, scores.weights)
-        return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, *of_functions)
+        prompts, lengths = torch.tensor([[len(s.prompt_ids), s.num_chosen] for s in samples]).unbind(1)
+        finished = torch.tensor([one.finished for one in samples])
+        return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, scores.names, scores.weights)
 
     @classmethod
     def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
         """The completions of all processes: those of `parts` one after the other, taken in this `order`."""
-        prompts = [length for part in parts for length in part.prompt_lengths]
-        lengths = [length for part in parts for length in part.lengths]
-        finished = [ended for part in parts for ended in part.finished]
+        names = ("rewards", "failed", "prompt_lengths", "lengths", "finished")
+        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts])[order] for name in names}
         kls = [part.kl for part in parts if part.kl is not None]
-        return cls(
-            torch.cat([part.rewards for part in parts])[order],
-            torch.cat([part.failed for part in parts])[order],
-            [prompts[place] for place in order],
-            [lengths[place] for place in order],
-            [finished[place] for place in order],
-            torch.cat(kls, 1)[:, order] if kls else None,
-            parts[0].names,
-            parts[0].weights,
-        )
+        return replace(parts[0], **joined, kl=torch.cat(kls, 1)[:, order] if kls else None)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the policy has read and written: a prompt counts for each of its completions."""
-        return sum(self.prompt_lengths) + sum(self.lengths)
+        return int(self.prompt_lengths.sum() + self.lengths.sum())
 
-    def metrics(self, group_size: int) -> dict[str, float]:
-        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ... of these completions, without their
-        `extremes`; unknown ones are left out. Standard deviations are over all completions.
+    def metrics(self, group_size: int) -> dict[str, tuple[float, Any]]:
+        """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ..., as `Metrics.update` takes them; unknown
+        ones are left out. Standard deviations are over all completions.
         """
         total = total_rewards(self.rewards, self.weights)
-        lengths = torch.tensor(self.lengths, dtype=torch.float32)
-        ended = torch.tensor(self.finished)
+        lengths, done = self.lengths.float(), self.lengths[self.finished].float()
         found = {
             "completions/mean_length": lengths.mean(),
-            "completions/clipped_ratio": 1 - ended.float().mean(),
+            "completions/clipped_ratio": 1 - self.finished.float().mean(),
         }
         if self.names:
             found |= {
@@ -111,15 +101,14 @@ class Summary:
                 found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
         if self.kl is not None:
             found["kl"] = self.kl[0].sum() / self.kl[1].sum().clamp(min=1)
-        done = lengths[ended]
         if len(done):
             found["completions/mean_terminated_length"] = done.mean()
         numbers = {name: value.item() for name, value in found.items()}
-        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+        return {name: (value, 1) for name, value in numbers.items() if not math.isnan(value)} | self._extremes()
 
     def sums(self, group_size: int, threshold: float) -> dict[str, tuple[float, Any]]:
         """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k``, and of the squares of the
-        last two over prompts, for `with_errors`.
+        last two over prompts, for `with_errors`. As `Metrics.update` takes them.
 
         Args:
             threshold: reward of the first function from which a completion passes.
@@ -127,12 +116,12 @@ class Summary:
         total, size, names = total_rewards(self.rewards, self.weights), len(self.lengths), self.names
         columns = {"reward": total} if names else {}
         columns |= {f"rewards/{n}/mean": self.rewards[:, i] for i, n in enumerate(names)}
-        found = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
-        found["completions/mean_length"] = sum(self.lengths), size
-        found["completions/clipped_ratio"] = size - sum(self.finished), size
-        ended = self._ended_lengths()
-        if ended:
-            found["completions/mean_terminated_length"] = sum(ended), len(ended)
+        found = self._extremes()
+        found |= {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in columns.items()}
+        found["completions/mean_length"] = int(self.lengths.sum()), size
+        found["completions/clipped_ratio"] = size - int(self.finished.sum()), size
+        if len(ended := self.lengths[self.finished]):
+            found["completions/mean_terminated_length"] = int(ended.sum()), len(ended)
         if not names:
             return found
         equal = equal_groups(total, group_size)
@@ -147,17 +136,14 @@ class Summary:
             found[name + SQUARES] = sum(value**2 for value in values), len(values)
         return found
 
-    def extremes(self) -> dict[str, tuple[float, str]]:
+    def _extremes(self) -> dict[str, tuple[float, Any]]:
         """(value, "min" or "max") of the extreme lengths: ``completions/min_length`` ..."""
-        found: dict[str, tuple[float, str]] = {}
-        for part, lengths in (("", self.lengths), ("terminated_", self._ended_lengths())):
-            if lengths:
-                found[f"completions/min_{part}length"] = min(lengths), "min"
-                found[f"completions/max_{part}length"] = max(lengths), "max"
+        found: dict[str, tuple[float, Any]] = {}
+        for part, lengths in (("", self.lengths), ("terminated_", self.lengths[self.finished])):
+            if len(lengths):
+                found[f"completions/min_{part}length"] = int(lengths.min()), "min"
+                found[f"completions/max_{part}length"] = int(lengths.max()), "max"
         return found
-
-    def _ended_lengths(self) -> list[int]:
-        return [length for length, ended in zip(self.lengths, self.finished, strict=True) if ended]
 
 
 def with_errors(metrics: Mapping[str, float], number: int) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Rollouts:
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
         logged: dict[str, Any] = {"num_tokens": (source.num_tokens, "max")}  # the same everywhere, and it only grows
         if dist.rank == 0:  # the same on every process
-            logged |= {name: (value, 1) for name, value in everyone.metrics(size).items()} | everyone.extremes()
+            logged |= everyone.metrics(size)
         metrics.update(logged)
         own = layout.numbers(dist.rank)
         at_tokens = rollout.of_completions(advantages[own])
@@ -110,7 +110,7 @@ class Rollouts:
         advantages = advantages[own]
         if source.background is not None:
             reporting.log_staleness(metrics, rollout, step)
-        source.log_used(samples, scores.totals, step + 1)
+        source.log_used(samples, scores, step + 1)
         if self.args.log_completions:
             owner.reporter.report_rollout(samples, scores, advantages, step)
         if self.args.log_trajectories:
@@ -193,7 +193,7 @@ class Rollouts:
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         owner, size, summary = self.owner, self.owner.num_generations_eval, Summary.of(samples, scores)
-        owner.metrics.update(summary.sums(size, self.args.pass_threshold) | summary.extremes())
+        owner.metrics.update(summary.sums(size, self.args.pass_threshold))
         # Each prompt separately, so that normalization does not depend on the batch size.
         advantages = torch.cat([owner.compute_advantages(group, size, None) for group in scores.rewards.split(size)])
         owner.reporter.collect(samples, scores, advantages, owner.state.global_step)

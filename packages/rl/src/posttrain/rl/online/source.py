@@ -157,8 +157,8 @@ class Source:
                 break
             samples, scores = more
         if self.dist.is_main and (rest := (kept + spare)[wanted:]):
-            totals = total_rewards(torch.stack([rewards for _, rewards, *_ in rest]), scores.weights)
-            self.log_used([sample for sample, *_ in rest], totals, None)
+            left = replace(scores, rewards=torch.stack([rewards for _, rewards, *_ in rest]))
+            self.log_used([sample for sample, *_ in rest], left, None)
         mine = [(kept + spare)[number] for number in layout.numbers(self.dist.rank)]
         rewards, failed = torch.stack([r for _, r, *_ in mine]), torch.stack([f for *_, f, _ in mine])
         turns = [turns for *_, turns in mine]
@@ -220,10 +220,10 @@ class Source:
 
     # ------------------------------------------------------------------------------------------------ ledger and state
 
-    def log_used(self, samples: list[Sample], totals: torch.Tensor, step: int | None) -> None:
+    def log_used(self, samples: list[Sample], scores: Scores, step: int | None) -> None:
         """Note the first optimizer step that learns from `samples`, in the ledger; None: they are left out."""
         if self._ledger is not None:
-            self._ledger.used(samples, totals.tolist(), self.sampler.version, step)
+            self._ledger.used(samples, scores.totals.tolist(), self.sampler.version, step)
 
     def dropped(self, number: int, why: str) -> None:
         """Note in the ledger that rollout `number` will not be learned from."""

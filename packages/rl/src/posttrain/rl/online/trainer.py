@@ -23,7 +23,7 @@ from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import num_tokens_in
-from posttrain.core.models import wrapping
+from posttrain.core.models import regularization, wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
@@ -37,10 +37,12 @@ from posttrain.rl.agents.agent import Agent, Episodes
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
+from posttrain.rl.generation.protocol import declares
 from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.losses import credit, policy_losses
-from posttrain.rl.online import asynchronous, reporting, setup
+from posttrain.rl.online import reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.asynchronous import NO_WEIGHTS
 from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
@@ -48,7 +50,7 @@ from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Policy, Sampler
 from posttrain.rl.online.source import Source
 from posttrain.rl.policy import bema_reference
-from posttrain.rl.policy.loading import prepare_policy, refuse_other_models, router_coefficient
+from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, set_up_reference
@@ -228,8 +230,8 @@ class RolloutTrainer(LanguageModelTrainer):
         ends = self._ends_of_calls()
         self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)
         generator = generator or make_generator(tokenizer, args, None if images is None else images.example)
-        if args.max_staleness and (problem := asynchronous.engine_problem(generator)):
-            raise ValueError(problem)
+        if args.max_staleness and not declares(generator, "has_own_weights"):
+            raise ValueError(NO_WEIGHTS.format(type(generator).__name__))
         self.sampler = Sampler(generator, self.codec, self.environments, images, self.dist, context)
         self.sampler.ends_of_calls = ends
 
@@ -259,7 +261,10 @@ class RolloutTrainer(LanguageModelTrainer):
         if self.sees:
             check_processor(tokenizer)
             check_model(wrapping.base_model(model))
-        prepare_policy(model, args)
+        if args.disable_dropout:
+            regularization.disable_dropout(model)
+        if args.cast_lm_head_to_fp32:
+            cast_head(model)
         return pipeline.unchanged
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:

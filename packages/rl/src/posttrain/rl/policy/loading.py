@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from posttrain.core.models import regularization, wrapping
+from posttrain.core.models import wrapping
 from posttrain.lm.loading import loading
-
-if TYPE_CHECKING:
-    from posttrain.rl.online.arguments import RolloutConfig
 
 
 def refuse_other_models(model: Any, needs_config: bool = False, decodes_alone: bool = False) -> None:
@@ -27,14 +24,6 @@ def refuse_other_models(model: Any, needs_config: bool = False, decodes_alone: b
             "language model, which reads prompt and completion as one text. Pass such a model, or train this one with "
             "Seq2SeqTrainer, DPOTrainer or another trainer of preferences."
         )
-
-
-def prepare_policy(model: nn.Module, args: RolloutConfig) -> None:
-    """What `args` change in a policy before it is trained: its dropout, and the type of its head."""
-    if args.disable_dropout:
-        regularization.disable_dropout(model)
-    if args.cast_lm_head_to_fp32:
-        cast_head(model)
 
 
 def cast_head(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.lm.images.vision import Shown
 from posttrain.lm.loading.loading import READING, SEEING, load_tokenizer
-from posttrain.rl.rewards.score_heads import load_reward_model, set_pad_token
+from posttrain.rl.rewards.score_heads import set_pad_token
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, same_images
 from posttrain.rl.samples.prompts import PromptCodec
 
@@ -132,11 +132,6 @@ def scorer(model: nn.Module, tokenizer: Any = None, trust_remote_code: bool = Fa
     tokenizer = tokenizer or load_tokenizer(model, trust_remote_code, classes[1])
     kind = ImageRewardModel if hasattr(tokenizer, "image_processor") else RewardModel
     return kind(model, tokenizer)
-
-
-def load_scorer(name: str, tokenizer: Any = None, trust_remote_code: bool = False) -> RewardModel:
-    """The reward model at a folder or Hub name, as a reward function."""
-    return scorer(load_reward_model(name, trust_remote_code=trust_remote_code), tokenizer, trust_remote_code)
 
 
 @runtime_checkable

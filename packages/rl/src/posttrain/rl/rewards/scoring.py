@@ -27,7 +27,8 @@ from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.functions import BUILT_IN
 from posttrain.rl.rewards.process import RemoteFunction
-from posttrain.rl.rewards.scorers import load_scorer, scorer
+from posttrain.rl.rewards.score_heads import load_reward_model
+from posttrain.rl.rewards.scorers import scorer
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -431,7 +432,8 @@ def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> li
         if isinstance(function, str) and is_function_name(function):
             function = named_function(function)
         elif isinstance(function, (str, os.PathLike)):
-            function = load_scorer(os.fspath(function), tokenizer, trust_remote_code)
+            model = load_reward_model(os.fspath(function), trust_remote_code=trust_remote_code)
+            function = scorer(model, tokenizer, trust_remote_code)
         elif isinstance(function, nn.Module):
             function = scorer(function, tokenizer, trust_remote_code)
         elif not callable(function):
