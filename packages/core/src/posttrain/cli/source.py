@@ -293,7 +293,7 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     Raises:
         DataError: there is no such dataset, or it cannot be read by `part` or `where`.
     """
-    from posttrain.core.hub.offline import cache_where_unknown  # here, because the package imports torch
+    from posttrain.lm.loading.offline import cache_where_unknown  # here, because the package imports torch
 
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]

@@ -16,10 +16,10 @@ from torch import nn
 from posttrain.core.checkpoint.weights import check_files
 from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, MissingModelError, did_you_mean, missing, require
-from posttrain.core.hub.offline import cache_where_unknown
 from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, base_name, unwrap
+from posttrain.lm.loading.offline import cache_where_unknown
 from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, to_one_type
 
 logger = logging.getLogger(__name__)

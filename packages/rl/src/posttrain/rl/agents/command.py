@@ -91,7 +91,7 @@ async def _run(
         program = await asyncio.create_subprocess_exec(
             *(_filled(word, values) for word in words),
             cwd=folder,
-            env=os.environ | {"PWD": folder} | variables,  # by which some find where they are
+            env={**os.environ, "PWD": folder, **variables},  # by which some find where they are
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=errors,

@@ -163,13 +163,12 @@ class LocalSteps:
     def _look(self) -> None:
         """Let rows leave that are done, of all calls at once: each reading waits for the device."""
         if any(call.is_due for call in self._calls):
-            calls = [call for call in self._calls if call.has_unseen]
-            parts = iter(_lists([part for call in calls for part in call.unseen()]))
-            for call in calls:
+            parts = iter(_lists([part for call in self._calls for part in call.unseen()]))
+            for call in self._calls:
                 call.see([next(parts) for _ in call.blocks])
             if self.texts is not None:  # so that each is taken as it ends
-                _read_ended([call for call in calls if call.unread])
-            for call in calls:
+                _read_ended([call for call in self._calls if call.unread])
+            for call in self._calls:
                 call.leave()
 
     def _place(self) -> None:
@@ -280,13 +279,8 @@ class Call:
             self.seen[rows, tokens] = True
 
     @property
-    def has_unseen(self) -> bool:
-        """Whether something was written that was not looked at."""
-        return any(block.step + 1 > looked for block, looked in zip(self.blocks, self.looked, strict=True))
-
-    @property
     def is_due(self) -> bool:
-        """Whether that is worth a wait for the device."""
+        """Whether what was written and not looked at is worth a wait for the device."""
         longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
         pairs = [(block.step + 1, looked) for block, looked in zip(self.blocks, self.looked, strict=True)]
         return any(written > looked and (written >= longest or written - looked >= every) for written, looked in pairs)
@@ -356,10 +350,8 @@ def _read_ended(calls: Sequence[Call]) -> None:
     """Read the completions of `calls` that have ended and are unread."""
     rows = [send(torch.tensor(call.unread), call.device) for call in calls]
     ends = [max(call.lengths[row] for row in call.unread) for call in calls]
-    tokens, logps = (
-        _lists([getattr(call, name)[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
-        for name in ("tokens", "logps")
-    )
+    tokens = _lists([call.tokens[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
+    logps = _lists([call.logps[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
     for call, *parts in zip(calls, tokens, logps, strict=True):
         for row, *own in zip(call.unread, *parts, strict=True):
             call.read[row] = tuple(part[: call.lengths[row]] for part in own)

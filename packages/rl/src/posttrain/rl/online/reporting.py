@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,18 @@ class Summary:
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
         """The summary of `samples`."""
-        prompts, lengths = torch.tensor([[len(s.prompt_ids), s.num_chosen] for s in samples]).unbind(1)
+        prompts, lengths = torch.tensor([[len(s.prompt_ids), s.num_chosen] for s in samples]).view(-1, 2).unbind(1)
         finished = torch.tensor([one.finished for one in samples])
         return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, scores.names, scores.weights)
 
     @classmethod
     def join(cls, parts: Sequence[Summary], order: torch.Tensor) -> Summary:
         """The completions of all processes: those of `parts` one after the other, taken in this `order`."""
-        names = ("rewards", "failed", "prompt_lengths", "lengths", "finished")
-        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts])[order] for name in names}
+        columns = zip(*((p.rewards, p.failed, p.prompt_lengths, p.lengths, p.finished) for p in parts), strict=True)
+        rewards, failed, prompts, lengths, finished = (torch.cat(column)[order] for column in columns)
         kls = [part.kl for part in parts if part.kl is not None]
-        return replace(parts[0], **joined, kl=torch.cat(kls, 1)[:, order] if kls else None)
+        kl = torch.cat(kls, 1)[:, order] if kls else None
+        return cls(rewards, failed, prompts, lengths, finished, kl, parts[0].names, parts[0].weights)
 
     @property
     def num_tokens(self) -> int:

@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from posttrain.cli import source
 from posttrain.core.errors import DataError, MissingModelError
-from posttrain.core.hub.offline import cache_where_unknown
 from posttrain.lm.loading.loading import load_causal_lm, load_tokenizer
+from posttrain.lm.loading.offline import cache_where_unknown
 
 
 @pytest.fixture
