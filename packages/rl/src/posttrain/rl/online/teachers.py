@@ -27,6 +27,8 @@ from posttrain.rl.samples.samples import Rollout, Sample
 
 CONCURRENCY = 32
 """Concurrent requests to a server."""
+WINDOW = 32
+"""Tokens of a completion that are decoded again for each further one, at least, and up to twice as many."""
 
 
 class LocalTeacher:
@@ -179,7 +181,7 @@ def translate(
     body = list(ids[:-1] if is_ended else ids)
     text = student.decode(body, clean_up_tokenization_spaces=False)
     made = teacher(text, add_special_tokens=False)["input_ids"]
-    own, other = _beginnings(body, student, text), _beginnings(made, teacher, text)
+    own, other = beginnings(body, student, text), beginnings(made, teacher, text)
     common = [(own[at], other[at]) for at in sorted(own.keys() & other.keys())]
     if is_ended and teacher.eos_token_id is not None:
         common.append((len(body), len(made)))
@@ -187,13 +189,18 @@ def translate(
     return made, common
 
 
-def _beginnings(ids: Sequence[int], tokenizer: Any, text: str) -> dict[int, int]:
+def beginnings(ids: Sequence[int], tokenizer: Any, text: str) -> dict[int, int]:
     """``{character: token}``: where in `text` the tokens begin, of those that begin with a whole character."""
     found: dict[int, int] = {}
+    first = start = known = place = 0  # token `start` begins at character `place`, and `known` are from `first` to it
     for number in range(len(ids)):
-        before = tokenizer.decode(ids[:number], clean_up_tokenization_spaces=False)
-        if text.startswith(before):  # else it ends within a character
-            found[len(before)] = number  # of several tokens that begin there the last, which adds to the text
+        piece = tokenizer.decode(ids[first:number], clean_up_tokenization_spaces=False)[known:]
+        if text.startswith(piece, place):  # else it ends within a character
+            found[place + len(piece)] = number  # of several that begin there the last, which adds to the text
+            # After bytes that are none, whether the next are a character depends on those.
+            if number - start >= WINDOW and not piece.endswith("\ufffd"):
+                first, start, place = start, number, place + len(piece)
+                known = len(tokenizer.decode(ids[first:start], clean_up_tokenization_spaces=False))
     return found
 
 

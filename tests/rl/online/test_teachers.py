@@ -1,0 +1,64 @@
+"""Where tokens begin in a text: by decoding a few of them at a time, as by decoding all that stand before each."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from posttrain.rl.online.teachers import WINDOW, beginnings
+from tests import tiny
+
+TEXT = "héllo wörld \N{HIRAGANA LETTER A}\N{CJK UNIFIED IDEOGRAPH-65E5} \N{GRINNING FACE} the quick\n\n\tfox  "
+
+
+def sentence_pieces():
+    """As Llama 2 has them: bytes for other characters, and a decoder that takes the first space away."""
+    made = Tokenizer(models.BPE(byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=special, show_progress=False)
+    made.train_from_iterator([TEXT] * 3, trainer)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<0x00>")
+
+
+def word_pieces():
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]"], show_progress=False)
+    made.train_from_iterator([TEXT] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="[UNK]")
+
+
+def all_before(ids, tokenizer, text):
+    decoded = [tokenizer.decode(ids[:place], clean_up_tokenization_spaces=False) for place in range(len(ids))]
+    return {len(before): place for place, before in enumerate(decoded) if text.startswith(before)}
+
+
+@pytest.mark.parametrize("make", [tiny.tokenizer, sentence_pieces, word_pieces])
+def test_a_window_finds_what_decoding_from_the_beginning_finds(make, monkeypatch):
+    """Of written texts, and of tokens in any order: characters in parts, and bytes that are none."""
+    tokenizer, draw, decode, decoded = make(), random.Random(0), PreTrainedTokenizerFast.decode, []
+
+    def counted(self, ids, **options):
+        decoded.append(len(ids))
+        return decode(self, ids, **options)
+
+    for number in (0, 1, WINDOW, 9 * WINDOW):
+        written = tokenizer("".join(draw.choices(TEXT, k=number)), add_special_tokens=False)["input_ids"]
+        for ids in (written, draw.choices(range(len(tokenizer)), k=number)):
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            with monkeypatch.context() as patch:
+                patch.setattr(PreTrainedTokenizerFast, "decode", counted)
+                found = beginnings(ids, tokenizer, text)
+            assert found == all_before(ids, tokenizer, text)
+    assert max(decoded) < 3 * WINDOW
+
+
+def test_a_byte_that_is_no_character_makes_all_that_follow_in_its_run_none():
+    tokenizer = sentence_pieces()
+    ids = tokenizer.convert_tokens_to_ids(["<0xFF>", *["<0x61>"] * 3 * WINDOW])
+    text = tokenizer.decode(ids)
+    assert set(text) == {"\ufffd"} and beginnings(ids, tokenizer, text) == all_before(ids, tokenizer, text)
