@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import warnings
 from functools import cache
 
@@ -61,7 +62,7 @@ class Reads(ast.NodeVisitor):
         self.names: set[str] = set()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if node.name not in CHECKS and not node.name.startswith("set_"):
+        if node.name not in CHECKS and not re.match("set_(?!up_)", node.name):
             self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:

@@ -60,7 +60,7 @@ for _names, _why in {
     "BaseJudge BasePairwiseJudge BaseRankJudge BaseBinaryJudge AllTrueJudge HfPairwiseJudge OpenAIPairwiseJudge "
     "PairRMJudge RandomPairwiseJudge RandomRankJudge": _JUDGE,
     "TextEnvironment TextHistory": "pass environment_factory or tools to posttrain.rl.GRPOTrainer",
-    "HarborSpec HarborEnv HarborBashEnv OpenRewardSpec": "write an environment or an agent, see docs/agents.md",
+    "HarborSpec HarborEnv HarborBashEnv OpenRewardSpec": "keep trl's: posttrain.rl.GRPOTrainer takes what it makes",
     "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
     "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
     "BEMACallback": "set ema_decay, which keeps an average of the weights",
