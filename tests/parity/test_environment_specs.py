@@ -1,4 +1,4 @@
-"""Task suites that trl opens, given to `GRPOTrainer` as its documentation gives them to trl's: Harbor and OpenReward."""
+"""Task suites that trl opens, Harbor and OpenReward, given to `GRPOTrainer` as its documentation gives them to trl's."""
 
 import importlib.util
 import os
@@ -79,10 +79,10 @@ class LocalShell(HarborBashEnv):
 def rewards_of(tmp_path, spec, answer, **changes):
     """The reward of each completion of one step over `spec`, after a look at what was learned."""
     engine = ScriptedEngine(TOKENIZER, answer)
-    usual = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=400, max_steps=1)
+    usual = dict(per_device_train_batch_size=4, num_generations=2, max_completion_length=400, shuffle_dataset=False)
     run = GRPOTrainer(
         tiny.causal_lm(max_position_embeddings=8192),
-        args=arguments(GRPOConfig, tmp_path / "out", **(usual | dict(shuffle_dataset=False, log_completions=True) | changes)),
+        args=arguments(GRPOConfig, tmp_path / "out", max_steps=1, **usual, **changes),
         train_dataset=spec.train_dataset, environment_factory=spec.environment_factory, reward_funcs=spec.reward_funcs,
         processing_class=TOKENIZER, generator=engine,
     )  # fmt: skip
