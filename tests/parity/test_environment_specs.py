@@ -1,4 +1,4 @@
-"""Task suites that trl opens, Harbor and OpenReward, given to `GRPOTrainer` as its documentation gives them to trl's."""
+"""Task suites that trl opens, Harbor and OpenReward, given to `GRPOTrainer` as its documentation gives them to trl."""
 
 import importlib.util
 import os
