@@ -103,7 +103,7 @@ def predict_batch(
         can_return_loss: the model computes a loss without labels, unless the batch sets ``return_loss``.
     """
     if ignore_keys is None:
-        ignore_keys = getattr(config_of(model), "keys_to_ignore_at_inference", ["past_key_values"])
+        ignore_keys = getattr(config_of(model), "keys_to_ignore_at_inference", ["cache", "past_key_values"])
     has_labels = labels_are_there(model, inputs, label_names)
     asked = inputs.get("return_loss")
     with_loss = has_labels or (not label_names and bool(can_return_loss if asked is None else asked))

@@ -101,11 +101,12 @@ def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     """The inputs of `body` for the slice of this process."""
     slicing = _SLICING[body]
     slicing.current = None
-    cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # so named before transformers 5.24
+    cached = cache is not None or kwargs.get("use_cache") is True
     replaced = not body.config._attn_implementation.startswith(varlen_attention.PREFIX)  # while it generates
     if WHOLE_ROWS.get() or replaced or (cached and not torch.is_grad_enabled()):
         return None
-    if kwargs.get("past_key_values") is not None:
+    if cache is not None:
         raise ValueError(
             "cp_size: keys that no token has made (prefix tuning) cannot be cut with the row. Use LoRA, or set "
             "cp_size=1."

@@ -56,7 +56,7 @@ class _Blank:
 
     def look(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = {name for name, value in kwargs.items() if value is not None}
-        self.is_due = not given & (self.blank.keys() | {"past_key_values", "decoding"})
+        self.is_due = not given & (self.blank.keys() | {"cache", "past_key_values", "decoding"})
 
     def add(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self.is_due:
