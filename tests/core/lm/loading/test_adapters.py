@@ -157,3 +157,17 @@ def test_an_adapter_on_quantized_weights_trains_with_the_loss_in_the_head(bits, 
         loss = model(input_ids=ids).logits[0]
     loss.backward()
     assert len(gradients(model)) == sum(p.requires_grad for p in model.parameters()) > 0
+
+
+@pytest.mark.parametrize("name", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_are_there_once_for_each_token_that_is_written(name):
+    """transformers 5.24 named the cache anew, by whose name peft 0.21.2 knows what was read."""
+    torch.manual_seed(0)
+    asked = getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = adapters.set_trained(tiny.causal_lm(initializer_range=0.3), asked, None).eval()
+    written = prompt = torch.tensor([[5, 6, 7, 8]])
+    for _ in range(6):
+        logits = model(input_ids=written, attention_mask=torch.ones_like(written), use_cache=False).logits
+        written = torch.cat([written, logits[:, -1:].argmax(-1)], 1)
+    options = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert model.generate(input_ids=prompt, **options).tolist() == written.tolist()

@@ -15,7 +15,7 @@ from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, ConfigError, require
 from posttrain.core.models import special_tokens
 from posttrain.core.models.wrapping import is_peft_model, unwrap
-from posttrain.lm.loading import loading
+from posttrain.lm.loading import adapters, loading
 from posttrain.lm.text import chat_template
 
 #: The flags of all commands that load a model, and their types.
@@ -69,6 +69,7 @@ def load(
     found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code)
     if adapter is not None:
         found = peft.PeftModel.from_pretrained(found, adapter)
+        adapters.find_cache_in_generation(found)
     return found.to(place).eval(), tokenizer
 
 

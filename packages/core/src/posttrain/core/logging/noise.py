@@ -8,7 +8,10 @@ import warnings
 #: {logger: beginning of a message}.
 MESSAGES = {"bitsandbytes": "Failed to load CPU gemm_4bit_forward"}  # an optional kernel, named when peft is imported
 #: Beginnings of warnings, as regular expressions.
-WARNINGS = ("`is_gradient_checkpointing` is deprecated",)  # transformers, asked by peft
+WARNINGS = (
+    "`is_gradient_checkpointing` is deprecated",
+    "`past_key_values` is deprecated",
+)  # transformers, asked by peft
 
 
 class _Silence(logging.Filter):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from posttrain.core.errors import require
 from posttrain.core.models.trainable import check_base_can_be_found_again, check_trainable, is_quantized
-from posttrain.core.models.wrapping import base_model, is_peft_model
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens, is_peft_model, unwrap
 from posttrain.lm.loading import parts
 
 
@@ -143,7 +145,25 @@ def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> 
         layer: Any = model.get_submodule(name.removesuffix(".lora_A"))
         if not layer.lora_variant:
             layer._cast_input_dtype = _cast_outside_of_autocast
+    find_cache_in_generation(model)
     return model
+
+
+def find_cache_in_generation(model: nn.Module) -> None:
+    """Let adapters that add virtual tokens generate with transformers 5.24, which named the key/value cache anew.
+
+    peft 0.21.2 looks for the name of before. It then adds the tokens of prompt tuning again with each token that is
+    written, and none of prefix tuning.
+    """
+    adapted: Any = unwrap(model)
+    if has_virtual_tokens(model) and hasattr(adapted, "base_model_prepare_inputs_for_generation"):
+        make = adapted.base_model_prepare_inputs_for_generation
+        adapted.base_model_prepare_inputs_for_generation = functools.partial(_with_old_name_of_cache, make)
+
+
+def _with_old_name_of_cache(make: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    inputs = make(*args, **kwargs)
+    return {"past_key_values" if name == "cache" else name: value for name, value in inputs.items()}
 
 
 def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
