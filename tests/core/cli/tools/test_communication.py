@@ -119,6 +119,24 @@ def test_the_operations_of_a_step_are_those_of_a_real_one(tmp_path):
     assert memory_plan.measure(run, workload(run)).operations == pytest.approx(trainer.traffic.operations, rel=2e-5)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_attention_is_counted_by_theory_and_each_process_that_splits_a_row_has_its_share(parts, recomputed, tmp_path):
+    tiny.causal_lm(**WIDTH).save_pretrained(tmp_path)
+    split = {"parallelism_config": {"cp_size": parts}} if parts > 1 else {}
+    totals = []
+    for length in (512, 1024):
+        with memory_mesh.imagined(parts):
+            given = {"max_length": length, "per_device_train_batch_size": 1, "activation_checkpointing": recomputed}
+            run = a_run(str(tmp_path), **given, **split)
+            totals.append(memory_plan.measure(run, workload(run)).operations)
+    # Of T tokens: two products forward, again where they are recomputed, and five backward, each of half of T * T.
+    # Everything else grows with T; but the places without a label, one in each row.
+    own = tiny.causal_lm(**WIDTH).config
+    once = own.num_hidden_layers * own.num_attention_heads * own.head_dim * 2 * 1024**2 / 2
+    assert totals[1] - 2 * totals[0] == pytest.approx((2 * (1 + recomputed) + 5) * once / 2 / parts, rel=0.02)
+
+
 def test_the_lines_say_what_bounds_the_step():
     slow = Exchange("all-gather", tuple(range(16)), 13, 16e9)
     fast = Exchange("all-reduce", (0, 1), 40, 9e9)

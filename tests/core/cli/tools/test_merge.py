@@ -171,3 +171,29 @@ def test_the_command_merges_and_says_by_how_much(base, tmp_path, capsys):
     assert "did you mean 'base" in said and "ADAPTER FOLDER" in said and "--dtype=int3 is not one of" in said
     assert main(["merge", "--help"]) == 0
     assert "posttrain merge ADAPTER FOLDER" in capsys.readouterr().out
+
+
+# An adapter holds no config: on its base alone it would read these rows with other angles.
+def test_an_adapter_on_a_base_whose_config_the_run_changed_is_read_with_that_change(tmp_path):
+    from posttrain.cli.tools import load
+    from posttrain.sft import SFTConfig, SFTTrainer
+
+    base = folder_of(tmp_path / "base", tiny.causal_lm(initializer_range=0.3))
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    args = SFTConfig(
+        str(tmp_path / "out"), max_steps=2, save_steps=1, learning_rate=1e-2, use_cpu=True, report_to="none",
+        model_init_kwargs={"rope_parameters": rope, "dtype": "float32", "use_cache": False},
+    )  # fmt: skip
+    rows = [{"prompt": text[:30], "completion": text[30:60]} for text in tiny.CORPUS]
+    trainer = SFTTrainer(base, args, train_dataset=rows, peft_config=LoraConfig(**LORA))
+    trainer.train()
+    trainer.save_model()
+    expected = logits(trainer.model)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert (logits(peft.PeftModel.from_pretrained(plain, tmp_path / "out")) - expected).abs().max() > 1e-2
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        torch.testing.assert_close(logits(load.load(folder, device="cpu")[0]), expected, rtol=0, atol=1e-5)
+    merge(tmp_path / "out", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.rope_parameters["rope_type"] == "yarn"
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)

@@ -93,3 +93,26 @@ def test_attention_that_ignores_a_bound_on_scores_is_not_trained_with(tmp_path, 
     trainer = SFTTrainer(model, args, train_dataset=[{"text": "one"}], processing_class=tiny.tokenizer())
     assert "eager attention now" in caplog.text and "attn_logit_softcapping=0.1" in caplog.text
     assert torch.equal(trainer.model.eval()(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 77.0}},
+    ],
+    ids=["as it is called", "as it was called", "with a base of its own"],
+)
+def test_rope_scaling_keeps_the_models_own_base_of_the_angles_and_is_saved(kwargs, saved, tmp_path):
+    own = loading.load_causal_lm(saved)
+    model = loading.load_causal_lm(saved, kwargs)
+    given = next(iter(kwargs.values()))
+    theta = given.get("rope_theta", own.config.rope_parameters["rope_theta"])
+    assert model.config.rope_parameters["rope_type"] == "yarn" and model.config.rope_parameters["rope_theta"] == theta
+    ids = torch.arange(4, 64)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert (logits - own(ids).logits).abs().max() > 1e-3
+        model.save_pretrained(tmp_path)
+        torch.testing.assert_close(loading.load_causal_lm(tmp_path)(ids).logits, logits, rtol=0, atol=0)

@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": "Start a program, or a method, in several processes.",
     "check": "Find what is wrong with the arguments of a run, and write them as one file.",
     "preview": "Show the training tokens of a run.",
+    "data": "Look for rows that are trained on twice, and for rows of evaluation sets among them.",
     "bench": "Measure the speed and the memory of a run in a few optimizer steps.",
     "sweep": "Search for better arguments of a run with Optuna.",
     "plan": "Estimate the memory that a run needs, and what would make it fit.",

@@ -10,7 +10,7 @@ Bandwidth optimal all-reduce algorithms, section 3).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +31,24 @@ KINDS = {
     "broadcast": "broadcast",
 }
 
-#: Floating-point operations of an operation on tensors; torch's table leaves out the product that is added in place.
-FLOPS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
+def _of_attention(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> float:
+    """Of two products of (B, H, T, D) queries with (B, H, S, D) keys and values; causal, of half of them."""
+    return 4 * query.numel() * key.shape[2] / (2 if causal else 1)
+
+
+def _of_its_gradients(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rule: Any, **_: Any) -> float:
+    return 2.5 * _of_attention(query, key, value, *rule)  # five products, of which one is computed again
+
+
+#: Floating-point operations of an operation on tensors; torch's table leaves out the product that is added in place,
+#: and attention on the CPU.
+FLOPS: dict[Any, Callable[..., float]] = {
+    **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_its_gradients,
+}
 
 
 @dataclass(frozen=True)

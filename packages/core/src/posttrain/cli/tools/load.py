@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,12 +66,24 @@ def load(
     has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
     tokenizer = loading.load_tokenizer(adapter if adapter and has_tokenizer else path, trust_remote_code)
     special_tokens.ensure_pad_token(tokenizer)
-    options = {"dtype": dtype or "auto"}
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    options |= changes_of_run(adapter, path, trust_remote_code) if adapter is not None else {}
     found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code)
     if adapter is not None:
         found = peft.PeftModel.from_pretrained(found, adapter)
         adapters.find_cache_in_generation(found)
     return found.to(place).eval(), tokenizer
+
+
+def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What the run that saved `adapter` had changed in the config of its base (``model_init_kwargs``).
+
+    An adapter does not hold it, and computes something else on a base without it.
+    """
+    file = Path(adapter) / "training_args.json"
+    given = json.loads(file.read_text(encoding="utf-8")).get("model_init_kwargs") if file.is_file() else None
+    known = loading.config_of(base, {}, trust_remote_code).to_dict() if given else {}
+    return {name: given[name] for name in known.keys() & (given or {}).keys() - {"dtype", "use_cache"}}
 
 
 def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, Any]:

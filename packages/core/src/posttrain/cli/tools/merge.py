@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.cli import parse
+from posttrain.cli.tools.load import changes_of_run
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
@@ -138,13 +139,10 @@ def merge(
         )
     holder = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
     tokenizer = loading.load_tokenizer(holder, trust_remote_code)
-    options = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
-    _refuse_quantized(base, options, trust_remote_code)
-    options = {
-        "model_init_kwargs": options,
-        "auto_class": AUTO_CLASSES[_task(config)],
-        "trust_remote_code": trust_remote_code,
-    }
+    kwargs = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
+    _refuse_quantized(base, kwargs, trust_remote_code)
+    options = {"auto_class": AUTO_CLASSES[_task(config)], "trust_remote_code": trust_remote_code}
+    options["model_init_kwargs"] = kwargs | changes_of_run(adapter, base, trust_remote_code)
     model = loading.load_causal_lm(base, **options)
     dtype = dtype or _stored_dtype(base_model(model))
     batch = _batch(base_model(model), tokenizer)
@@ -159,18 +157,10 @@ def merge(
         merged.save_pretrained(str(beside))
         tokenizer.save_pretrained(str(beside))
         del model, adapted, merged
-        options["model_init_kwargs"] = {
-            name: value for name, value in options["model_init_kwargs"].items() if name != "revision"
-        }
+        options["model_init_kwargs"].pop("revision", None)
         difference = (_logits(loading.load_causal_lm(str(beside), **options), batch) - expected).abs()
-        outcome = Merge(
-            base,
-            dtype,
-            float(difference.max()),
-            float(difference.mean()),
-            float((expected - plain).abs().mean()),
-            float(expected.std()),
-        )
+        sizes = (difference.max(), difference.mean(), (expected - plain).abs().mean(), expected.std())
+        outcome = Merge(base, dtype, *map(float, sizes))
         if not outcome.mean <= max(tolerance * outcome.effect, ROUNDING * outcome.spread):
             raise CheckpointError(
                 f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Is {base} the "
@@ -243,14 +233,8 @@ def _stored_dtype(model: PretrainedModel) -> str:
 def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:
     """The same tokens each time, as inputs of `model`."""
     special_tokens.ensure_pad_token(tokenizer)
-    options = {
-        "padding": True,
-        "truncation": True,
-        "max_length": PROBE_WIDTH,
-        "padding_side": "right",
-        "return_tensors": "pt",
-    }
-    rows = tokenizer(list(PROBE), **options)
+    options = {"truncation": True, "max_length": PROBE_WIDTH, "padding_side": "right", "return_tensors": "pt"}
+    rows = tokenizer(list(PROBE), padding=True, **options)
     batch = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
     if is_encoder_decoder(model):
         batch["decoder_input_ids"] = rows["input_ids"]

@@ -19,6 +19,7 @@ from posttrain.core.errors import CheckpointError, MissingModelError, did_you_me
 from posttrain.core.models import wrapping
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, base_name, unwrap
+from posttrain.core.training.preflight import caught
 from posttrain.lm.loading.offline import cache_where_unknown
 from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, to_one_type
 
@@ -52,7 +53,8 @@ def load_causal_lm(
     away in bfloat16.
 
     Args:
-        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto".
+        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto". The base
+            of the angles, unless `rope_parameters` has one, is the model's own.
         quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or
             a dict of its fields. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one
             by one.
@@ -77,6 +79,9 @@ def load_causal_lm(
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
     check_files(os.path.join(path, kwargs.get("subfolder") or ""))
+    if rope := kwargs.pop("rope_scaling", None) or kwargs.get("rope_parameters"):  # for transformers, all there is
+        own = getattr(_config(path, kwargs), "rope_parameters", None) or {}
+        kwargs["rope_parameters"] = {n: own[n] for n in ("rope_theta", "partial_rotary_factor") if n in own} | rope
     if is_adapter(path):
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
         base = _base_of_adapter(path)
@@ -105,10 +110,8 @@ def obey_softcap(model: nn.Module) -> None:
     softcap = vars(reader.config).get("attn_logit_softcapping")
     if softcap and reader.config._attn_implementation == "sdpa":
         logger.warning(
-            "%s has eager attention now: its config bounds attention scores (attn_logit_softcapping=%s), and "
-            "attn_implementation='sdpa' leaves them as they are.",
-            type(reader).__name__,
-            softcap,
+            f"{type(reader).__name__} has eager attention now: its config bounds attention scores "
+            f"(attn_logit_softcapping={softcap}), and attn_implementation='sdpa' leaves them as they are."
         )
         reader.set_attn_implementation("eager")
 
@@ -210,12 +213,8 @@ def loading_problems(
     elsewhere = any(kwargs.get(name) for name in ("config", "gguf_file", "subfolder"))
     if (absent := missing_folder(name_or_path, needs_config=not elsewhere)) is not None:
         yield absent
-    dtype = kwargs.get("dtype") or kwargs.get("torch_dtype")
-    if dtype is not None:
-        try:
-            _checked_dtype(dtype)
-        except ValueError as wrong:
-            yield wrong
+    if dtype := kwargs.get("dtype") or kwargs.get("torch_dtype"):
+        yield from caught(_checked_dtype, dtype)
     if asked_bits(kwargs, quantization_config):
         if error := missing("bitsandbytes", "posttrain-core[quantization]", "load_in_4bit and load_in_8bit"):
             yield error
