@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -154,24 +155,20 @@ class Collate:
                 return
 
 
-class naming_rows:
+@contextlib.contextmanager
+def naming_rows(indices: list[int] | None, what: str, rows: Any = None) -> Iterator[None]:
     """Adds the rows to an error in this context, as a `DataError` if the error's text is too short."""
-
-    def __init__(self, indices: list[int] | None, what: str, rows: Any = None) -> None:
-        self.indices, self.what, self.rows = indices, what, rows
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, Exception):
-            return
-        indices = self.indices or []
+    try:
+        yield
+    except Exception as error:
+        indices = indices or []
         shown = ", ".join(map(str, indices[:ROWS_NAMED])) + (", ..." if len(indices) > ROWS_NAMED else "")
         which = f"Rows {shown} of the dataset" if indices else "Rows of the stream"
         if isinstance(error, (LookupError, TypeError, AttributeError, ValueError)) or type(error) is RuntimeError:
             reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}."
-            raise DataError(f"{which} {self.what}: {reason}{_describe(self.rows)}") from error
-        error.add_note(f"{which} {self.what}.")
+            raise DataError(f"{which} {what}: {reason}{_describe(rows)}") from error
+        error.add_note(f"{which} {what}.")
+        raise
 
 
 def _describe(rows: Any) -> str:

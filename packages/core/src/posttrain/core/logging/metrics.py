@@ -247,15 +247,14 @@ class Clock:
         self.has_laps = False
         self._started = self._last = time.perf_counter()
 
-    def __call__(self, phase: str) -> Clock:
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
         """A context whose seconds are those of `phase`; phases do not nest."""
-        self._phase, self._entered = phase, time.perf_counter()
-        return self
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None:
-        self.add(self._phase, time.perf_counter() - self._entered)
+        entered = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - entered)
 
     def add(self, phase: str, seconds: float) -> None:
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds

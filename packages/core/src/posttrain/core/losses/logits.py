@@ -45,7 +45,7 @@ def cross_entropy(
     """
     labels = shift_labels(labels, ignore_index) if shift else labels
     labels = labels.reshape(-1).to(logits.device)
-    logits = logits.reshape(-1, logits.shape[-1]).to(statistics_dtype(logits.dtype))
+    logits = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if dft:
         losses = F.cross_entropy(logits, labels, reduction="none", **options)
@@ -59,7 +59,7 @@ def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Te
     """``log_softmax(logits)[index]`` in float32 without storing the log-softmax: logits (..., V), index (...) ->
     (...).
     """
-    logits = logits.to(statistics_dtype(logits.dtype))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.gather(-1, index.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
@@ -85,7 +85,3 @@ def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
     """`count` on `device`, with 1 for 0: a sum over no target is 0, and stays 0."""
     count = torch.as_tensor(count, device=device)
     return torch.where(count == 0, torch.ones_like(count), count)
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

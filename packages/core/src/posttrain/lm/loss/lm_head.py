@@ -140,7 +140,7 @@ def loss_in_head(
             sums = torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
         return sums if part is None else part.total(sums)
 
-    with _head_replaced_for_slices(model, loss):
+    with _head_replaced(model, loss, by_slices=True):
         yield
 
 
@@ -180,7 +180,7 @@ def logps_in_head(
             scores = part.join(scores, scores.ndim - 1)
         return scores[..., scores.shape[-1] - targets.shape[1] :]
 
-    with _head_replaced_for_slices(model, logps):
+    with _head_replaced(model, logps, by_slices=True):
         yield
 
 
@@ -296,23 +296,13 @@ def _aligned(
 
 
 @contextlib.contextmanager
-def _head_replaced_for_slices(
-    model: nn.Module, function: Callable[[torch.Tensor, CausalHead, RowSlice | None], torch.Tensor]
-) -> Iterator[None]:
-    """As `_head_replaced`; where processes compute slices of the rows, `function` is given the states of this one's
-    slice, and the slice."""
-    with context_parallel.head_reads_slices(model) as slicing:
+def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_slices: bool = False) -> Iterator[None]:
+    """Let the head return ``function(hidden, head)`` as the logits.
 
-        def of_slice(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
-            return function(hidden, head, None if slicing is None else slicing.current)
-
-        with _head_replaced(model, of_slice):
-            yield
-
-
-@contextlib.contextmanager
-def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHead], torch.Tensor]) -> Iterator[None]:
-    """Let the head return ``function(hidden, head)`` as the logits."""
+    Args:
+        by_slices: it is ``function(hidden, head, part)``; where processes compute slices of the rows, `hidden` are the
+            states of this one's slice, which is `part`. None: whole rows.
+    """
     head, reason = find_head(model)
     reason = supports_loss_in_head(model) or reason
     if head is None or reason:
@@ -323,10 +313,16 @@ def _head_replaced(model: nn.Module, function: Callable[[torch.Tensor, CausalHea
         setattr(config, head.softcap_switch, None)
     # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
     name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
+    slices = context_parallel.head_reads_slices(model) if by_slices else contextlib.nullcontext()
     try:
-        # The model will multiply this output by the scale.
-        with forward_replaced(linear, lambda hidden: function(hidden, head) / head.scale, name):
-            yield
+        with slices as slicing:
+
+            def replaced(hidden: torch.Tensor) -> torch.Tensor:
+                part = [None if slicing is None else slicing.current] if by_slices else []
+                return function(hidden, head, *part) / head.scale  # the model will multiply it by the scale
+
+            with forward_replaced(linear, replaced, name):
+                yield
     finally:
         if head.softcap is not None and head.softcap_switch is not None:
             setattr(config, head.softcap_switch, head.softcap)

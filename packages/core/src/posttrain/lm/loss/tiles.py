@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from posttrain.core.losses.logits import dynamic_weights, statistics_dtype
+from posttrain.core.losses.logits import dynamic_weights
 from posttrain.lm.loss import fused_scores, vocabulary_slices
 from posttrain.lm.loss.vocabulary_slices import Slice
 
@@ -81,7 +81,7 @@ class Tiles:
         self.tile = new(self.tile_rows, vocabulary, dtype=self.dtype)
         # Each block of a slice of the vocabulary is an exchange between processes.
         self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
-        self.statistics_dtype = statistics_dtype(self.dtype)
+        self.statistics_dtype = torch.promote_types(self.dtype, torch.float32)
         #: Whether one kernel scores a tile; not where it would also sum gradients over rows, or weigh them.
         self.fuses = options.part is None and bias is None and not options.dft and fused_scores.can_score(self.tile)
 

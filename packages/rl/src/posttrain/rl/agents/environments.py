@@ -29,8 +29,7 @@ from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.process import RolloutProcess, is_remote
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.room import room_for, room_left
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.samples import Sample, room_for, room_left
 from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import names_all
 
@@ -80,9 +79,6 @@ class Environments:
                 raise TypeError(f"{type(instance).__name__} has no reset(), which begins each completion.")
             if callable(getattr(instance, "get_reward", None)):
                 self.reward_functions.append(_reward_of(type(instance)))
-
-    def __bool__(self) -> bool:
-        return bool(self.tools or self.factories)
 
     def set_tools(self, tools: Sequence[Callable[..., Any]] | None) -> None:
         """Give every completion from the next one on these tools, beside those of its environment."""

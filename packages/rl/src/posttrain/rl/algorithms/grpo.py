@@ -16,7 +16,6 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import opt
-from posttrain.core.training.plan import Plan
 from posttrain.rl.generation.protocol import declares
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.losses.advantages import decoupled_advantages, group_advantages, total_rewards
@@ -24,7 +23,7 @@ from posttrain.rl.losses.policy_losses import LOSSES, Policy
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.reporting import log_clipping
 from posttrain.rl.online.trainer import RolloutTrainer
-from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
+from posttrain.rl.policy.logprobs import CompletionLogps
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +172,8 @@ class GRPOTrainer(RolloutTrainer):
                 config.importance_sampling_level,
                 config.loss_type,
             )
-        self.entropy_bonus = EntropyBonus(config) if config.entropy_coef or config.use_adaptive_entropy else None
+        self.learns_entropy = bool(config.entropy_coef) or config.use_adaptive_entropy
+        self.entropy_bonus = EntropyBonus(config) if self.learns_entropy else None
 
     functools.update_wrapper(__init__, RolloutTrainer.__init__)
 
@@ -194,7 +194,7 @@ class GRPOTrainer(RolloutTrainer):
     def _corrects_engine(self) -> bool:
         # Log-probabilities from a user's function are used as the engine's only with vLLM, as in trl.
         known = self.rollout_func is None or self.args.use_vllm or self.args.max_staleness > 0
-        shares_weights = declares(self.generator, "shares_weights")
+        shares_weights = declares(self.sampler.generator, "shares_weights")
         # The policy's own samples need no correction: in bfloat16 their ratios are rounding errors, and the product
         # over a long completion is noise that would mask it.
         return self.args.vllm_importance_sampling_correction and known and not shares_weights
@@ -275,22 +275,6 @@ class GRPOTrainer(RolloutTrainer):
 
     # ------------------------------------------------------------------------------------------------ entropy bonus
 
-    def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
-        """Computes entropies with a gradient if they are part of the loss."""
-        if self.entropy_bonus is None or not training:
-            return super().logps(model, batch, with_entropy, training)
-        router = bool(self.router_aux_loss_coef)
-        return completion_logps(model, batch, self.temperature, True, entropy_gradient=True, router_logits=router)
-
-    def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        """Adds the tokens of the whole window if the entropy is averaged over them."""
-        for window, num_items in super().windows(plan, loader):
-            if self.entropy_bonus is not None:
-                tokens = sum(part.get("entropy_mask", part["loss_mask"]).sum() for part in window)
-                tokens = self.dist.sum(tokens.to(self.dist.device, torch.float32, non_blocking=True))
-                window = [part | {"window_tokens": tokens} for part in window]
-            yield window, num_items
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -308,11 +292,14 @@ class GRPOTrainer(RolloutTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
-        """Adapts the weight of the entropy bonus after the optimizer step."""
-        super().train_on_window(model, window, num_items)
-        if self.entropy_bonus is not None:
-            self.entropy_bonus.update(self.dist.sum)
-            self.log_metric("entropy_coef", self.entropy_bonus.coefficient)
+        """Adds the tokens of the window, over which the entropy is averaged, and adapts the weight of its bonus."""
+        if self.entropy_bonus is None:
+            return super().train_on_window(model, window, num_items)
+        tokens = sum(part.get("entropy_mask", part["loss_mask"]).sum() for part in window)
+        tokens = self.dist.sum(tokens.to(self.dist.device, torch.float32, non_blocking=True))
+        super().train_on_window(model, [part | {"window_tokens": tokens} for part in window], num_items)
+        self.entropy_bonus.update(self.dist.sum)
+        self.log_metric("entropy_coef", self.entropy_bonus.coefficient)
 
     def state_dict(self) -> dict[str, Any]:
         """Adds the weight of the entropy bonus."""

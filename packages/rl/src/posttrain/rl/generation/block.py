@@ -112,11 +112,11 @@ class Block:
 
     def _place_rows(self) -> None:
         """The positions of each row's queries, sorted by prompt and padded to equal counts."""
-        lengths, owners = self._lengths, self._owners
+        lengths, owners, rows = self._lengths, self._owners, len(self._owners)
         counts = owners.bincount(minlength=len(lengths))
-        self._most = int(counts.max()) if self.num_rows else 0
-        places, steps = owners * self._most + copy_numbers(owners, len(lengths)), torch.arange(self.num_rows)
-        self._is_sorted = self.num_rows == len(lengths) * self._most and torch.equal(places, steps)
+        self._most = int(counts.max()) if rows else 0
+        places, steps = owners * self._most + copy_numbers(owners, len(lengths)), torch.arange(rows)
+        self._is_sorted = rows == len(lengths) * self._most and torch.equal(places, steps)
         sources = torch.zeros(len(lengths) * self._most, dtype=torch.long)
         sources[places] = steps
         self._biases: dict[int | None, torch.Tensor | None] = {}

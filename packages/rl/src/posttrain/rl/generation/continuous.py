@@ -19,8 +19,7 @@ from posttrain.core.data.samplers import mix
 from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import check_logps, filters
-from posttrain.rl.generation.transformers import cut, evaluating, is_float32, rope_limit
+from posttrain.rl.generation.sampling import check_logps, cut, evaluating, is_float32, prefers_probable, rope_limit
 from posttrain.rl.generation.weights import refuse_virtual_tokens
 
 PAGE = 256  # tokens of a block of the cache, unless the settings say another number
@@ -112,7 +111,11 @@ class ContinuousGenerator:
         results = [result for result in results for _ in range(n // copies)]
         ids, finished = cut([list(result.generated_tokens) for result in results], sampling, self.tokenizer)
         logps = None
-        if draws and not filters(sampling) and all(len(result.logprobs or ()) for result in results):
+        if (
+            draws
+            and not (sampling.never or prefers_probable(sampling))
+            and all(len(result.logprobs or ()) for result in results)
+        ):
             logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
             check_logps(logps)
         is_exact = logps is not None and is_float32(model) and rope_limit(model) == math.inf

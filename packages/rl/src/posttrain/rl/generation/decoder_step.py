@@ -22,7 +22,7 @@ from posttrain.core.models.wrapping import PretrainedModel, base_model
 from posttrain.lm.attention.padding_masks import has_other_hooks
 from posttrain.lm.attention.varlen_attention import layer_window
 from posttrain.rl.generation import decode_kernels
-from posttrain.rl.generation.transformers import FIXED_ROPE
+from posttrain.rl.generation.sampling import FIXED_ROPE
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, "int | None"], torch.Tensor]
 
@@ -133,7 +133,9 @@ class DecoderStep:
             attend: ``(layer, queries (R, H, D), keys (R, G, D), values (R, G, D), scale, window) -> (R, H * D)``.
         """
         x = self.embed(tokens)
-        cosine, sine = self._turns(x, positions)
+        # (R, 1, D) what a head is multiplied by, and what its halves are when they have changed places.
+        turns = self.turns
+        cosine, sine = self._of_rotary(x, positions) if turns is None else [table[positions] for table in turns]
         turned = self.heads + self.groups
         in_kernel = self.has_kernels and cosine.shape[-1] == self.size
         for number, layer in enumerate(self.layers):
@@ -150,12 +152,6 @@ class DecoderStep:
             gate, up = layer.gate_up(self._normalised(x, layer.before_mlp)).chunk(2, -1)
             x = layer.down.added(x, self.activation(gate) * up)
         return self.head(self._normalised(x, self.norm))
-
-    def _turns(self, x: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-        """(R, 1, D) what a head is multiplied by, and what its halves are when they have changed places."""
-        if self.turns is None:
-            return self._of_rotary(x, positions)
-        return [table[positions] for table in self.turns]
 
     def _of_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         cosine, sine = (part.transpose(0, 1).to(self.dtype) for part in self.rotary(x, positions.unsqueeze(0)))

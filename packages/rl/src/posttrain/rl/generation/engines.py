@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from posttrain.core.models.wrapping import config_of, is_peft_model, unwrap
 from posttrain.lm.images.image_positions import ImageExample
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Completions, Generator, Sampling
-from posttrain.rl.generation.transformers import TransformersGenerator, rope_limit
+from posttrain.rl.generation.sampling import rope_limit
+from posttrain.rl.generation.transformers import TransformersGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +71,6 @@ def refused(args: Any) -> Iterator[str]:
                 f"generation_kwargs: {name!r} is not followed by transformers' continuous batching; leave it out, or "
                 "set use_transformers_continuous_batching=False"
             )
-
-
-def folded(sampling: Sampling, settings: Mapping[str, Any]) -> Sampling:
-    """`sampling` with what `settings`, the generation_kwargs, say of it; of its ends, see `RolloutTrainer.sampling`."""
-    names = {name: "max_new_tokens" if name.startswith("max_") else name for name in FOLDED}
-    given = {names[name]: value for name, value in settings.items() if name in FOLDED and value is not None}
-    given |= {"top_k": max(given["top_k"], 0)} if "top_k" in given else {}  # -1 is vLLM's word for all
-    given |= {"temperature": 0.0} if settings.get("do_sample") is False else {}
-    return replace(sampling, **given)
 
 
 def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.Tensor, wrong: torch.Tensor) -> str:

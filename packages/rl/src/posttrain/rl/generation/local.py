@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_config, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem, tolerance
@@ -29,7 +29,8 @@ from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsN
 from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_logits, read_prompts
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
 from posttrain.rl.generation.routes import Routes
-from posttrain.rl.generation.transformers import TransformersGenerator, evaluating, rope_limit
+from posttrain.rl.generation.sampling import evaluating, rope_limit
+from posttrain.rl.generation.transformers import TransformersGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +125,25 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
     """Why `model` cannot generate here, as a sentence; None if it can.
 
     Tests the cache with two prompts and two completions each, of which one leaves: the logits must equal those of the
-    whole texts. The result is cached while the model exists.
+    whole texts. The answer is kept while the model exists.
 
     Args:
         example: of a model that sees, what the prompts are made of. Without one, such a model has a problem.
     """
     base = base_model(model)
-    name, config = type(base).__name__, config_of(base)
-    if config is None or not hasattr(base, "set_attn_implementation"):
+    name = type(base).__name__
+    if not hasattr(base, "set_attn_implementation"):
         return f"{name} is no model of transformers, whose attention can be replaced."
+    parameter, tried = next(base.parameters()), _TRIED.setdefault(unwrap(model), {})
+    key = parameter.device.type, text_config(base.config)._attn_implementation, example is None
+    if key not in tried:
+        tried[key] = _find_problem(model, base, name, parameter, example)
+    return tried[key]
+
+
+def _find_problem(
+    model: nn.Module, base: PretrainedModel, name: str, parameter: torch.Tensor, example: ImageExample | None
+) -> str | None:
     if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
         return f"{name} overrides generate."
     if problem := invocation_problem(model):
@@ -142,17 +153,12 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
     reader: Any = text_part(base).config
     if unknown := sorted({*(getattr(reader, "layer_types", None) or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
-    parameter = next(base.parameters())
     if parameter.device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
-    tried = _TRIED.setdefault(unwrap(model), {})
-    key = parameter.device.type, reader._attn_implementation
-    if key not in tried:
-        tried[key] = _try(unwrap(model), name, parameter, _Trial.of(base, example))
-    return tried[key]
+    return _try(unwrap(model), name, parameter, _Trial.of(base, example))
 
 
-_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[str, str], str | None]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -189,8 +195,8 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
     Whether they are is tried once for each precision, as in `problem`.
     """
     parameter = next(base_model(model).parameters())
-    autocast = torch.get_autocast_dtype if torch.is_autocast_enabled(parameter.device.type) else lambda kind: None
-    key = parameter.device.type, parameter.dtype, autocast(parameter.device.type)
+    device = parameter.device.type
+    key = device, parameter.dtype, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     tried = _HAVE_STEPS.setdefault(unwrap(model), {})
     if not tried.get(key, True):
         return None

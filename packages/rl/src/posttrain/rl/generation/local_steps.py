@@ -23,9 +23,16 @@ from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
 from posttrain.rl.generation.group_cache import Decoding, Known
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
-from posttrain.rl.generation.sampling import check_logps, sample, uniforms
+from posttrain.rl.generation.sampling import (
+    check_logps,
+    ends_with_stop,
+    is_float32,
+    rope_limit,
+    sample,
+    stop_window,
+    uniforms,
+)
 from posttrain.rl.generation.step_graph import StepGraph
-from posttrain.rl.generation.transformers import ends_with_stop, is_float32, rope_limit, stop_window
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.block import Block, Text
@@ -108,11 +115,13 @@ class LocalSteps:
                 self._read(call, _next_batch(call.prompts, call.waiting, most))
         if going := [call for call in self._calls if call.rows]:
             self._go_on(going)
-        ended = [(call, call.take_ended()) for call in self._calls]
+        ended = [(call, call.ended) for call in self._calls if call.ended]
+        for call, _ in ended:
+            call.ended = []
         if self.texts:
             self._bound_texts()
         self._calls = [call for call in self._calls if call.waiting or call.rows]
-        return [(call, rows) for call, rows in ended if rows]
+        return ended
 
     def _most(self, call: Call) -> int:
         """How many prompts of `call` may be read now; 0 while too little of the room is free."""
@@ -133,7 +142,6 @@ class LocalSteps:
             logits = read_prompts(self.model, self.decoding, inputs)
         call.begin(numbers, lengths, block, logits)
         self._look()
-        self._place()
 
     def _known(self, prompt: Sequence[int]) -> Known:
         """Take the longest text that `prompt` goes on from."""
@@ -158,7 +166,6 @@ class LocalSteps:
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
         self._look()
-        self._place()
 
     def _look(self) -> None:
         """Let rows leave that are done, of all calls at once: each reading waits for the device."""
@@ -170,8 +177,6 @@ class LocalSteps:
                 _read_ended([call for call in self._calls if call.unread])
             for call in self._calls:
                 call.leave()
-
-    def _place(self) -> None:
         self.decoding.blocks = [block for call in self._calls for block in call.blocks]
 
 
@@ -182,6 +187,8 @@ class Call:
         waiting: numbers of the prompts that are not read yet; the last is the next.
         blocks: of the rows that are written. rows: of each block, which completions its rows are.
         looked: of each block, the number of their tokens that were checked. left: and its rows that go on.
+        ended: the completions that have ended since the last step.
+        window: tokens before those that were not looked at, in which a stop string may begin.
         unread: the completions that have ended, and that `read` has no tokens and log-probabilities of.
     """
 
@@ -205,22 +212,27 @@ class Call:
         self.tokens = torch.zeros(size, longest, dtype=torch.long, device=self.device)
         self.logps = torch.zeros(size, longest, device=self.device)
         self.lengths, self.finished = [0] * size, [False] * size
+        self.window = stop_window(sampling.stop) if sampling.stop else 0
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
             vocabulary = base_model(steps.model).get_output_embeddings().weight.shape[0]
             self.seen = torch.zeros(size, vocabulary, dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
-        self.prompts_read = PromptsRead.of(steps.model, prompts, images)
+        if images is None:
+            self.prompts_read = PromptsRead([SeenPrompt(prompt) for prompt in prompts])
+        else:
+            shown = [images.prompt(images.prompts[i], list(prompt)) for i, prompt in enumerate(prompts)]
+            self.prompts_read = PromptsRead.seen(steps.model, shown)
         self.shifts = self.prompts_read.shifts(n, self.device)
         self.routes: Routes | None = None  # None: not asked for
         # The longest first, so that those that are read last take least memory.
-        self.waiting = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        self.waiting = sorted(range(len(prompts)), key=[*map(len, prompts)].__getitem__)
         self.blocks: list[Block] = []
         self.rows: list[list[int]] = []
         self.looked: list[int] = []
         self.left: list[list[int]] = []
-        self._ended: list[int] = []
+        self.ended: list[int] = []
         self.unread: list[int] = []
         self.read: dict[int, tuple[list[Any], ...]] = {}
         self._place()
@@ -239,11 +251,6 @@ class Call:
         tokens, logps = self.read.pop(row)
         check_logps([logps])
         return Completions([tokens], [logps], [self.finished[row]], self.is_exact)
-
-    def take_ended(self) -> list[int]:
-        """The completions that have ended since this was last asked."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def begin(self, numbers: list[int], lengths: list[int], block: Block, logits: torch.Tensor) -> None:
         """Write the first tokens behind prompts that were read as `block`: (P, V) logits."""
@@ -288,10 +295,7 @@ class Call:
     def unseen(self) -> list[torch.Tensor]:
         """Of each block, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
         blocks = zip(self.blocks, self._indices, self.looked, strict=True)
-        return [self.tokens[rows, looked - self._before(looked) : block.step + 1] for block, rows, looked in blocks]
-
-    def _before(self, looked: int) -> int:
-        return min(looked, stop_window(self.sampling.stop)) if self.sampling.stop else 0
+        return [self.tokens[rows, max(looked - self.window, 0) : block.step + 1] for block, rows, looked in blocks]
 
     def see(self, unseen: list[list[list[int]]]) -> None:
         """Find the rows that are done, of what is `unseen`."""
@@ -300,7 +304,7 @@ class Call:
             looked, self.looked[place] = self.looked[place], block.step + 1
             ended = {i for i, tokens in enumerate(new) if self._ends(rows[i], looked, tokens)}
             self.left.append([i for i in range(len(rows)) if i not in ended])
-            self._ended += (numbers := [rows[i] for i in sorted(ended)])
+            self.ended += (numbers := [rows[i] for i in sorted(ended)])
             self.unread += numbers
 
     def leave(self) -> None:
@@ -334,7 +338,7 @@ class Call:
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within `tokens`, the last of its `unseen`; takes down where."""
-        stop, before = self.sampling.stop, self._before(looked)
+        stop, before = self.sampling.stop, min(looked, self.window)
         for place in range(before, len(tokens)):
             self.lengths[row] = looked + place - before + 1
             if tokens[place] in self.sampling.eos_token_ids or (
@@ -410,12 +414,6 @@ class PromptsRead:
     positions: list[torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, prompts: Sequence[Sequence[int]], images: PromptImages | None) -> PromptsRead:
-        if images is None:
-            return cls([SeenPrompt(prompt) for prompt in prompts])
-        return cls.seen(model, [images.prompt(images.prompts[i], list(prompt)) for i, prompt in enumerate(prompts)])
-
-    @classmethod
     def seen(cls, model: nn.Module, prompts: Sequence[SeenPrompt]) -> PromptsRead:
         count = ImagePositions.of(model)
         return cls(prompts, None if count is None else list(map(count, prompts)))
@@ -442,7 +440,8 @@ class PromptsRead:
             inputs["position_ids"] = torch.cat([torch.arange(b, len(one.ids)) for b, one in new]).unsqueeze(0)
         else:
             inputs["position_ids"] = torch.cat([self.positions[i][:, :-1] for i in numbers], 1).unsqueeze(1)
-        return [len(one.ids) - before for before, one in new], inputs | join_tensors([one.tensors for one in some])
+        tensors = join_tensors([one.tensors for one in some]) if any(one.tensors for one in some) else {}
+        return [len(one.ids) - before for before, one in new], inputs | tensors
 
 
 def read_prompts(

@@ -1,16 +1,26 @@
-"""Pure sampling functions, shared by our engines so that equal seeds give equal tokens."""
+"""What our engines share: how tokens are drawn, so that equal seeds give equal tokens, where completions end, and how
+the model that generates is set up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from posttrain.core.errors import NonFiniteError
+from posttrain.core.models.wrapping import base_model, text_part
 from posttrain.rl.generation.protocol import Sampling
+
+STOP_WINDOW = 32
+"""Tokens at the end of a completion that are searched for a stop string, unless one may be longer."""
+FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds of rotary embeddings whose angles hang on the position alone, and not on the length of the text."""
 
 
 def uniforms(seeds: Sequence[int], length: int) -> torch.Tensor:
@@ -131,11 +141,6 @@ def vllm_options(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def filters(sampling: Sampling) -> bool:
-    """Whether some tokens are made less probable than the model finds them."""
-    return prefers_probable(sampling) or bool(sampling.never)
-
-
 def prefers_probable(sampling: Sampling) -> bool:
     """Whether improbable or repeated tokens are filtered; tokens that are never drawn are not looked at."""
     asked = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1
@@ -157,7 +162,7 @@ def sample(
     """
     logits = logits.float()
     scaled = logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
-    if numbers is not None and sampling.temperature and not filters(sampling):
+    if numbers is not None and sampling.temperature and not (sampling.never or prefers_probable(sampling)):
         weights, cumulated = _weights(scaled)
         tokens = _pick(weights, cumulated, numbers)
         return tokens.squeeze(1), (weights.gather(1, tokens) / cumulated[:, -1:]).log().squeeze(1)
@@ -174,3 +179,65 @@ def sample(
         tokens = draw(keep_probable(kept, sampling), numbers)
     chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - scaled.logsumexp(-1)
+
+
+def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list[list[int]], list[bool]]:
+    """Each row up to and including its end token, and whether it has one."""
+    completions, finished = [], []
+    for row in rows:
+        length, ended = len(row), False
+        for place, token in enumerate(row):
+            ended = token in sampling.eos_token_ids or bool(
+                sampling.stop and ends_with_stop(tokenizer, row[: place + 1], sampling.stop)
+            )
+            if ended:
+                length = place + 1
+                break
+        completions.append(row[:length])
+        finished.append(ended)
+    return completions, finished
+
+
+def stop_window(stop: tuple[str, ...]) -> int:
+    """An upper bound on the tokens that hold any of these strings: each token has at least one byte."""
+    return max([STOP_WINDOW, *(len(string.encode()) + 2 for string in stop)])
+
+
+def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> bool:
+    """Whether a completion's end holds a stop string."""
+    text = tokenizer.decode(ids[-stop_window(stop) :])
+    return any(string in text for string in stop)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Disables dropout and gradient checkpointing, with which a model would keep no cache."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def is_float32(model: nn.Module) -> bool:
+    """Whether `model` computes in float32 at least."""
+    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+
+
+def rope_limit(model: nn.Module) -> float:
+    """Tokens of a text up to which the rotary embeddings of `model` turn each by its position alone: infinity, unless
+    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text.
+    """
+    limit = math.inf
+    for module in text_part(base_model(model)).modules():  # a vision tower turns its patches by their place alone
+        kind, config = getattr(module, "rope_type", "default"), getattr(module, "config", None)
+        if {*(kind.values() if isinstance(kind, dict) else [kind])} <= {*FIXED_ROPE}:
+            continue
+        own = getattr(config, "rope_parameters", None) or {}
+        parts = [own, *(part for part in own.values() if isinstance(part, dict))]
+        lengths = [part.get("original_max_position_embeddings") for part in parts]
+        lengths.append(getattr(config, "max_position_embeddings", 0))
+        limit = min(limit, *(length for length in lengths if length is not None))
+    return limit

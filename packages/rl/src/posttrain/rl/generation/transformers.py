@@ -5,28 +5,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
-from posttrain.rl.generation.sampling import check_logps, sample, uniforms
+from posttrain.rl.generation.sampling import (
+    check_logps,
+    cut,
+    ends_with_stop,
+    evaluating,
+    is_float32,
+    rope_limit,
+    sample,
+    stop_window,
+    uniforms,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-STOP_WINDOW = 32
-"""Tokens at the end of a completion that are searched for a stop string, unless one may be longer."""
-
-
-FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of rotary embeddings whose angles hang on the position alone, and not on the length of the text."""
 CHANGE_NO_LOGITS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
 """Fields of `transformers.GenerationConfig` that say how logits are computed, and do not change them."""
 
@@ -239,65 +243,3 @@ class _StopStrings:
         tails = input_ids[:, self.width :][:, -stop_window(self.stop) :].tolist()
         done = [ends_with_stop(self.tokenizer, tail, self.stop) for tail in tails]
         return torch.tensor(done, device=input_ids.device)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Disables dropout and gradient checkpointing, with which a model would keep no cache."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list[list[int]], list[bool]]:
-    """Each row up to and including its end token, and whether it has one."""
-    completions, finished = [], []
-    for row in rows:
-        length, ended = len(row), False
-        for place, token in enumerate(row):
-            ended = token in sampling.eos_token_ids or bool(
-                sampling.stop and ends_with_stop(tokenizer, row[: place + 1], sampling.stop)
-            )
-            if ended:
-                length = place + 1
-                break
-        completions.append(row[:length])
-        finished.append(ended)
-    return completions, finished
-
-
-def stop_window(stop: tuple[str, ...]) -> int:
-    """An upper bound on the tokens that hold any of these strings: each token has at least one byte."""
-    return max([STOP_WINDOW, *(len(string.encode()) + 2 for string in stop)])
-
-
-def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> bool:
-    """Whether a completion's end holds a stop string."""
-    text = tokenizer.decode(ids[-stop_window(stop) :])
-    return any(string in text for string in stop)
-
-
-def is_float32(model: nn.Module) -> bool:
-    """Whether `model` computes in float32 at least."""
-    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
-
-
-def rope_limit(model: nn.Module) -> float:
-    """Tokens of a text up to which the rotary embeddings of `model` turn each by its position alone: infinity, unless
-    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text.
-    """
-    limit = math.inf
-    for module in text_part(base_model(model)).modules():  # a vision tower turns its patches by their place alone
-        kind, config = getattr(module, "rope_type", "default"), getattr(module, "config", None)
-        if {*(kind.values() if isinstance(kind, dict) else [kind])} <= {*FIXED_ROPE}:
-            continue
-        own = getattr(config, "rope_parameters", None) or {}
-        parts = [own, *(part for part in own.values() if isinstance(part, dict))]
-        lengths = [part.get("original_max_position_embeddings") for part in parts]
-        lengths.append(getattr(config, "max_position_embeddings", 0))
-        limit = min(limit, *(length for length in lengths if length is not None))
-    return limit

@@ -16,7 +16,7 @@ from posttrain.core.distributed.sharding import is_in_pieces, whole, whole_shape
 from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.transformers import evaluating, is_float32
+from posttrain.rl.generation.sampling import evaluating, is_float32
 
 Value = TypeVar("Value")
 

@@ -24,12 +24,12 @@ def standard_deviation(values: torch.Tensor, dim: int = -1) -> torch.Tensor:
     count = known.sum(dim, keepdim=True)
     mean = values.nansum(dim, keepdim=True) / count.clamp(min=1)
     apart = torch.where(known, values - mean, torch.zeros_like(values))
-
-    def of(apart: torch.Tensor) -> torch.Tensor:
-        return (apart.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-
-    plain, largest = of(apart), apart.abs().amax(dim, keepdim=True)
-    return torch.where(plain.isinf(), of(apart / largest) * largest, plain)  # squares from 1e20 on overflow
+    largest = apart.abs().amax(dim, keepdim=True)
+    plain, scaled = (
+        (values.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        for values in (apart, apart / largest)
+    )
+    return torch.where(plain.isinf(), scaled * largest, plain)  # squares from 1e20 on overflow
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scale: str = "group") -> torch.Tensor:

@@ -82,19 +82,6 @@ def clipped(
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
-class Clipping(NamedTuple):
-    """Where `clipped` has no gradient, (N, T) of 0 and 1. low: tokens with A < 0. high: tokens with A > 0."""
-
-    low: torch.Tensor
-    high: torch.Tensor
-
-
-def clipping(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Clipping:
-    """Where the bounds of `clipped` are active; shapes as there."""
-    is_low, is_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
-    return Clipping(is_low.float(), is_high.float())
-
-
 def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, high: float) -> torch.Tensor:
     r"""CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4:
     :math:`-\mathrm{sg}[\min(\rho, \epsilon_{max})] A \log\pi_\theta`. The weight is bounded, not the gradient: every

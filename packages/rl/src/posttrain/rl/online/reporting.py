@@ -16,10 +16,9 @@ import torch
 
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging import terminal
-from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.core.logging.metrics import Metrics
 from posttrain.core.logging.trackers import show_table
 from posttrain.lm.generate import trajectories
-from posttrain.rl.losses import policy_losses
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trajectories import stored
@@ -72,11 +71,6 @@ class Summary:
         kls = [part.kl for part in parts if part.kl is not None]
         kl = torch.cat(kls, 1)[:, order] if kls else None
         return cls(rewards, failed, prompts, lengths, finished, kl, parts[0].names, parts[0].weights)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the policy has read and written: a prompt counts for each of its completions."""
-        return int(self.prompt_lengths.sum() + self.lengths.sum())
 
     def metrics(self, group_size: int) -> dict[str, tuple[float, Any]]:
         """``reward``, ``rewards/<name>/mean``, ``completions/mean_length`` ..., as `Metrics.update` takes them; unknown
@@ -203,14 +197,6 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     return None
 
 
-def log_scores(metrics: Metrics, clock: Clock, scores: Scores) -> None:
-    """Log the seconds that each reward function took, and what they gave to ``log_metric``."""
-    for name, seconds in zip(scores.names, scores.seconds, strict=True):
-        clock.add(f"reward_{name}", seconds)
-    for name, values in scores.metrics.items():
-        metrics.add_sum(name, sum(values), len(values))
-
-
 def log_staleness(metrics: Metrics, rollout: Rollout, step: int) -> None:
     """Log the optimizer steps between the weights that wrote the trained tokens and `step`."""
     if rollout.versions is None or not rollout.loss_mask.any():
@@ -228,11 +214,12 @@ def log_clipping(
     epsilon: float,
     epsilon_high: float,
 ) -> None:
-    """Log the shares of tokens, or of completions where `ratio` is (N, 1), that a clipped loss holds back."""
-    marks = policy_losses.clipping(ratio, advantages, epsilon, epsilon_high)
-    kinds = {"low": marks.low, "high": marks.high, "region": marks.low + marks.high}
+    """Log the shares of tokens, or of completions where `ratio` is (N, 1), at which
+    `posttrain.rl.losses.policy_losses.clipped` has no gradient."""
+    below, above = (ratio < 1 - epsilon) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
+    kinds = {"low": below.float(), "high": above.float(), "region": below.float() + above.float()}
     found = {f"clip_ratio/{name}_mean": ((held * mask).sum(), mask.sum()) for name, held in kinds.items()}
-    low, high = ((held * mask).sum(1) / mask.sum(1) for held in (marks.low, marks.high))  # (N,) shares of each row
+    low, high = ((kinds[name] * mask).sum(1) / mask.sum(1) for name in ("low", "high"))  # (N,) shares of each row
     extremes = {"clip_ratio/low_min": (_least(low), "min"), "clip_ratio/high_max": (-_least(-high), "max")}
     metrics.update(found | extremes)
 

@@ -28,14 +28,13 @@ from posttrain.lm.images.vision import Shown
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.agents.scheduler import QUIET
 from posttrain.rl.generation import Completions, Generator, Sampling
-from posttrain.rl.generation.engines import folded
-from posttrain.rl.generation.protocol import declares, session
+from posttrain.rl.generation.engines import FOLDED
+from posttrain.rl.generation.protocol import declares
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import ATTEMPTS
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.room import complete_in_room
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.samples import Sample, room_for
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.local_steps import Call, LocalSteps
@@ -85,6 +84,11 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------ prompts
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the policy may call tools, in some completions at least."""
+        return bool(self.environments.tools or self.environments.factories)
+
     def new_samples(self, rows: Sequence[Mapping[str, Any]], check: bool = True) -> list[Sample]:
         """A sample without a completion for each row.
 
@@ -96,7 +100,7 @@ class Sampler:
         before: dict[str, Any] = {}
         ids: list[int] = []
         shown: Shown | None = None
-        has_tools, again = bool(self.environments), declares(self.generator, "reads_images")
+        has_tools, again = self.has_tools, declares(self.generator, "reads_images")
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         # Those of one prompt are adjacent, and it is tokenised once.
         for sample in self.environments.begin(samples) if has_tools else samples:
@@ -168,21 +172,6 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------ completions
 
-    def complete(
-        self, samples: list[Sample], generate: Callable[[list[Sample]], list[Sample]], keeps_versions: bool
-    ) -> list[Sample]:
-        """The `samples` completed by `generate`. Every process must call it, also one that has none.
-
-        Args:
-            keeps_versions: of the weights that wrote each token.
-        """
-        with contextlib.nullcontext() if self.may_overlap else self.generating, session(self.generator):
-            version = self.version
-            found = generate(samples)
-            if found is None:
-                raise TypeError("generate() returned None. Return the completed samples: they are never changed.")
-            return with_versions(found, version if keeps_versions else None)
-
     def converse(
         self, samples: list[Sample], sampling: Sampling, logps_temperature: float, metrics: Metrics
     ) -> list[Sample]:
@@ -191,12 +180,13 @@ class Sampler:
         Args:
             logps_temperature: at which log-probabilities are needed; see `generate_turn`.
         """
-        policy, environments = Policy(self, logps_temperature), self.environments
-        has_tools = bool(environments)
+        environments, has_tools = self.environments, self.has_tools
         if has_tools and any(map(environments.tools_of, samples)):
+            policy = Policy(self, logps_temperature)
             samples = environments.converse(samples, self.codec, policy, sampling, self.context)
         else:  # one turn of each: prompts are asked for together
-            samples = complete_in_room(samples, sampling, self.context, policy.turn)
+            turn = partial(self.generate_turn, logps_temperature=logps_temperature)
+            samples = complete_in_room(samples, sampling, self.context, turn)
         if has_tools:
             calls, failures = environments.counts["calls"], environments.counts["failures"]
             environments.counts.update(calls=0, failures=0)
@@ -245,8 +235,9 @@ class Sampler:
         if declares(self.generator, "reads_images"):
             given: Any = list(map(pictured, prompts, shown))
             return self.generator.generate(given, size, sampling, seeds)
-        images = RolloutImages.of(shown, prompts, self.image_token_id)
-        more = {} if images is None else {"images": images}
+        more: dict[str, Any] = {}
+        if len(seen := [one for one in shown if one is not None]) == len(shown):
+            more["images"] = RolloutImages.of(seen, prompts, self.image_token_id)
         return self.generator.generate(prompts, size, sampling, seeds, **more)
 
     @contextlib.contextmanager
@@ -260,12 +251,18 @@ class Sampler:
 
     def sampling(self, args: RolloutConfig, model: nn.Module, temperature: float) -> Sampling:
         """How tokens are drawn: as `args` say, and ``generation_kwargs``, which replace them."""
-        settings = args.generation_kwargs or {}
+        settings, names = args.generation_kwargs or {}, {"max_tokens": "max_new_tokens"}
+        given = {names.get(name, name): settings[name] for name in FOLDED if settings.get(name) is not None}
+        given |= {"top_k": max(given["top_k"], 0)} if "top_k" in given else {}  # -1 is vLLM's word for all
+        given |= {"temperature": 0.0} if settings.get("do_sample") is False else {}
         stop = settings.get("stop") or settings.get("stop_strings") or ()
         own = getattr(getattr(wrapping.base_model(model), "generation_config", None), "eos_token_id", None)
-        ends = _listed(settings.get("eos_token_id")) or [*_listed(own), self.codec.tokenizer.eos_token_id]
-        ends = [*ends, *_listed(settings.get("stop_token_ids")), *self.ends_of_calls]
-        sampling = Sampling(
+        asked = settings.get("eos_token_id")
+        given_ends = [own, self.codec.tokenizer.eos_token_id] if asked in (None, [], ()) else [asked]
+        ends: list[int | None] = []
+        for ids in (*given_ends, settings.get("stop_token_ids"), [*self.ends_of_calls]):
+            ends += ids if isinstance(ids, (list, tuple)) else [ids]
+        plain = Sampling(
             max_new_tokens=args.max_completion_length,
             temperature=temperature,
             top_p=args.top_p,
@@ -276,7 +273,7 @@ class Sampler:
             eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
             never=() if self.images is None else tuple(sorted(self.images.vision.placeholders)),
         )
-        return folded(sampling, settings)
+        return replace(plain, **given)
 
 
 @dataclass(frozen=True)
@@ -432,10 +429,33 @@ class OpenTurns:
 def _alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
     """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
     found: dict[int, list[int]] = {}
-    for _, run in groupby(range(len(samples)), lambda place: (samples[place].prompt_ids, id(samples[place].shown))):
+    prompts = [(sample.prompt_ids, id(sample.shown)) for sample in samples]
+    for _, run in groupby(range(len(samples)), prompts.__getitem__):
         places = [*run]
         found.setdefault(len(places), []).extend(places)
     yield from found.items()
+
+
+def complete_in_room(
+    samples: Sequence[Sample],
+    sampling: Sampling,
+    context: int | None,
+    complete: Callable[[list[Sample], Sampling], list[Sample]],
+) -> list[Sample]:
+    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`.
+
+    Args:
+        complete: is called once for all samples with the same room.
+    """
+    by_room: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        by_room.setdefault(room_for(sample, sampling.max_new_tokens, context), []).append(place)
+    found = list(samples)
+    for limit, places in by_room.items():
+        done = complete([samples[place] for place in places], replace(sampling, max_new_tokens=limit))
+        for place, sample in zip(places, done, strict=True):
+            found[place] = sample
+    return found
 
 
 def encode(
@@ -453,7 +473,8 @@ def encode(
     """
     try:
         if images is None:
-            refuse_images(prompt)
+            if not isinstance(prompt, str):
+                refuse_images(prompt)
             return codec.encode(prompt, tools), None
         return images.encode(codec, row, prompt, tools, keeps_images=keeps_images)
     except DataError as error:
@@ -474,7 +495,3 @@ def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
         else replace(sample, versions=[version] * len(sample.ids))
         for sample in samples
     ]
-
-
-def _listed(ids: Any) -> list[Any]:
-    return [*ids] if isinstance(ids, (list, tuple)) else [ids] if ids is not None else []

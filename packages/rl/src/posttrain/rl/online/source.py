@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ import torch
 from posttrain.core.data.samplers import mix
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging.metrics import Clock, Metrics
-from posttrain.core.training.plan import Plan
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.arguments import RolloutConfig
@@ -105,11 +105,10 @@ class Source:
             return self.background.read(epoch, loader, batches)
         return iter(loader) if batches is None else batches
 
-    def fill(self, plan: Plan, step: int) -> None:
-        """Begin the rollouts that may be sampled in the background while `step` is made."""
-        if self.background is not None:
-            left = 0 if self.rollout is None else self.per_rollout - self.used
-            self.background.fill(plan, step, left)
+    @property
+    def left(self) -> int:
+        """Micro-batches of the present rollout that are still to come."""
+        return 0 if self.rollout is None else self.per_rollout - self.used
 
     def micro_batches(
         self, make_rollout: Callable[[], Rollout | None], parts_of: Callable[[Rollout], list[dict[str, Any]]]
@@ -179,8 +178,8 @@ class Source:
         else:
             if (read := next(batches, None)) is None:
                 return None
-            (rows, number), rollouts = self.begun(read), self.rollouts
-            samples = self.sampler.with_attempts(lambda: self.begin(rows, number), rollouts.sample, rollouts.sync)
+            begun, rollouts = self.begun(read), self.rollouts
+            samples = self.sampler.with_attempts(partial(self.begin, *begun), rollouts.sample, rollouts.sync)
             scores = rollouts.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)

@@ -44,9 +44,8 @@ from posttrain.rl.online import reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import NO_WEIGHTS
 from posttrain.rl.online.curriculum import Curriculum, Numbered
-from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
-from posttrain.rl.online.rollouts import Rollouts
+from posttrain.rl.online.rollouts import OldLogps, Rollouts
 from posttrain.rl.online.sampler import Policy, Sampler
 from posttrain.rl.online.source import Source
 from posttrain.rl.policy import bema_reference
@@ -63,10 +62,10 @@ from posttrain.rl.samples.prompts import (
     GroupSampler,
     Layout,
     PromptCodec,
+    context_length,
     require_prompts,
     with_room,
 )
-from posttrain.rl.samples.room import context_length
 from posttrain.rl.samples.samples import Rollout, Sample
 
 if TYPE_CHECKING:
@@ -125,6 +124,8 @@ class RolloutTrainer(LanguageModelTrainer):
     given_reference: nn.Module | str | None = None
     #: Whether advantages depend on the divergence of the policy that sampled from the reference.
     needs_kl_of_samples = False
+    #: Whether the loss reads a gradient of the entropies.
+    learns_entropy = False
     #: Whether `policy_loss` multiplies by ``inputs["correction"]`` itself.
     corrects_itself = False
     INSTEAD = ROLLOUT_METHODS
@@ -374,8 +375,8 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def logps(self, model: nn.Module, batch: dict[str, Any], with_entropy: bool, training: bool) -> CompletionLogps:
         """Log-probabilities of the completions of a micro-batch."""
-        router = training and bool(self.router_aux_loss_coef)
-        return completion_logps(model, batch, self.logps_temperature, with_entropy, router_logits=router)
+        router, entropies = training and bool(self.router_aux_loss_coef), training and self.learns_entropy
+        return completion_logps(model, batch, self.logps_temperature, with_entropy, entropies, router)
 
     @property
     def logps_temperature(self) -> float:
@@ -474,9 +475,10 @@ class RolloutTrainer(LanguageModelTrainer):
     def _windows_of(
         self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        stream = self.source.micro_batches(lambda: self.make_rollout(batches), self.rollout_maker.parts_of)
+        stream = self.source.micro_batches(partial(self.make_rollout, batches), self.rollout_maker.parts_of)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            self.source.fill(plan, self.state.global_step)
+            if self.source.background is not None:
+                self.source.background.fill(plan, self.state.global_step, self.source.left)
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)

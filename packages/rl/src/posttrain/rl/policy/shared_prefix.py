@@ -15,6 +15,7 @@ decoder row for each completion.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,7 +273,7 @@ def token_scores(
     Args:
         with_gradient: of the `stats`. This needs whole logits, as do models whose head cannot be reached.
     """
-    once = features_once(model, image_copies, inputs)
+    once = nullcontext(inputs) if image_copies is None else features_once(model, image_copies, inputs)
     if with_gradient or lm_head.supports_loss_in_head(model):
         with once as shown:
             outputs = model(**shown)

@@ -200,7 +200,6 @@ class ImageCollator:
                 row["positions"] = self.positions(own.prompt(row["prompt_ids"]))
         batch = (CountedBatch if kept else EmptyBatch)(self.collate(made))
         images = RolloutImages.of(shown, [row["prompt_ids"] for row in made], vision.image_token_id)
-        assert images is not None
         for part in (batch, batch["kl"]) if "kl" in batch else (batch,):  # KTO's: with others' completions
             self._add_images(part, images, len(made))
         batch.row_facts = counts_of(drafts, self.prepare)

@@ -115,10 +115,10 @@ class ImageRewardModel(RewardModel):
         mask = pad_rows([[1] * len(text) for text in texts], 0)
         shown = [images for _, images in read]
         held = RolloutImages.of(shown, [tokens for tokens, _ in read], self.prompts.vision.image_token_id)
-        more: dict[str, Any] = {} if held is None else held.inputs(ids, mask, range(len(texts)))
-        inputs = {"input_ids": ids, "attention_mask": mask} | more.get("image_inputs", {})
+        more = held.inputs(ids, mask, range(len(texts)))
+        inputs = {"input_ids": ids, "attention_mask": mask} | more["image_inputs"]
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-        with features_once(self.model, more.get("image_copies"), inputs) as given:
+        with features_once(self.model, more["image_copies"], inputs) as given:
             return self.model(**given).logits[:, 0].float().tolist()
 
 

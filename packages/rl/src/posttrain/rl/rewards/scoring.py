@@ -179,10 +179,13 @@ class Rewards:
         calls: list[Callable[[], Any]] = [
             partial(self._score, number, given, shared, num_turns) for number in range(len(self.functions))
         ]
-        found = self._run(calls)
+        threads = self.options.reward_concurrency > 1 or any(self._waits)
+        # Otherwise here, in the main thread, where signals and the debugger work.
+        found = self._run_in_threads(calls) if threads else [call() for call in calls]
         rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(len(calls), -1).t()
         failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(len(calls), -1).t()
-        self._check_for_nothing(rewards.contiguous(), prompts, completions)
+        if (unknown := rewards.isnan().all(1)).any():
+            self._report_nothing(unknown, prompts, completions)
         seconds, turns = [seconds for _, _, seconds, _ in found], [turns for *_, turns in found]
         of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(completions))]
         kept = self.names, self.weights
@@ -201,12 +204,9 @@ class Rewards:
             lambda place: samples[place].num_turns,
         )
 
-    def _run(self, calls: list[Callable[[], Any]]) -> list[Any]:
+    def _run_in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
-        at_once = self.options.reward_concurrency
-        waits = self._waits
-        if at_once == 1 and not any(waits):  # here, in the main thread, where signals and the debugger work
-            return [call() for call in calls]
+        at_once, waits = self.options.reward_concurrency, self._waits
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
         with pool_of(max(sum(waits), 1)) as waiting, pool_of(at_once) as working:
             pools = [waiting if wait else working if at_once > 1 else None for wait in waits]
@@ -278,10 +278,7 @@ class Rewards:
             f"{_short(given['completions'][first])}"
         )
 
-    def _check_for_nothing(self, rewards: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        unknown = rewards.isnan().all(1)
-        if not unknown.any():
-            return
+    def _report_nothing(self, unknown: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
         first = int(unknown.nonzero()[0])
         which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
         if unknown.all() and self.options.reward_on_none == "raise":

@@ -142,14 +142,12 @@ class RolloutImages:
     kinds: dict[str, list[list[int]]]
 
     @classmethod
-    def of(cls, shown: Sequence[Shown | None], ids: Sequence[Sequence[int]], token: int | None) -> RolloutImages | None:
-        """Those of prompts with these tokens; `token` stands for a feature. None where the model sees nothing."""
-        if any(one is None for one in shown):
-            return None
+    def of(cls, shown: Sequence[Shown], ids: Sequence[Sequence[int]], token: int | None) -> RolloutImages:
+        """Those of prompts with these tokens; `token` stands for a feature."""
         distinct: dict[int, int] = {}
         prompts = [distinct.setdefault(id(one), len(distinct)) for one in shown]
         first = [prompts.index(place) for place in range(len(distinct))]
-        own = [one for place in first if (one := shown[place]) is not None]
+        own = [shown[place] for place in first]
         tensors = join_tensors([one.tensors for one in own])
         kinds: dict[str, dict[int, int]] = {}
         for one in own:

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
+from posttrain.core.models import wrapping
 from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.lm.images.images import has_images
 from posttrain.lm.text import chat_template, layouts
@@ -164,6 +165,16 @@ def _check_each(dataset: Any, name: str) -> None:
 def rows_listed(numbers: list[int]) -> str:
     """The first of the `numbers` of rows, as messages name them."""
     return f"rows {', '.join(map(str, numbers[:5]))}{', ...' if len(numbers) > 5 else ''}"
+
+
+def context_length(config: Any, engine: int | None = None) -> int | None:
+    """Tokens of prompt and completion together that a model reads at most; None: its config names no limit.
+
+    Args:
+        engine: the limit of the engine that generates, where it has one of its own.
+    """
+    limits = [getattr(wrapping.text_config(config), "max_position_embeddings", None), engine]
+    return min((limit for limit in limits if limit and limit > 0), default=None)
 
 
 def with_room(

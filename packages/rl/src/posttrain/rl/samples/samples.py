@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.errors import DataError
 from posttrain.lm.attention.router_replay import OWN, ROUTES
 from posttrain.lm.images.image_positions import ImagePositions
 from posttrain.lm.images.vision import Shown
@@ -113,6 +114,27 @@ def sequences(samples: Sequence[Sample]) -> list[Sample]:
     return [one for sample in samples for one in sample.sequences]
 
 
+def room_for(sample: Sample, most: int, context: int | None) -> int:
+    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`.
+
+    Raises:
+        DataError: none.
+    """
+    if (room := room_left(sample, most, context)) < 1:
+        raise DataError(
+            f"A prompt has {len(sample.prompt_ids)} tokens, and the model reads at most {context} of prompt and "
+            f"completion together, so there is no room for a completion. It begins: {str(sample.prompt)[:80]!r}. "
+            "Drop or shorten such prompts."
+        )
+    return room
+
+
+def room_left(sample: Sample, max_tokens: int, context: int | None) -> int:
+    """Tokens that may still be added to a completion."""
+    left = max_tokens - len(sample.ids)
+    return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
+
+
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
 OF_TOKENS = (
     "advantages",
@@ -204,6 +226,9 @@ class Rollout:
         if all(sample.versions is not None for sample in samples):
             versions = _stack([torch.tensor(sample.versions) for sample in samples], 0)
         routes = [sample.routes for sample in samples if sample.routes is not None]
+        shown, images = [sample.shown for sample in samples if sample.shown is not None], None
+        if len(shown) == len(samples):
+            images = RolloutImages.of(shown, [sample.prompt_ids for sample in samples], image_token_id)
         return cls(
             prompt_ids=_stack(prompts, 0),
             prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
@@ -213,7 +238,7 @@ class Rollout:
             sampling_logps=logps,
             versions=versions,
             routes=_stack(routes, OWN) if len(routes) == len(samples) > 0 else None,
-            images=RolloutImages.of([s.shown for s in samples], [s.prompt_ids for s in samples], image_token_id),
+            images=images,
             trajectories=None if one_each else torch.tensor(numbers),
         )
 
@@ -223,7 +248,7 @@ class Rollout:
     @property
     def num_trajectories(self) -> int:
         """Trajectories that the completions are of."""
-        return len(self) if self.trajectories is None else int(self.trajectories[-1]) + 1
+        return len(self.prompt_lengths) if self.trajectories is None else int(self.trajectories[-1]) + 1
 
     def of_completions(self, values: torch.Tensor) -> torch.Tensor:
         """`values` of trajectories, one for each completion."""
