@@ -141,7 +141,7 @@ def merge(
     tokenizer = loading.load_tokenizer(holder, trust_remote_code)
     kwargs = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
     _refuse_quantized(base, kwargs, trust_remote_code)
-    options = {"auto_class": AUTO_CLASSES[_task(config)], "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"auto_class": AUTO_CLASSES[_task(config)], "trust_remote_code": trust_remote_code}
     options["model_init_kwargs"] = kwargs | changes_of_run(adapter, base, trust_remote_code)
     model = loading.load_causal_lm(base, **options)
     dtype = dtype or _stored_dtype(base_model(model))
