@@ -237,12 +237,14 @@ def test_a_run_is_the_same_as_without(options, tmp_path):
 
 
 def test_a_script_needs_no_main_guard_and_a_killed_trainer_leaves_no_process(tmp_path):
+    (tmp_path / "of_mine.py").write_text("numbers = (number for number in range(3))\nlength = len\n")
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
             """
             import os, signal, sys
             from dataclasses import dataclass
+            import of_mine
             from posttrain.rl.rewards.process import RolloutProcess
 
             @dataclass
@@ -250,7 +252,7 @@ def test_a_script_needs_no_main_guard_and_a_killed_trainer_leaves_no_process(tmp
                 value: int
 
             def helper(text):
-                return Verdict(len(text))
+                return Verdict(of_mine.length(text))
 
             def judge(completions):
                 return [helper(text).value for text in completions], os.getpid()

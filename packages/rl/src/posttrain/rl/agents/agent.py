@@ -22,11 +22,13 @@ from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
 from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
 from posttrain.rl.agents.recorder import Recorder, Written
+from posttrain.rl.agents.remote import RemoteAgent, called
 from posttrain.rl.agents.scheduler import Policy, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.background import name_of
+from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scoring import RewardArguments
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample
@@ -88,6 +90,12 @@ class Agent:
 
         given.__name__ = self.name
         return given
+
+
+def within(agent: Agent, process: RolloutProcess) -> Agent:
+    """`agent` with its function in `process`; a command is a process by itself."""
+    is_command = isinstance(agent.run, AgentCommand)
+    return agent if is_command else replace(agent, run=RemoteAgent(agent.run, process, agent.seconds))
 
 
 class Episode:
@@ -251,7 +259,7 @@ class Episodes:
         returned, failed = None, False
         try:
             async with asyncio.timeout(self.agent.seconds) as limit:
-                returned = await _called(self.agent.run, episode, dict(sample.row))
+                returned = await called(self.agent.run, episode, dict(sample.row))
         except Exception as error:
             if recorder.error is not None:
                 raise recorder.error from None
@@ -299,12 +307,6 @@ class Episodes:
 def _answer(future: asyncio.Future[Any], sample: Sample) -> None:
     if not future.done():
         future.set_result(sample)
-
-
-async def _called(run: Callable[..., Any], episode: Episode, row: dict[str, Any]) -> Any:
-    if background.is_async(run):
-        return await run(episode, row)
-    return await asyncio.to_thread(run, episode, row)
 
 
 def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float | None, dict[str, Any]]:

@@ -14,7 +14,7 @@ from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
 from posttrain.lm.preparation.rows import is_invoked
-from posttrain.rl.agents.agent import Agent
+from posttrain.rl.agents.agent import Agent, within
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
@@ -100,6 +100,8 @@ def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Envir
     if parts.train_dataset is None and makes_prompts and args.max_steps > 0:
         parts.train_dataset = rows_without_prompts(args)
     process = RolloutProcess(args.seed, args.reward_timeout) if args.rollout_process else None
+    if process is not None and agent is not None:
+        agent = given["agent"] = within(agent, process)
     limit = args.max_tool_calling_iterations
     environments = Environments(given["tools"], given["environment_factory"], limit, process)
     tokenizers = given["reward_processing_classes"]

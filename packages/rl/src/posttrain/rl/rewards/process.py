@@ -1,4 +1,4 @@
-"""Runs the user's code of a rollout in a process of its own: reward functions, tools and environments.
+"""Runs the user's code of a rollout in a process of its own: reward functions, tools, environments and agents.
 
 Their Python then holds up neither training nor sampling, and code that needs a main thread works: alarms, and objects
 that only the thread which made them may use. In that process, plain functions run in the main thread, one at a time,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import inspect
 import io
 import itertools
@@ -24,7 +25,7 @@ import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -36,7 +37,7 @@ from posttrain.rl.rewards import background
 
 #: Seconds beyond its time limit that a call may take to be interrupted before its process is ended.
 GRACE = 5.0
-#: Arguments of reward functions that are functions of the trainer: calls of them are sent back with the result.
+#: Arguments of reward functions that are functions of the trainer.
 RECORDERS = ("log_metric", "log_extra")
 
 
@@ -64,11 +65,25 @@ class RolloutProcess:
 
     def reward(self, function: Callable[..., Any]) -> RemoteFunction:
         """`function`, which runs in the process within `timeout` seconds."""
-        return self._remote(function, self.timeout)
+        return self.function(function, self.timeout, RECORDERS)
 
     def tool(self, function: Callable[..., Any]) -> RemoteFunction:
         """`function`, which runs in the process."""
-        return function if isinstance(function, RemoteFunction) else self._remote(function, None)
+        return function if isinstance(function, RemoteFunction) else self.function(function, None)
+
+    def function(
+        self, function: Callable[..., Any], timeout: float | None, asked: Sequence[str] = ()
+    ) -> RemoteFunction:
+        """`function`, which runs in the process within `timeout` seconds; None: no limit.
+
+        Args:
+            asked: its keyword arguments that are functions of this process. Where it calls them they run here, plain
+                ones in the thread that reads from the process, and async ones on the event loop.
+        """
+        key = self._keep(function, f"The function {background.name_of(function)!r}")
+        is_async = background.is_async(function)
+        kind = AsyncRemoteFunction if is_async else RemoteFunction
+        return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async, asked))
 
     def factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
         """A factory of stand-ins for environments that `make` makes in the process.
@@ -90,12 +105,6 @@ class RolloutProcess:
         with self._lock:
             if self._worker is not None:
                 self._worker.end("the trainer has closed it")
-
-    def _remote(self, function: Callable[..., Any], timeout: float | None) -> RemoteFunction:
-        key = self._keep(function, f"The function {background.name_of(function)!r}")
-        is_async = background.is_async(function)
-        kind = AsyncRemoteFunction if is_async else RemoteFunction
-        return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async))
 
     def _keep(self, value: Any, what: str) -> int:
         key = next(self._numbers)
@@ -205,7 +214,7 @@ class _Worker:
         threading.Thread(target=self._read, name="posttrain-rollout-process", daemon=True).start()
 
     def ask(
-        self, operation: str, *given: Any, is_async: bool = False, recorders: Mapping[str, Any] | None = None
+        self, operation: str, *given: Any, is_async: bool = False, functions: Mapping[str, Any] | None = None
     ) -> Future[Any]:
         """The answer to a request: 8 bytes of a number, a byte that is 1 for an async call, and the pickled rest."""
         answer: Future[Any] = Future()
@@ -215,53 +224,61 @@ class _Worker:
             number = next(self._numbers)
             body = _dumps((operation, given), "What the rollout process is asked")
             answer.set_running_or_notify_cancel()
-            self._waiting[number] = answer, recorders or {}
+            self._waiting[number] = answer, functions or {}
             with contextlib.suppress(OSError):  # the thread that reads says why
                 self._connection.send_bytes(number.to_bytes(8) + bytes([is_async]) + body)
         return answer
 
     def call(
-        self, key: int, method: str | None, given: Any, timeout: float | None = None, is_async: bool = False
+        self,
+        key: int,
+        method: str | None,
+        given: Any,
+        timeout: float | None = None,
+        is_async: bool = False,
+        asked: Sequence[str] = (),
     ) -> Future[Any]:
         """What the kept object, or its `method`, returns; after `timeout` and `GRACE`, the process is ended."""
         args, kwargs = given
-        recorders = {name: kwargs[name] for name in RECORDERS if name in kwargs}
-        sent = {name: value for name, value in kwargs.items() if name not in recorders}
-        request = (key, method, args, sent, list(recorders), timeout)
-        answer = self.ask("call", *request, is_async=is_async, recorders=recorders)
+        functions = {name: kwargs[name] for name in asked if name in kwargs}
+        sent = {name: value for name, value in kwargs.items() if name not in functions}
+        kinds = {name: background.is_async(function) for name, function in functions.items()}
+        answer = self.ask("call", key, method, args, sent, kinds, timeout, is_async=is_async, functions=functions)
         if timeout is not None:
-            late = TimeoutError(background.too_long(timeout))
-            timer = threading.Timer(timeout + GRACE, lambda: self.end("a call in it could not be interrupted", late))
+            late = {answer: TimeoutError(background.too_long(timeout))}
+            timer = threading.Timer(timeout + GRACE, self.end, ("a call in it could not be interrupted", late))
             timer.daemon = True
             timer.start()
             answer.add_done_callback(lambda _: timer.cancel())
         return answer
 
-    def end(self, why: str, error: Exception | None = None) -> None:
+    def end(self, why: str, errors: Mapping[Future[Any], Exception] | None = None) -> None:
         with self._lock:
             self.ended = self.ended or why
             waiting, self._waiting = self._waiting, {}
         self._process.kill()
         self._process.wait()
         for answer, _ in waiting.values():
-            answer.set_exception(error or ChildProcessError(self._gone()))
+            answer.set_exception((errors or {}).get(answer) or ChildProcessError(self._gone()))
 
     def _gone(self) -> str:
         return (
-            f"The process of reward functions, tools and environments is gone: {self.ended}. Environments that were in "
-            "it are lost."
+            f"The process of reward functions, tools, environments and agents is gone: {self.ended}. Environments that "
+            "were in it are lost."
         )
 
     def _read(self) -> None:
         try:
             while True:
                 reply = self._connection.recv_bytes()
+                number, asks = int.from_bytes(reply[:8]), reply[8]
+                if asks:
+                    self._asked(number, reply[9:])
+                    continue
                 with self._lock:
-                    answer, recorders = self._waiting.pop(int.from_bytes(reply[:8]), (Future(), {}))
+                    answer, _ = self._waiting.pop(number, (Future(), {}))
                 try:
-                    succeeded, value, recorded = pickle.loads(reply[8:])
-                    for name, args, kwargs in recorded:
-                        recorders[name](*args, **kwargs)
+                    succeeded, value = pickle.loads(reply[9:])
                 except Exception as error:
                     answer.set_exception(error)
                     continue
@@ -274,6 +291,29 @@ class _Worker:
             code = self._process.wait()
             self.end(f"it ended with exit code {code}{' (killed by a signal)' if code < 0 else ''}")
 
+    def _asked(self, call: int, question: bytes) -> None:
+        """Call a function of that call for the process, and send what it returns. `question`: 8 bytes of a number, and
+        pickled its name and arguments."""
+        answer: Future[Any] = Future()
+        try:
+            name, args, kwargs = pickle.loads(question[8:])
+            with self._lock:
+                function = self._waiting[call][1][name]
+            value = function(*args, **kwargs)
+            if inspect.iscoroutine(value):
+                answer = asyncio.run_coroutine_threadsafe(value, background.event_loop())
+            else:
+                answer.set_result(value)
+        except Exception as error:
+            answer.set_exception(error)
+        answer.add_done_callback(functools.partial(self._tell, int.from_bytes(question[:8])))
+
+    def _tell(self, question: int, answer: Future[Any]) -> None:
+        error = RuntimeError("no one waits for it any more") if answer.cancelled() else answer.exception()
+        value = answer.result() if error is None else _sendable(error)[0]
+        with contextlib.suppress(ChildProcessError):  # no one waits for it any more
+            self.ask("answer", question, error is None, value, is_async=True)
+
 
 class _Pickler(pickle.Pickler):
     """Sends functions and classes that no import finds there, those of a script among them, as their code."""
@@ -285,7 +325,17 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         import dill
 
-        return dill.loads, (dill.dumps(value, recurse=True),)
+        file = io.BytesIO()
+        pickler = dill.Pickler(file, recurse=True)
+        pickler.reducer_override = _by_name
+        pickler.dump(value)
+        return dill.loads, (file.getvalue(),)
+
+
+def _by_name(value: Any) -> Any:
+    """Reduces a module to its name; dill sends all that a module of the user holds."""
+    is_imported = isinstance(value, types.ModuleType) and value.__name__ != "__main__"
+    return (importlib.import_module, (value.__name__,)) if is_imported else NotImplemented
 
 
 def _dumps(value: Any, what: str) -> bytes:
@@ -303,6 +353,8 @@ def _dumps(value: Any, what: str) -> bytes:
 # ------------------------------------------------------------------------------------------------- in the process
 
 _objects: dict[int, Any] = {}
+_questions: dict[int, Future[Any]] = {}
+"""What functions of the trainer are asked, by numbers."""
 
 
 def _kept(key: int) -> Any:
@@ -311,21 +363,28 @@ def _kept(key: int) -> Any:
 
 def serve(file: int) -> None:
     """Answer the requests of the trainer that began this process, until it closes the connection."""
-    connection, one_at_a_time = Connection(file), threading.Lock()
+    connection, numbers = Connection(file), itertools.count()
     waiting: SimpleQueue[bytes] = SimpleQueue()
+    said: SimpleQueue[bytes] = SimpleQueue()  # a thread sends it, which no time limit interrupts
+
+    def ask(call: bytes, *question: Any) -> Future[Any]:
+        body, number, answer = _dumps(question, "What the trainer is asked"), next(numbers), Future[Any]()
+        answer.set_running_or_notify_cancel()  # its answer comes also where a time limit has ended the wait
+        _questions[number] = answer
+        said.put(call + b"\1" + number.to_bytes(8) + body)
+        return answer
 
     def answer(message: bytes) -> None:
-        recorded: list[Any] = []
         try:
             operation, given = pickle.loads(message[9:])
             if operation == "call":
-                reply = _dumps((True, _call(recorded, *given), recorded), "A result")
+                value = _call(functools.partial(ask, message[:8]), *given)
             else:
-                reply = _dumps((True, _OPERATIONS[operation](*given), []), "A result")
+                value = _OPERATIONS[operation](*given)
+            reply = _dumps((True, value), "A result")
         except BaseException as error:
-            reply = _dumps((False, _sendable(error), []), "An error")
-        with one_at_a_time:
-            connection.send_bytes(message[:8] + reply)
+            reply = _dumps((False, _sendable(error)), "An error")
+        said.put(message[:8] + b"\0" + reply)
 
     def read() -> None:
         while True:
@@ -338,18 +397,37 @@ def serve(file: int) -> None:
             else:
                 waiting.put(message)
 
-    threading.Thread(target=read, name="posttrain-requests", daemon=True).start()
+    def write() -> None:
+        while True:
+            connection.send_bytes(said.get())
+
+    for work in (read, write):
+        threading.Thread(target=work, name=f"posttrain-{work.__name__}", daemon=True).start()
     while True:
         answer(waiting.get())
 
 
 def _call(
-    recorded: list[Any], key: int, method: str | None, args: Any, kwargs: Any, recorders: list[str], timeout: Any
+    ask: Callable[..., Future[Any]],
+    key: int,
+    method: str | None,
+    args: Any,
+    kwargs: Any,
+    asked: dict[str, bool],
+    timeout: float | None,
 ) -> Any:
     function = _objects[key] if method is None else getattr(_objects[key], method)
-    for name in recorders:
-        kwargs[name] = lambda *args, _name=name, **kwargs: recorded.append((_name, args, kwargs))
-    return background.call(functools.partial(function, *args, **kwargs), timeout)
+    functions = {name: _asking(functools.partial(ask, name), is_async) for name, is_async in asked.items()}
+    return background.call(functools.partial(function, *args, **kwargs, **functions), timeout)
+
+
+def _asking(ask: Callable[..., Future[Any]], is_async: bool) -> Callable[..., Any]:
+    """A function that has the trainer call one of its own."""
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(ask(args, kwargs))
+
+    return awaited if is_async else lambda *args, **kwargs: ask(args, kwargs).result()
 
 
 def _sendable(error: BaseException) -> tuple[BaseException, str]:
@@ -374,6 +452,11 @@ def _keep(key: int, value: bytes) -> None:
     _objects[key] = pickle.loads(value)
 
 
+def _answer(question: int, succeeded: bool, value: Any) -> None:
+    answer = _questions.pop(question)
+    answer.set_result(value) if succeeded else answer.set_exception(value)
+
+
 def _make(factory: int, key: int, wants_class: bool) -> type | None:
     _objects[key] = _objects[factory]()
     return type(_objects[key]) if wants_class else None
@@ -381,6 +464,7 @@ def _make(factory: int, key: int, wants_class: bool) -> type | None:
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "begin": _begin,
+    "answer": _answer,
     "keep": _keep,
     "make": _make,
     "read": lambda key, name: getattr(_objects[key], name),
