@@ -1,6 +1,8 @@
 """Adapters on a base of 4 or 8 bits, on the CPU build of bitsandbytes: loaded as asked, trained, resumed to the bit."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,67 @@ def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_pat
     assert losses(resumed) == losses(straight) and losses(straight)[-1] < losses(straight)[0]
     expected = dict(straight.model.named_parameters())
     assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters() if p.requires_grad)
+
+
+def rounded_to(bits):
+    """Of torchao: weights of 4 or 8 bits, or of 4 beside activations of 8."""
+    from torchao import quantization
+
+    group = quantization.PerGroup(32)
+    if bits == "8 and 4":
+        options = {"weight_dtype": torch.int4, "weight_granularity": group}
+        return quantization.Int8DynamicActivationIntxWeightConfig(**options)
+    return quantization.IntxWeightOnlyConfig(torch.int4 if bits == "4" else torch.int8, granularity=group)
+
+
+@pytest.mark.parametrize("bits", ["4", "8", "8 and 4"])
+def test_what_torchao_rounds_in_training_is_what_it_exports_to_the_bit(bits, base, tmp_path):
+    pytest.importorskip("torchao")
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+    from transformers import TorchAoConfig
+
+    from posttrain.lm.loss.lm_head import supports_loss_in_head
+
+    def run():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        prepared = QATConfig(rounded_to(bits), step="prepare")
+        quantize_(model, prepared, filter_fn=lambda part, path: type(part) is torch.nn.Linear and path != "lm_head")
+        args = SFTConfig(
+            str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to="none", logging_steps=1,
+            learning_rate=1e-2, check_saved_model=False,
+        )  # fmt: skip
+        return SFTTrainer(model, args, train_dataset=ROWS, processing_class=tiny.tokenizer())
+
+    straight, resumed = run(), run()
+    assert supports_loss_in_head(straight.model) is None
+    straight.train()
+    straight.save_model()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert losses(resumed) == losses(straight) and losses(straight)[-1] < losses(straight)[0]
+
+    def logits(model):
+        with torch.no_grad():
+            return model.eval()(input_ids=torch.arange(4, 20)[None]).logits
+
+    expected, as_saved = logits(straight.model), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (logits(as_saved) - expected).abs().max() > 1e-3
+    config = TorchAoConfig(rounded_to(bits))
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    rounded.save_pretrained(tmp_path / "rounded")
+    for model in (rounded, AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")):
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+
+
+def test_the_page_on_torchaos_rounding_in_training_runs(base, tmp_path, monkeypatch):
+    pytest.importorskip("torchao")
+    page = Path(__file__).resolve().parents[2] / "docs" / "adapters.md"
+    [code] = re.findall(r"```python3\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace('"Qwen/Qwen3-0.6B"', repr(base)), {"__name__": "__main__"})
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out-4bit")
+    assert "Intx" in type(found.model.layers[0].mlp.up_proj.weight).__name__
 
 
 def test_other_methods_reach_transformers_as_they_are(base, monkeypatch):
