@@ -336,8 +336,8 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
     max_tool_calling_iterations: int | None = opt(None, "Maximum turns with tool calls; None: no limit.", min=0)
     rollout_process: bool = opt(
         False,
-        "Run reward functions, tools, environments and agents that are async functions in a process of their own, "
-        "whose Python holds up neither training nor sampling.",
+        "Run reward functions, tools, environments and agents in a process of their own, whose Python holds up neither "
+        "training nor sampling.",
     )
 
     @property
