@@ -74,6 +74,12 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_saved_model_of_every_trainer_computes_what_the_trained_one_does(name, tmp_path):
+    """A reward model gives one number for the text of the comparison."""
+    TRAINERS[name](tmp_path, check_saved_model=True).save_model()
+
+
 @pytest.mark.rotated
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["causal-lm", "sft-lora"])

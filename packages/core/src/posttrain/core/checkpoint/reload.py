@@ -137,4 +137,4 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return float(((trained - read).abs() / (trained.std() + trained.abs()).clamp(min=1e-12)).max())
+    return float(((trained - read).abs() / (trained.std(correction=0) + trained.abs()).clamp(min=1e-12)).max())

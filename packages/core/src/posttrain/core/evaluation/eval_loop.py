@@ -26,6 +26,9 @@ from posttrain.core.state import EvalPrediction
 
 logger = logging.getLogger(__name__)
 
+NO_PREDICTIONS = ["cache", "past_key_values", "image_outputs", "video_outputs", "audio_outputs"]
+"""Outputs of models that are no predictions, where no config names them: by transformers 5.24, and one of before."""
+
 
 @dataclass
 class EvaluationArguments:
@@ -103,7 +106,7 @@ def predict_batch(
         can_return_loss: the model computes a loss without labels, unless the batch sets ``return_loss``.
     """
     if ignore_keys is None:
-        ignore_keys = getattr(config_of(model), "keys_to_ignore_at_inference", ["cache", "past_key_values"])
+        ignore_keys = getattr(config_of(model), "keys_to_ignore_at_inference", NO_PREDICTIONS)
     has_labels = labels_are_there(model, inputs, label_names)
     asked = inputs.get("return_loss")
     with_loss = has_labels or (not label_names and bool(can_return_loss if asked is None else asked))
