@@ -68,6 +68,8 @@ def _in_this_model_alone(model: nn.Module) -> Iterator[None]:
         vars(file).update({key: before[name][key] for key in changed})
         for module in model.modules():
             function: Any = getattr(module.forward, "__func__", None)
+            if getattr(function, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+                function = function.__wrapped__  # what only renames an argument
             code = getattr(function, "__code__", None)
             if code is not None and function.__globals__ is vars(file) and set(changed) & set(code.co_names):
                 own = types.FunctionType(code, names, code.co_name, function.__defaults__, function.__closure__)
