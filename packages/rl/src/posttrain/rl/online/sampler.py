@@ -483,15 +483,10 @@ def encode(
 
 def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
     """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
-    samples = [
-        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
-        for sample in samples
-    ]
-    if version is None:
-        return [replace(sample, versions=None) for sample in samples]
-    return [
-        sample
-        if sample.versions is not None and len(sample.versions) == len(sample.ids)
-        else replace(sample, versions=[version] * len(sample.ids))
-        for sample in samples
-    ]
+    found = []
+    for sample in samples:
+        others, versions = tuple(with_versions([*sample.others], version)), sample.versions
+        if version is None or versions is None or len(versions) != len(sample.ids):
+            versions = None if version is None else [version] * len(sample.ids)
+        found.append(replace(sample, others=others, versions=versions))
+    return found
