@@ -22,7 +22,7 @@ class Workers:
 
     def __init__(self, number, size=1):
         self.url, self.paths, self.version = f"http://127.0.0.1:{8000 + number}", [], "default"
-        self.refuses, self.knows_versions, self.received = False, True, [{} for _ in range(size)]
+        self.refuses, self.received = False, [{} for _ in range(size)]
         self.start()
 
     def start(self):
@@ -38,8 +38,6 @@ class Workers:
         if path == "/get_world_size":
             return {"world_size": len(self.workers)}
         if path == "/weight_info":
-            if not self.knows_versions:
-                raise Refused("Not Found", 404)
             return {"weight_version": self.version}
         if path == "/init_weight_transfer_engine":
             self.on_each(lambda worker: worker.init_transfer_engine(InitInfo(**body["init_info"])))
@@ -112,16 +110,6 @@ def test_a_server_that_was_started_anew_is_connected_anew():
     sender.send(Weights(changed(model)), [server], "two")
     assert server.paths.count("/init_weight_transfer_engine") == 2
     assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight)
-
-
-def test_a_server_that_does_not_say_which_weights_it_has_is_connected_once():
-    server, sender, model = Workers(0), transfer.Gloo(0, 20), tiny.causal_lm()
-    server.knows_versions = False
-    for version in ("one", "two"):
-        sender.send(Weights(changed(model)), [server], version)
-        assert torch.equal(server.received[0]["lm_head.weight"], model.lm_head.weight)
-    assert server.paths.count("/init_weight_transfer_engine") == 1
-    assert transfer.version_of(server) is None
 
 
 def test_a_server_that_refuses_weights_says_why_at_once_and_can_be_sent_them_later():

@@ -57,16 +57,6 @@ def layout_of(segments: Segments) -> Layout:
     return Layout(segments, tuple(range(len(segments.lengths))), segments.starts)
 
 
-def in_one_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tensors` in the type of autocast, or else in the widest of their own."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    return tuple(tensor.to(dtype) for tensor in tensors)
-
-
 def piece_by_piece(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -29,7 +29,7 @@ from posttrain.core.data.host_copies import on_host, send
 from posttrain.core.distributed.collectives import WHOLE_ROWS, whole_rows
 from posttrain.core.models.wrapping import base_model, body_of
 from posttrain.lm.attention import varlen_attention
-from posttrain.lm.attention.attention_blocks import Blocks, Layout, in_one_type, piece_by_piece
+from posttrain.lm.attention.attention_blocks import Blocks, Layout, piece_by_piece
 from posttrain.lm.attention.segments import Segments
 
 # ----------------------------------------------------------------------------------------------------- slicing a model
@@ -236,7 +236,7 @@ class RowSlice:
         """Softmax attention of the slice's queries to the keys of whole rows; arguments and result as of
         `varlen_attention.segment_attention`."""
         device = query.device.type
-        query, key, value = in_one_type(query, key, value)
+        query, key, value = varlen_attention.in_one_type(query, key, value)
         with torch.autocast(device, enabled=False):
             both = torch.cat([key, value], -1)[0].transpose(0, 1)  # one message for both
             both = _Gather.apply(both, self.group).transpose(0, 1)[None]

@@ -27,7 +27,7 @@ from torch import nn
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
 from posttrain.lm.attention import document_positions
-from posttrain.lm.attention.attention_blocks import Blocks, in_one_type, layout_of, piece_by_piece
+from posttrain.lm.attention.attention_blocks import Blocks, layout_of, piece_by_piece
 from posttrain.lm.attention.block_mask import block_mask
 from posttrain.lm.attention.document_kernels import bounds_of, document_kernel
 from posttrain.lm.attention.segments import Segments
@@ -319,6 +319,16 @@ def layer_window(module: nn.Module, window: int | None) -> int | None:
 
 
 # ------------------------------------------------------------------------------------------------------ the computation
+
+
+def in_one_type(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tensors` in the type of autocast, or else in the widest of their own."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def segment_attention(

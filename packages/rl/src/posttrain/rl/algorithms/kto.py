@@ -232,13 +232,6 @@ class KTOTrainer(PreferenceTrainer):
     def reference_columns(self) -> tuple[str, ...]:
         return ("ref_logps", "ref_kl_logps") if self.needs_kl else ("ref_logps",)
 
-    def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """(B,) log-probability of each completion under the reference; (2B,) with the others', if `inputs` has them."""
-        if "ref_logps" in inputs:
-            return inputs["ref_logps"]
-        own, others = self.compute_ref_log_probs(self.model, inputs)
-        return own if others is None else torch.cat([own, others])
-
     def compute_ref_log_probs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -91,7 +91,9 @@ class DecoderStep:
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        of_heads = None
+        window, of_heads = getattr(attention, "sliding_window", None), None
+        if not hasattr(attention, "sliding_window") and not getattr(attention.config, "layer_types", None):
+            window = getattr(attention.config, "sliding_window", None)  # layers of these kinds pass on their config's
         if getattr(attention, "q_norm", None) is not None:
             weights = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.groups)
             of_heads = torch.cat([weight.expand(count, -1) for weight, count in weights])
@@ -108,7 +110,7 @@ class DecoderStep:
             before_mlp,
             of_heads,
             attention.scaling,
-            layer_window(attention, _window(attention)),
+            layer_window(attention, window),
         )
 
     def _joined(self, *linears: Any, norm: torch.Tensor | None = None) -> _Projection:
@@ -165,14 +167,6 @@ class DecoderStep:
         if weight is not None:  # the product rounds to the type of x first, as the modules have it
             found = found.to(x.dtype).mul(weight)
         return found.to(self.dtype)
-
-
-def _window(attention: nn.Module) -> int | None:
-    """The sliding window that a layer passes to its attention function: its own, or for some kinds its config's."""
-    config = attention.config
-    if hasattr(attention, "sliding_window") or getattr(config, "layer_types", None):
-        return getattr(attention, "sliding_window", None)
-    return getattr(config, "sliding_window", None)
 
 
 def _is_known(model: nn.Module, base: PretrainedModel) -> bool:

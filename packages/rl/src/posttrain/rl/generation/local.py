@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,10 +27,12 @@ from posttrain.lm.loss.lm_head import packed_head
 from posttrain.rl.generation.decoder_step import DecoderStep
 from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsNothingOn, decoding_attention
 from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_logits, read_prompts
-from posttrain.rl.generation.protocol import MAX_ROWS, Completions, PromptImages, Sampling
-from posttrain.rl.generation.routes import Routes
+from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
 from posttrain.rl.generation.sampling import evaluating, rope_limit
 from posttrain.rl.generation.transformers import TransformersGenerator
+
+if TYPE_CHECKING:
+    from posttrain.rl.samples.images import RolloutImages
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class LocalGenerator:
         n: int,
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
-        images: PromptImages | None = None,
+        images: RolloutImages | None = None,
     ) -> Completions:
         """See `Generator.generate`.
 
@@ -116,6 +118,36 @@ class LocalGenerator:
             steps = LocalSteps(model, self.tokenizer, _step_of(model), self.max_rows, self.max_tokens or sys.maxsize)
             steps.texts = {} if keeps_texts else None
             yield steps
+
+
+class Routes:
+    """The experts of a mixture with which prompts and completions were read, taken down by `recorder`."""
+
+    def __init__(self, recorder: Recorder, prompts: Sequence[Sequence[int]], n: int, longest: int) -> None:
+        self.recorder, self.n = recorder, n
+        self.prompts: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
+        self.longest = longest
+        self.tokens: torch.Tensor | None = None
+
+    def of_prompts(self, numbers: list[int], lengths: list[int]) -> None:
+        """Take down those of the prompts that were read together, one after the other."""
+        for number, routes in zip(numbers, self.recorder.take().split(lengths), strict=True):
+            self.prompts[number] = routes
+
+    def of_tokens(self, rows: torch.Tensor, steps: torch.Tensor) -> None:
+        """Take down those of one token of each of these completions."""
+        found = self.recorder.take()
+        if self.tokens is None:
+            self.tokens = found.new_empty(len(self.prompts) * self.n, self.longest, *found.shape[1:])
+        self.tokens[rows, steps] = found
+
+    def of(self, lengths: list[int]) -> list[torch.Tensor]:
+        """Those of each completion of so many tokens behind its prompt, on the CPU."""
+        prompts = [routes.cpu() for routes in self.prompts]
+        if self.tokens is None:  # no completion has more than one token, which is not read
+            return [prompts[row // self.n] for row in range(len(lengths))]
+        tokens = self.tokens.cpu()
+        return [torch.cat([prompts[row // self.n], tokens[row, : n - 1]]) for row, n in enumerate(lengths)]
 
 
 # ----------------------------------------------------------------------------------------------- whether it can be done

@@ -22,7 +22,7 @@ from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
 from posttrain.rl.generation.group_cache import Decoding, Known
-from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
+from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import (
     check_logps,
     ends_with_stop,
@@ -37,7 +37,8 @@ from posttrain.rl.generation.step_graph import StepGraph
 if TYPE_CHECKING:
     from posttrain.rl.generation.block import Block, Text
     from posttrain.rl.generation.decoder_step import DecoderStep
-    from posttrain.rl.generation.routes import Routes
+    from posttrain.rl.generation.local import Routes
+    from posttrain.rl.samples.images import RolloutImages
 
 MAX_TOKENS_READ = 16_384
 """Tokens of prompts that are read in one forward, unless one prompt is longer."""
@@ -91,7 +92,7 @@ class LocalSteps:
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
         most: Sequence[int] | None = None,
-        images: PromptImages | None = None,
+        images: RolloutImages | None = None,
     ) -> Call:
         """Begin `n` completions of each prompt.
 
@@ -112,7 +113,7 @@ class LocalSteps:
         """Write one more token of each completion; those that have ended, by their calls."""
         for call in self._calls:
             while call.waiting and (most := self._most(call)):
-                self._read(call, _next_batch(call.prompts, call.waiting, most))
+                self._read(call, most)
         if going := [call for call in self._calls if call.rows]:
             self._go_on(going)
         ended = [(call, call.ended) for call in self._calls if call.ended]
@@ -132,8 +133,14 @@ class LocalSteps:
             return 0
         return max(min(rows // call.n, tokens // each), 1)
 
-    def _read(self, call: Call, numbers: list[int]) -> None:
-        """Read the prompts of these numbers, and write the first token of each of their completions."""
+    def _read(self, call: Call, most: int) -> None:
+        """Read up to `most` of the prompts that wait, and write the first token of each of their completions."""
+        numbers = [call.waiting.pop()]
+        longest = len(call.prompts[numbers[0]])
+        while call.waiting and len(numbers) < most and (len(numbers) + 1) * longest <= MAX_TOKENS_READ:
+            if longest > PADDING * len(call.prompts[call.waiting[-1]]):
+                break
+            numbers.append(call.waiting.pop())
         lengths = [len(call.prompts[number]) for number in numbers]
         known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
@@ -200,7 +207,7 @@ class Call:
         sampling: Sampling,
         seeds: Sequence[int],
         most: Sequence[int] | None = None,
-        images: PromptImages | None = None,
+        images: RolloutImages | None = None,
     ) -> None:
         self.texts, self.tokenizer, self.is_exact = steps.texts, steps.tokenizer, steps.is_exact
         self.prompts, self.n, self.sampling = prompts, n, sampling
@@ -389,17 +396,6 @@ def next_logits(
             return step(tokens, positions, attend)
     ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
     return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
-
-
-def _next_batch(prompts: Sequence[Sequence[int]], waiting: list[int], most: int) -> list[int]:
-    """Take from the end of `waiting` up to `most` numbers of prompts that are read together."""
-    batch = [waiting.pop()]
-    longest = len(prompts[batch[0]])
-    while waiting and len(batch) < most and (len(batch) + 1) * longest <= MAX_TOKENS_READ:
-        if longest > PADDING * len(prompts[waiting[-1]]):
-            break
-        batch.append(waiting.pop())
-    return batch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.core.distributed.sharding import is_in_pieces, whole
 from posttrain.core.models import wrapping
 from posttrain.rl.generation.server import Server
-from posttrain.rl.generation.transfer import everywhere, set_version, version_of
+from posttrain.rl.generation.transfer import everywhere, version_of
 from posttrain.rl.generation.weights import OneByOne, Weights
 
 NAME = "posttrain-policy"
@@ -106,7 +106,7 @@ class AdapterFolder:
 
         assert isinstance(weights, AdapterWeights)
         for server in servers:
-            if (found := version_of(server) or "").startswith("posttrain-weights"):
+            if (found := version_of(server)).startswith("posttrain-weights"):
                 raise ValueError(
                     f"The vLLM server at {server.url} has whole weights of another run ({found}), not the model below "
                     "the adapter. Start it anew."
@@ -116,13 +116,6 @@ class AdapterFolder:
         config = copy.copy(weights.config)
         config.inference_mode = True
         config.save_pretrained(str(self.path))
-        everywhere(
-            servers,
-            "/v1/load_lora_adapter",
-            {
-                "lora_name": NAME,
-                "lora_path": str(self.path),
-                "load_inplace": True,
-            },
-        )
-        set_version(servers, version)
+        where = {"lora_name": NAME, "lora_path": str(self.path), "load_inplace": True}
+        everywhere(servers, "/v1/load_lora_adapter", where)
+        everywhere(servers, "/update_weight_version", {"new_version": version})

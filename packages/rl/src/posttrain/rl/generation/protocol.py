@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from posttrain.lm.images.image_positions import SeenPrompt
 from posttrain.lm.images.images import Video
 
 MAX_ROWS = 256
@@ -120,25 +119,6 @@ def _png(image: Any) -> bytes:
 
 Prompt = Sequence[int] | Pictured
 """A prompt as an engine takes it: token ids, or more where it shows images."""
-
-
-class PromptImages(Protocol):
-    """The images of prompts, for engines that generate with the model itself.
-
-    Attributes:
-        prompts: of each prompt, the number of what it shows.
-    """
-
-    @property
-    def prompts(self) -> Sequence[int]: ...
-
-    def prompt(self, number: int, ids: Sequence[int]) -> SeenPrompt:
-        """What is shown under that number, behind the tokens `ids`."""
-        ...
-
-    def inputs(self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
-        """What a model reads besides (B, T) `ids` with their attention `mask`: the prompts `rows`."""
-        ...
 
 
 class Generator(Protocol):

@@ -21,10 +21,9 @@ import torch
 
 from posttrain.core.errors import require
 from posttrain.rl.generation.gloo import GlooGroup, own_address, serve
-from posttrain.rl.generation.server import Refused, Server
+from posttrain.rl.generation.server import Server
 from posttrain.rl.generation.weights import Weights
 
-NOT_FOUND = 404
 SHARD_BYTES = 2**29
 """Weights in a file of `Folder` at most, unless one alone is larger: so much is held at a time."""
 
@@ -128,8 +127,7 @@ class Gloo:
     def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
         """See `Transport.send`. A server that was started anew is connected anew."""
         for server in servers:
-            found = version_of(server)
-            if server.url not in self._groups or found not in (None, self._versions.get(server.url)):
+            if server.url not in self._groups or version_of(server) != self._versions.get(server.url):
                 self._connect(server)
         groups = [self._groups.pop(server.url) for server in servers]  # a failure leaves none to be used again
         everywhere(servers, "/start_weight_update", {})
@@ -169,7 +167,7 @@ class Folder:
         write_shards(weights, self.path)
         where = {"method": "reload_weights", "kwargs": {"weights_path": str(self.path)}}
         everywhere(servers, "/collective_rpc", where)
-        set_version(servers, version)
+        everywhere(servers, "/update_weight_version", {"new_version": version})
 
 
 class Given:
@@ -247,22 +245,9 @@ def world_size(server: Server) -> int:
     return int(server.call("/get_world_size")["world_size"])
 
 
-def version_of(server: Server) -> str | None:
-    """Which weights `server` has: what the last sender called them, or ``default`` since it was started; None where
-    it does not say, as before vLLM 0.32."""
-    try:
-        return str(server.call("/weight_info")["weight_version"])
-    except Refused as error:
-        if error.code == NOT_FOUND:
-            return None
-        raise
-
-
-def set_version(servers: Sequence[Server], version: str) -> None:
-    """Have `servers` call their weights so, where they know of versions."""
-    for server in servers:
-        if version_of(server) is not None:
-            server.call("/update_weight_version", {"new_version": version}, True)
+def version_of(server: Server) -> str:
+    """Which weights `server` has: what the last sender called them, or ``default`` since it was started."""
+    return str(server.call("/weight_info")["weight_version"])
 
 
 def address_towards(url: str) -> str:

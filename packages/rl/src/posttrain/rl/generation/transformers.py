@@ -14,7 +14,7 @@ from torch import nn
 
 from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
 from posttrain.lm.images.image_features import features_once
-from posttrain.rl.generation.protocol import Completions, PromptImages, Sampling
+from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import (
     check_logps,
     cut,
@@ -29,6 +29,8 @@ from posttrain.rl.generation.sampling import (
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+    from posttrain.rl.samples.images import RolloutImages
 
 
 CHANGE_NO_LOGITS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
@@ -64,7 +66,7 @@ class TransformersGenerator:
         n: int,
         sampling: Sampling,
         seeds: Sequence[int] | None = None,
-        images: PromptImages | None = None,
+        images: RolloutImages | None = None,
     ) -> Completions:
         """See `Generator.generate`.
 
@@ -98,7 +100,7 @@ class TransformersGenerator:
         n: int,
         sampling: Sampling,
         seeds: Sequence[int],
-        images: PromptImages | None = None,
+        images: RolloutImages | None = None,
     ) -> list[tuple[list[int], list[float] | None, bool]]:
         """Those of the `n` completions of each prompt with the numbers `rows`: ids, log-probabilities, finished."""
         device = next(model.parameters()).device

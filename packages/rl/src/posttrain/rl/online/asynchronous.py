@@ -166,7 +166,9 @@ class Background:
     def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[Any]:
         """Take the prompts of `epoch` from `loader`, which may be read already, or from `batches`. Returns them."""
         if self._of_main is None:
-            self._log_apart(self.rollouts.owner)
+            owner: Any = self.rollouts.owner
+            self._of_main = owner.metrics, owner.clock
+            owner.metrics, owner.clock = PerThread("metrics", owner.metrics), PerThread("clock", owner.clock)
         if self._ahead is not None and epoch == self._epoch + 1:
             batches = self._ahead
         self._batches = iter(loader) if batches is None else batches
@@ -222,13 +224,10 @@ class Background:
         if self._of_main is not None:
             self.rollouts.owner.metrics, self.rollouts.owner.clock = self._of_main
 
-    def _log_apart(self, owner: Any) -> None:
-        self._of_main = owner.metrics, owner.clock
-        owner.metrics, owner.clock = PerThread("metrics", owner.metrics), PerThread("clock", owner.clock)
-
     def _drop(self, job: Job, why: str) -> None:
         self.jobs.remove(job)
-        self.source.dropped(job.number, why)
+        if self.source.ledger is not None:
+            self.source.ledger.dropped(job.number, why)
         job.sampled.cancel()
         job.scored.cancel()
 
@@ -254,7 +253,7 @@ class Background:
 
         def sample() -> list[Sample]:
             with job.logging():
-                return self.source.sample_ahead(job.rows, job.number)
+                return self.rollouts.complete(self.source.begin(job.rows, job.number))
 
         def score() -> Scored:
             samples = sampled.result()

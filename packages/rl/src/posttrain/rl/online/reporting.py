@@ -242,7 +242,7 @@ class Reporter:
 
     def __init__(self, args: RolloutConfig, dist: Distributed, images: ImagePrompts | None) -> None:
         self.args, self.dist, self.images = args, dist, images
-        self._evaluated: list[dict[str, Any]] = []
+        self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on
 
     def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Show the samples of a rollout."""
@@ -254,19 +254,15 @@ class Reporter:
             made = stored(samples[: self.args.log_trajectories], scores, advantages, step, tokenizer)
             trajectories.append(made, trajectories.path_of(self.args.output_dir, self.dist.rank))
 
-    def begin_evaluation(self) -> None:
-        """Drop what was collected by `collect`."""
-        self._evaluated = []
-
     def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Keep the samples of a batch until the evaluation ends."""
         if self.args.log_completions:
-            self._evaluated += self._rows(samples, scores, advantages, step)
+            self.evaluated += self._rows(samples, scores, advantages, step)
 
     def report_evaluation(self, description: str, prefix: str, step: int) -> None:
         """Show what was collected."""
         if self.args.log_completions:
-            self._show(self._evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
+            self._show(self.evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
 
     def _rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
         found = rows(samples, scores, advantages, step)

@@ -34,7 +34,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import ATTEMPTS
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.samples import Sample, room_for
+from posttrain.rl.samples.samples import Sample, complete_in_room
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.local_steps import Call, LocalSteps
@@ -252,7 +252,7 @@ class Sampler:
     def sampling(self, args: RolloutConfig, model: nn.Module, temperature: float) -> Sampling:
         """How tokens are drawn: as `args` say, and ``generation_kwargs``, which replace them."""
         settings, names = args.generation_kwargs or {}, {"max_tokens": "max_new_tokens"}
-        given = {names.get(name, name): settings[name] for name in FOLDED if settings.get(name) is not None}
+        given = {names.get(k, k): value for k, value in settings.items() if k in FOLDED and value is not None}
         given |= {"top_k": max(given["top_k"], 0)} if "top_k" in given else {}  # -1 is vLLM's word for all
         given |= {"temperature": 0.0} if settings.get("do_sample") is False else {}
         stop = settings.get("stop") or settings.get("stop_strings") or ()
@@ -436,28 +436,6 @@ def _alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
     yield from found.items()
 
 
-def complete_in_room(
-    samples: Sequence[Sample],
-    sampling: Sampling,
-    context: int | None,
-    complete: Callable[[list[Sample], Sampling], list[Sample]],
-) -> list[Sample]:
-    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`.
-
-    Args:
-        complete: is called once for all samples with the same room.
-    """
-    by_room: dict[int, list[int]] = {}
-    for place, sample in enumerate(samples):
-        by_room.setdefault(room_for(sample, sampling.max_new_tokens, context), []).append(place)
-    found = list(samples)
-    for limit, places in by_room.items():
-        done = complete([samples[place] for place in places], replace(sampling, max_new_tokens=limit))
-        for place, sample in zip(places, done, strict=True):
-            found[place] = sample
-    return found
-
-
 def encode(
     row: Mapping[str, Any],
     prompt: Any,
@@ -483,15 +461,10 @@ def encode(
 
 def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
     """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
-    samples = [
-        replace(sample, others=tuple(with_versions([*sample.others], version))) if sample.others else sample
-        for sample in samples
-    ]
-    if version is None:
-        return [replace(sample, versions=None) for sample in samples]
-    return [
-        sample
-        if sample.versions is not None and len(sample.versions) == len(sample.ids)
-        else replace(sample, versions=[version] * len(sample.ids))
-        for sample in samples
-    ]
+    found = []
+    for sample in samples:
+        others, versions = tuple(with_versions([*sample.others], version)), sample.versions
+        if version is None or versions is None or len(versions) != len(sample.ids):
+            versions = None if version is None else [version] * len(sample.ids)
+        found.append(replace(sample, others=others, versions=versions))
+    return found

@@ -23,7 +23,7 @@ from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import Background, Turns
+from posttrain.rl.online.asynchronous import Background, Scored, Turns
 from posttrain.rl.online.curriculum import NUMBER, Curriculum
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.rollouts import Rollouts
@@ -33,7 +33,6 @@ from posttrain.rl.samples.samples import Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
-Scored = tuple[list[Sample], Scores]
 One = tuple[Sample, torch.Tensor, torch.Tensor, dict[int, TurnRewards]]
 """A sample, its rewards and which of them failed, (F,) each, and what its turns were given."""
 
@@ -48,6 +47,7 @@ class Source:
         rollout: the one whose micro-batches are being learned from. used: how many of them were.
         num_rollouts: that were begun. num_tokens: that the policy has read and written.
         background: what samples while the policy is trained; None in synchronous training.
+        ledger: of the run; None: nothing is noted.
         curriculum: chooses prompts; None: they are sampled as they are read.
         per_rollout: micro-batches that are made of a rollout.
     """
@@ -56,7 +56,7 @@ class Source:
         self.args, self.dist, self.sampler, self.rollouts = args, dist, sampler, rollouts
         self.background: Background | None = None
         self.curriculum: Curriculum | None = None
-        self._ledger: Ledger | None = None
+        self.ledger: Ledger | None = None
         if args.max_staleness:
             sampler.generating = Turns()
         self.forget()
@@ -82,7 +82,7 @@ class Source:
         wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
         engine = getattr(self.sampler.generator, "name", type(self.sampler.generator).__name__)
         writes = wanted and not self.dist.peer_rank
-        self._ledger = Ledger(args.output_dir, self.dist.rank, engine) if writes else None
+        self.ledger = Ledger(args.output_dir, self.dist.rank, engine) if writes else None
         environments.overlaps = self.background is not None
         try:
             yield
@@ -96,8 +96,8 @@ class Source:
     def begin_epoch(self, step: int) -> None:
         """An epoch begins at the optimizer step `step`: the rest of one that ended early is skipped."""
         self.forget(keeps_count=step > 0)
-        if self._ledger is not None and step == 0:
-            self._ledger.began(self.args.max_staleness)
+        if self.ledger is not None and step == 0:
+            self.ledger.began(self.args.max_staleness)
 
     def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[list[dict[str, Any]]]:
         """The batches of prompts of `epoch`, from `loader` or from `batches`."""
@@ -203,10 +203,6 @@ class Source:
             for sample, place, row_number in zip(self.rollouts.owner.new_samples(rows), places, numbers, strict=True)
         ]
 
-    def sample_ahead(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
-        """Completed samples of rollout `number`, with the weights that the engine has."""
-        return self.rollouts.complete(self.begin(rows, number))
-
     def begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
         """(the prompts of a new rollout, for which `rows` were read, and its number)."""
         number = self.num_rollouts
@@ -221,13 +217,8 @@ class Source:
 
     def log_used(self, samples: list[Sample], scores: Scores, step: int | None) -> None:
         """Note the first optimizer step that learns from `samples`, in the ledger; None: they are left out."""
-        if self._ledger is not None:
-            self._ledger.used(samples, scores.totals.tolist(), self.sampler.version, step)
-
-    def dropped(self, number: int, why: str) -> None:
-        """Note in the ledger that rollout `number` will not be learned from."""
-        if self._ledger is not None:
-            self._ledger.dropped(number, why)
+        if self.ledger is not None:
+            self.ledger.used(samples, scores.totals.tolist(), self.sampler.version, step)
 
     def state_dict(self, dealt: list[int]) -> dict[str, Any]:
         """The rollout that is being gone through, and the counts.
@@ -245,8 +236,8 @@ class Source:
     def load_state_dict(self, state: dict[str, Any], dealt: list[int], step: int) -> None:
         """The inverse of `state_dict`, from the checkpoint of the optimizer step `step`."""
         self.forget()
-        if self._ledger is not None:
-            self._ledger.resumed(step, self.args.max_staleness)
+        if self.ledger is not None:
+            self.ledger.resumed(step, self.args.max_staleness)
         self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])

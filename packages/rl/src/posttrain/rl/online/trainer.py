@@ -535,7 +535,7 @@ class RolloutTrainer(LanguageModelTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         """Evaluates, then shows the completions if ``log_completions`` is set."""
-        self.reporter.begin_evaluation()
+        self.reporter.evaluated = []
         if not self.is_in_train:
             self.sampler.synced_at = None  # the weights may have changed
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)

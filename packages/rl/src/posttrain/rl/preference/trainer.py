@@ -237,9 +237,9 @@ class PreferenceTrainer(LanguageModelTrainer):
         return chosen, rejected, scores.aux_loss if self.router_aux_loss_coef else None
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """(K,) log-probability of each completion under the reference."""
+        """(K,) log-probability of each completion in `inputs` under the reference."""
         if self.reference_columns[0] in inputs:
-            return torch.cat([inputs[column] for column in self.reference_columns])
+            return torch.cat([inputs[column] for column in self.reference_columns if column in inputs])
         chosen, rejected = self.compute_ref_log_probs(self.model, inputs)
         return chosen if rejected is None else torch.cat([chosen, rejected])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ from posttrain.core.errors import DataError
 from posttrain.lm.attention.router_replay import OWN, ROUTES
 from posttrain.lm.images.image_positions import ImagePositions
 from posttrain.lm.images.vision import Shown
+from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.policy.logprobs import lay_out, lay_out_values
 from posttrain.rl.samples.images import RolloutImages
 
@@ -112,6 +113,28 @@ class Sample:
 def sequences(samples: Sequence[Sample]) -> list[Sample]:
     """The sequences of all trajectories, one after the other."""
     return [one for sample in samples for one in sample.sequences]
+
+
+def complete_in_room(
+    samples: Sequence[Sample],
+    sampling: Sampling,
+    context: int | None,
+    complete: Callable[[list[Sample], Sampling], list[Sample]],
+) -> list[Sample]:
+    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`.
+
+    Args:
+        complete: is called once for all samples with the same room.
+    """
+    by_room: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        by_room.setdefault(room_for(sample, sampling.max_new_tokens, context), []).append(place)
+    found = list(samples)
+    for limit, places in by_room.items():
+        done = complete([samples[place] for place in places], replace(sampling, max_new_tokens=limit))
+        for place, sample in zip(places, done, strict=True):
+            found[place] = sample
+    return found
 
 
 def room_for(sample: Sample, most: int, context: int | None) -> int:
