@@ -23,7 +23,7 @@ CASES = {
     "gpt_oss": FSDP | {"arch": "gpt_oss"},
     "experts": {"arch": "qwen3_moe", "parallelism_config": {"ep_size": 2}},
 }
-if not versions.DIVIDES_MATRICES:
+if not versions.IS_CURRENT:
     del CASES["split"], CASES["experts"]
 OTHERS = {"full_disk": FSDP | {"full_disk": True}, "apart": FSDP | {"apart": True}}
 
