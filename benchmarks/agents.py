@@ -10,7 +10,8 @@ before the slow episodes alone are, nor before all the others are. The model has
 their end, then all tools run to theirs. Tokens trained a second count rollout, forward and backward passes.
 
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
-(`generate`) and through HTTP: what a turn costs beyond that, and the memory of an episode in flight.
+(`generate`), through HTTP, and in the rollout process: what a turn costs beyond that, and the trainer's memory of an
+episode in flight.
 
 `busy reward`: a reward function that computes in Python while the policy is trained (`max_staleness=2`), in a thread
 and in the rollout process: how much longer a training step takes than with a reward function that costs nothing.
@@ -69,10 +70,10 @@ def arguments(folder: str, **others) -> GRPOConfig:
     )  # fmt: skip
 
 
-def trainer(agent, folder: str, policy, engine=None):
+def trainer(agent, folder: str, policy, engine=None, **others):
     words = tokenizer()
     words.chat_template = TEMPLATE
-    args = arguments(folder)
+    args = arguments(folder, **others)
     rows = [{"number": i} for i in range(GROUPS)]
     return GRPOTrainer(policy, None, args, rows, processing_class=words, generator=engine, agent=agent)
 
@@ -265,11 +266,12 @@ def asks(through_http: bool, turns: int):
 def overhead() -> None:
     turns = 8
     with tempfile.TemporaryDirectory() as folder:
-        for through_http in (False, True):
+        for name in ("in Python", "through HTTP", "in the rollout process"):
+            through_http, apart = name == "through HTTP", name == "in the rollout process"
             if through_http and not _has("httpx", "uvicorn"):
                 print("through HTTP: httpx and uvicorn are not installed")
                 continue
-            run = trainer(Agent(asks(through_http, turns)), folder, model(64, 1), Server())
+            run = trainer(Agent(asks(through_http, turns)), folder, model(64, 1), Server(), rollout_process=apart)
             seconds(run, [{"number": 0}] * 8)
             each = (seconds(run, [{"number": i} for i in range(EPISODES)]) - turns * LATENCY) / (EPISODES * turns) * 1e3
             held = []
@@ -278,7 +280,6 @@ def overhead() -> None:
                 seconds(run, [{"number": i} for i in range(number)])
                 held.append(f"{tracemalloc.get_traced_memory()[1] / number / 1024:.0f}")
                 tracemalloc.stop()
-            name = "through HTTP" if through_http else "in Python"
             print(
                 f"overhead {name}: {each:.2f} ms a turn; {held[0]} KiB an episode of {EPISODES // 4}, {held[1]} KiB of "
                 f"{EPISODES}",

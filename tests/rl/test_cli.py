@@ -99,6 +99,21 @@ def test_a_reward_model_is_named_beside_functions(method, tmp_path, monkeypatch)
     assert len(found) == 2 and "rewards/accuracy_reward/mean" in found
 
 
+def test_a_stored_trajectory_of_a_distillation_goes_through_the_loss_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny.causal_lm(initializer_range=0.1).save_pretrained("model")
+    tiny.causal_lm(initializer_range=0.1, seed=1).save_pretrained("teacher")
+    for folder in ("model", "teacher"):
+        tiny.tokenizer().save_pretrained(folder)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n' * 8)
+    words = "--model_name_or_path model --dataset_name prompts.jsonl --teacher_model_name_or_path teacher --max_steps 1"
+    end = "--max_completion_length 5 --log_trajectories 1 --use_cpu --output_dir out --report_to none --disable_tqdm"
+    assert main(["distillation", *words.split(), *end.split()]) == 0
+    capsys.readouterr()
+    assert main(["rerun", "out", "--trajectory", "0/0"]) == 0
+    assert float(capsys.readouterr().out.split()[-1]) > 0
+
+
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_a_stored_trajectory_goes_through_the_loss_again(method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -8,12 +8,14 @@ A run is a trainer, a server that writes completions, a process that the reward 
 environments. The victim is killed with SIGKILL at a random moment, then started again. A trainer that has ended resumes
 from its last checkpoint. The server stands in for vLLM unless ``--vllm`` is given. Where the victim is ``rollout``, the
 trainer has a process of its own for reward functions and environments; where it is ``agent``, each episode is a program
-that asks the trainer's endpoint twice: these are killed as they are found, and the trainer starts others.
+that asks the trainer's endpoint twice; where it is ``episode``, episodes are functions in the process of ``rollout``:
+these are killed as they are found, and the trainer starts others.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -31,8 +33,9 @@ from typing import Any
 
 from tests import programs
 
-VICTIMS = ("server", "trainer", "reward", "environment", "rollout", "agent")
+VICTIMS = ("server", "trainer", "reward", "environment", "rollout", "agent", "episode")
 CHILDREN = {"rollout": "posttrain.rl.rewards.process", "agent": "agent.py"}  # of the trainer, by words of their command
+CHILDREN |= {"episode": CHILDREN["rollout"]}
 AGENT = """
 import json, os, time, urllib.request
 messages = json.load(open("row.json"))["prompt"]
@@ -140,15 +143,24 @@ def train(
     if victim == "agent":
         (folder / "agent.py").write_text(AGENT)
         made = {"agent": [sys.executable, str(folder / "agent.py")]}
+
+    async def episode_of(episode, row):
+        said = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(2):
+            said += [await episode.generate(said, max_tokens=3), {"role": "user", "content": "a"}]
+            await asyncio.sleep(0.05)
+
+    if victim == "episode":
+        made = {"agent": episode_of}
+    has_agent = "agent" in made
     shared = None if vllm else str(folder / "shared")
     url = f"http://127.0.0.1:{ports['server']}"
     trainer = GRPOTrainer(
         servers.model() if vllm else tiny.causal_lm(initializer_range=0.1), asked,
         arguments(
             GRPOTrainer.config_class, folder / "run", num_generations=2, max_steps=steps,
-            max_completion_length=40 if victim == "agent" else 6,
-            reward_on_error="mask" if victim == "agent" else "raise",
-            rollout_process=victim == "rollout",
+            max_completion_length=40 if has_agent else 6, reward_on_error="mask" if has_agent else "raise",
+            rollout_process=victim in ("rollout", "episode"),
             num_train_epochs=999, gradient_checkpointing=False, save_strategy="steps", save_steps=2,
             save_total_limit=2, max_staleness=bound, sample_ledger=True, reward_concurrency=2, learning_rate=0.01,
         ),

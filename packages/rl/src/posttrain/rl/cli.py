@@ -127,7 +127,7 @@ def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool 
         made_by = load(f"posttrain.rl.algorithms.{trainer}Trainer")
         return replayed(made(run, made_by, *_sets(run, reads_prompts)), trajectory)
 
-    others = {"workload": of_rollouts, "preview": preview, "replay": replay if needs == REWARDS else None}
+    others = {"workload": of_rollouts, "preview": preview, "replay": replay}
     return _named(
         name, trainer, help, reads_prompts, needs=("model_name_or_path", "dataset_name|datasets", needs), **others
     )

@@ -69,6 +69,7 @@ class A2POTrainer(RolloutTrainer):
     config_class: type[A2POConfig] = A2POConfig
     args: A2POConfig
     tag_names = ("posttrain", "a2po")
+    reads_besides = "the value of its prompt"
     does_not_take = ("agent", "environment_factory")
 
     reference_rewards: dict[str, list[float]]

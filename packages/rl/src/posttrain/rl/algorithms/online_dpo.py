@@ -103,6 +103,7 @@ class OnlineDPOTrainer(RolloutTrainer):
     config_class: type[OnlineDPOConfig] = OnlineDPOConfig
     args: OnlineDPOConfig
     tag_names = ("posttrain", "online-dpo")
+    reads_besides = "the other completion of its pair"
 
     def __init__(
         self,

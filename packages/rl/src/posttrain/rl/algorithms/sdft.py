@@ -62,6 +62,7 @@ class SDFTTrainer(SelfDistillationTrainer):
     config_class: type[SDFTConfig] = SDFTConfig
     args: SDFTConfig
     tag_names = ("posttrain", "sdft")
+    reads_besides = "the privileged_context of its row"
     learns_from_rewards = False
     does_not_take = ("agent", "environment_factory")
 

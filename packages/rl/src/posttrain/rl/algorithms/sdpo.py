@@ -109,6 +109,7 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
     config_class: type[SDPOConfig] = SDPOConfig
     args: SDPOConfig
     tag_names = ("posttrain", "sdpo")
+    reads_besides = "the other completions of its group"
     does_not_take = ("agent", "environment_factory")
 
     @property

@@ -118,6 +118,8 @@ class RolloutTrainer(LanguageModelTrainer):
     reads_images = True
     #: Parts that do not go with the algorithm, which needs the prompts of rows and one sequence of each.
     does_not_take: tuple[str, ...] = ()
+    #: What the loss of a completion reads besides its tokens and its advantage, such as another one; "": nothing.
+    reads_besides = ""
     #: Whether there must be reward functions. Elsewhere they are metrics.
     learns_from_rewards = True
     #: The reference; None: the weights that the policy begins with.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.errors import ConfigError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.lm.generate.trajectories import FINISHED, Trajectory
 from posttrain.rl.rewards.scoring import Scores
@@ -51,7 +52,15 @@ def replayed(trainer: Any, one: Trajectory) -> str:
     """What the loss of `trainer`, with its weights of now, reads of each token of a stored trajectory, and the loss.
 
     The ratio is to the log-probabilities of then; the advantage that of the whole trajectory.
+
+    Raises:
+        ConfigError: the loss reads what trajectories do not hold.
     """
+    shows_image = any(trainer.sampler.image_token_id in each["prompt_ids"] for each in one["sequences"])
+    besides = "the images of its row" if shows_image else trainer.reads_besides
+    if besides := besides or ("the entropies of its rollout" if trainer.top_entropy_quantile < 1 else ""):
+        problem = f"the loss of {type(trainer).__name__} reads {besides}, which trajectories do not hold"
+        raise ConfigError("rerun --trajectory", [problem])
     first, *others = [
         Sample(
             {},
