@@ -80,9 +80,10 @@ def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code
     An adapter does not hold it, and computes something else on a base without it.
     """
     file = Path(adapter) / "training_args.json"
-    given = json.loads(file.read_text(encoding="utf-8")).get("model_init_kwargs") if file.is_file() else None
+    text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+    given: dict[str, Any] = json.loads(text).get("model_init_kwargs") or {}
     known = loading.config_of(base, {}, trust_remote_code).to_dict() if given else {}
-    return {name: given[name] for name in known.keys() & (given or {}).keys() - {"dtype", "use_cache"}}
+    return {name: given[name] for name in known.keys() & given.keys() - {"dtype", "use_cache"}}
 
 
 def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, Any]:

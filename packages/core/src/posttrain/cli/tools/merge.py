@@ -141,7 +141,7 @@ def merge(
     tokenizer = loading.load_tokenizer(holder, trust_remote_code)
     kwargs = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
     _refuse_quantized(base, kwargs, trust_remote_code)
-    options = {"auto_class": AUTO_CLASSES[_task(config)], "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"auto_class": AUTO_CLASSES[_task(config)], "trust_remote_code": trust_remote_code}
     options["model_init_kwargs"] = kwargs | changes_of_run(adapter, base, trust_remote_code)
     model = loading.load_causal_lm(base, **options)
     dtype = dtype or _stored_dtype(base_model(model))
@@ -202,11 +202,8 @@ def _labels(adapter: Path, config: Any) -> dict[str, int]:
     if _task(config) != "SEQ_CLS":
         return {}
     tensors = codec.read_tensors(adapter / ADAPTER)
-    heads = [
-        t.shape[0]
-        for name, t in tensors.items()
-        if name.endswith(("score.weight", "classifier.weight", "out_proj.weight"))
-    ]
+    names = ("score.weight", "classifier.weight", "out_proj.weight")
+    heads = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(names)]
     return {"num_labels": heads[0]} if heads else {}
 
 
