@@ -41,6 +41,7 @@ MODELS = {
     "Qwen/Qwen3-0.6B-Base": tiny.causal_lm,
     "Qwen/Qwen3-4B": tiny.causal_lm,
     "HuggingFaceTB/SmolLM2-135M-Instruct": tiny.causal_lm,
+    "zai-org/GLM-4.5-Air": lambda: tiny.mixture_of_experts(arch="glm4_moe"),
     "google-t5/t5-small": tiny.seq2seq_lm,
     "google-bert/bert-base-uncased": tiny.classifier,
     "google/gemma-2b": lambda: tiny.causal_lm("gemma"),

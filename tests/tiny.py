@@ -19,7 +19,7 @@ CHATML_WITH_TOOLS = (
 
 
 def mixture_of_experts(seed: int = 0, arch: str = "qwen3_moe", kind: str = "ForCausalLM", **overrides):
-    """A mixture of 2 layers and width 32, with 2 of 4 experts for each token: qwen3_moe, mixtral, gpt_oss."""
+    """A mixture of 2 layers and width 32, with 2 of 4 experts for each token: one of `own`."""
     import transformers
 
     size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -29,6 +29,7 @@ def mixture_of_experts(seed: int = 0, arch: str = "qwen3_moe", kind: str = "ForC
         "qwen3_moe": ("Qwen3Moe", dict(num_experts=4, moe_intermediate_size=16)),
         "mixtral": ("Mixtral", dict(num_local_experts=4, intermediate_size=16, bos_token_id=None)),
         "gpt_oss": ("GptOss", dict(num_local_experts=4, intermediate_size=16, sliding_window=8)),
+        "glm4_moe": ("Glm4Moe", dict(n_routed_experts=4, moe_intermediate_size=16, first_k_dense_replace=0)),
     }
     name, special = own[arch]
     config = getattr(transformers, f"{name}Config")(**(size | special | overrides))

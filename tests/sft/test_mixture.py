@@ -1,10 +1,14 @@
 """Several datasets in one run: exact shares, a fixed order, a loss for each, and an exact resume."""
 
+import io
+import tarfile
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from posttrain.cli.mixture import CommandSource
 from posttrain.core.data.batches import as_filler
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
 from posttrain.core.errors import ConfigError, DataError
@@ -190,6 +194,57 @@ def test_a_batch_that_only_keeps_processes_in_step_is_in_no_number_of_the_log(tm
     made.compute_loss(made.model, dict(batch), num_items_in_batch=torch.tensor(10))
     drained = made.metrics.drain()
     assert {"entropy", "mean_token_accuracy", "loss/maths", "token_share/tales"} <= set(drained)
+
+
+def test_weights_by_the_tokens_of_a_mean_row_are_shares_of_tokens(tmp_path):
+    shares, reports = {"maths": 0.3, "tales": 0.7}, trainer(tmp_path).data_reports
+    mean = {name: reports[f"train/{name}"].trained_tokens / reports[f"train/{name}"].rows_kept for name in shares}
+    weights = {name: share / mean[name] for name, share in shares.items()}
+    parts = {name: rows * 20 for name, rows in PARTS.items()}
+    rows = trainer(tmp_path, parts, dataset_weights=weights).train_dataset
+    counts = np.zeros(2)
+    for row in rows:
+        counts[row["source"]] += np.sum(np.array(row["labels"]) != -100)
+    assert counts / counts.sum() == pytest.approx([shares[name] for name in parts], abs=0.02)
+
+
+def archive(path, texts):
+    """A WebDataset: each row is a file of the archive."""
+    with tarfile.open(path, "w") as tar:
+        for number, text in enumerate(texts):
+            info = tarfile.TarInfo(f"{number:04}.txt")
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(packing, tmp_path):
+    texts = [row["text"] for row in TALES] * 10
+    for shard in range(2):
+        archive(tmp_path / f"rows-{shard}.tar", [f"{shard} {number} {text}" for number, text in enumerate(texts)])
+    Dataset.from_dict({"txt": [f"{text} {i}" for i, text in enumerate(texts)]}).to_parquet(tmp_path / "rows.parquet")
+    source = CommandSource(
+        dataset_mixture={
+            "archives": {"path": [str(tmp_path / f"rows-{shard}.tar") for shard in range(2)], "weight": 2},
+            "table": {"path": str(tmp_path / "rows.parquet"), "weight": 1},
+        },
+        dataset_streaming=True,
+        rename_columns={"txt": "text"},
+    )
+
+    def make(folder, **changes):
+        options = {"dataset_weights": source.weights(), "packing": packing, "max_length": 48, "max_steps": 6}
+        return trainer(tmp_path / folder, source.load()[0], per_device_train_batch_size=2, **options, **changes)
+
+    straight = make("straight")
+    straight.train()
+    stopped = make("stopped", save_strategy="steps", save_steps=3)
+    stopped.train()
+    resumed = make("stopped")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
+    expected = straight.model.state_dict()
+    assert [name for name, value in resumed.model.state_dict().items() if not torch.equal(value, expected[name])] == []
+    assert {"loss/archives", "loss/table"} <= {key for record in records(resumed) for key in record}
 
 
 # What cannot be mixed

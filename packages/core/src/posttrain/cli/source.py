@@ -22,6 +22,7 @@ BUILDERS = {
     ".tsv": "tsv",
     ".txt": "text",
     ".text": "text",
+    ".tar": "webdataset",
 }
 
 
@@ -46,7 +47,7 @@ class DataSource(metaclass=ConfigMeta):
     """Which dataset is trained on and evaluated on."""
 
     dataset_name: list[str] | str | None = opt(
-        None, "Rows to train on: files (json, jsonl, parquet, csv, tsv, txt), a folder, or a name on the hub."
+        None, "Rows to train on: files (json, jsonl, parquet, csv, tsv, txt, tar), a folder, or a name on the hub."
     )
     dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
         None,

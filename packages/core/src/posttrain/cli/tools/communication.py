@@ -34,7 +34,7 @@ KINDS = {
 
 def _of_attention(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> float:
     """Of two products of (B, H, T, D) queries with (B, H, S, D) keys and values; causal, of half of them."""
-    return float(4 * query.numel() * key.shape[2] / (2 if causal else 1))
+    return float(query.numel() * key.shape[2] * (2 if causal else 4))
 
 
 def _of_its_gradients(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *rule: Any, **_: Any) -> float:

@@ -24,8 +24,7 @@ from posttrain.core.errors import DataError
 USAGE = """usage: posttrain data ROWS ... | run.yaml [--against ROWS ...] [--ngram N] [--output FILE] [--name value ...]
 
 Finds rows that are trained on twice, and evaluation rows that are trained on: those of the run, and those of --against.
-ROWS are files, a folder, or a dataset of the Hub. Takes the arguments of a run that choose its rows, such as
---dataset_config and --max_rows. Nothing is trained.
+ROWS are files, a folder, or a dataset of the Hub; the arguments of a run that choose its rows are taken too.
 
   --against ROWS  evaluation rows, a word for each set, which may be NAME:CONFIG; their split "test" if they have one
   --ngram N       so many words in a row are an overlap [default: the length that 95% of a set's rows have, 8 to 13]

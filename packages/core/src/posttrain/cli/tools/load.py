@@ -81,8 +81,8 @@ def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code
     An adapter does not hold it, and computes something else on a base without it.
     """
     file = Path(adapter) / "training_args.json"
-    saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    given = saved.get("model_init_kwargs") or {}
+    text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+    given: dict[str, Any] = json.loads(text).get("model_init_kwargs") or {}
     known = loading.config_of(base, {}, trust_remote_code).to_dict() if given else {}
     return {name: given[name] for name in known.keys() & given.keys() - {"dtype", "use_cache"}}
 

@@ -202,11 +202,8 @@ def _labels(adapter: Path, config: Any) -> dict[str, int]:
     if _task(config) != "SEQ_CLS":
         return {}
     tensors = codec.read_tensors(adapter / ADAPTER)
-    heads = [
-        t.shape[0]
-        for name, t in tensors.items()
-        if name.endswith(("score.weight", "classifier.weight", "out_proj.weight"))
-    ]
+    names = ("score.weight", "classifier.weight", "out_proj.weight")
+    heads = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(names)]
     return {"num_labels": heads[0]} if heads else {}
 
 
