@@ -83,8 +83,10 @@ def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code
     file = Path(adapter) / "training_args.json"
     text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
     given: dict[str, Any] = json.loads(text).get("model_init_kwargs") or {}
-    known = loading.config_of(base, {}, trust_remote_code).to_dict() if given else {}
-    return {name: given[name] for name in known.keys() & given.keys() - {"dtype", "use_cache"}}
+    changed = given.keys() - {"attn_implementation", "dtype", "revision", "use_cache"}
+    with loading.explain_missing(base, "model"):
+        known = loading.config_of(base, {}, trust_remote_code).to_dict() if changed else {}
+    return {name: given[name] for name in known.keys() & changed}
 
 
 def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, Any]:

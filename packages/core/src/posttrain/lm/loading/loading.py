@@ -79,15 +79,16 @@ def load_causal_lm(
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     path = os.fspath(name_or_path)
     check_files(os.path.join(path, kwargs.get("subfolder") or ""))
-    if rope := kwargs.pop("rope_scaling", None) or kwargs.get("rope_parameters"):  # for transformers, all there is
-        own = getattr(_config(path, kwargs), "rope_parameters", None) or {}
-        kwargs["rope_parameters"] = {n: own[n] for n in ("rope_theta", "partial_rotary_factor") if n in own} | rope
     if is_adapter(path):
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
         base = _base_of_adapter(path)
         model = load_causal_lm(base, kwargs, None, trust_remote_code, auto_class)
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     with explain_missing(path, "model"):
+        # transformers puts it in the place of the config's, and the base of the angles would be lost with that.
+        if rope := kwargs.pop("rope_scaling", None) or kwargs.get("rope_parameters"):
+            own = getattr(_config(path, kwargs), "rope_parameters", None) or {}
+            kwargs["rope_parameters"] = {n: own[n] for n in ("rope_theta", "partial_rotary_factor") if n in own} | rope
         name = auto_class
         if auto_class in (READING[0], SEEING[0]):
             name = whole_class(_config(path, kwargs), auto_class, path)
