@@ -155,9 +155,12 @@ class TransformersGenerator:
                 "pad_token_id": self.tokenizer.pad_token_id,
             }
         )
-        stopping = StoppingCriteriaList(
-            [_StopStrings(self.tokenizer, sampling.stop, inputs["input_ids"].shape[1])] if sampling.stop else []
-        )
+        width, stop = inputs["input_ids"].shape[1], sampling.stop
+
+        def ends(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            tails = ids[:, width:][:, -stop_window(stop) :].tolist()
+            return torch.tensor([ends_with_stop(self.tokenizer, tail, stop) for tail in tails], device=ids.device)
+
         base = base_model(model)
         own, base.generation_config = base.generation_config, GenerationConfig()  # its fields would fill in ours
         try:
@@ -165,7 +168,7 @@ class TransformersGenerator:
                 **inputs,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([] if beams else [drawing]),
-                stopping_criteria=stopping,
+                stopping_criteria=StoppingCriteriaList([ends] if stop else []),
                 synced_gpus=False,  # the weights are here: processes need not write in step
             )
         finally:
@@ -233,15 +236,3 @@ class _Drawing:
             return None
         columns = torch.stack(self.logps, dim=1).tolist()
         return [row[: len(ids)] for row, ids in zip(columns, completions, strict=True)]
-
-
-class _StopStrings:
-    """A stopping criterion that is true for the rows that end in a stop string."""
-
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], width: int) -> None:
-        self.tokenizer, self.stop, self.width = tokenizer, stop, width
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        tails = input_ids[:, self.width :][:, -stop_window(self.stop) :].tolist()
-        done = [ends_with_stop(self.tokenizer, tail, self.stop) for tail in tails]
-        return torch.tensor(done, device=input_ids.device)

@@ -65,12 +65,8 @@ class VLLMColocatedGenerator:
         sleeps: bool = False,
         group_size: int = 1,
     ) -> None:
-        self.engine, self.options, self.sleeps, self.group_size = (
-            dict(engine or {}),
-            dict(options or {}),
-            sleeps,
-            group_size,
-        )
+        self.engine, self.options = dict(engine or {}), dict(options or {})
+        self.sleeps, self.group_size = sleeps, group_size
         if world_size() % group_size:
             raise ValueError(
                 f"vllm_tensor_parallel_size={group_size} does not divide the {world_size()} processes, over which "
