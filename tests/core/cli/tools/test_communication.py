@@ -101,6 +101,14 @@ def test_operations_and_collectives_are_counted_with_their_groups():
     assert found == {("all-reduce", (0, 1)): (1, 40), ("all-reduce", (0, 1, 2, 3)): (3, 120)}
 
 
+def test_attention_is_counted_forward_and_backward():
+    """Two products forward, and five backward, which makes the scores again."""
+    query, key, value = torch.ones(3, 1, 2, 64, 16, requires_grad=True).unbind()
+    with Traffic() as traffic:
+        nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+    assert traffic.operations == 7 * 2 * 2 * 64 * 64 * 16
+
+
 def test_the_operations_of_a_step_are_those_of_a_real_one(tmp_path):
     """Also where the head's loss goes over more positions than one tile, which is all that the plan computes."""
     tiny.causal_lm(**WIDTH).save_pretrained(tmp_path)

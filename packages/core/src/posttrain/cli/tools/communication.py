@@ -31,8 +31,18 @@ KINDS = {
     "broadcast": "broadcast",
 }
 
-#: Floating-point operations of an operation on tensors; torch's table leaves out the product that is added in place.
-FLOPS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+#: Floating-point operations of an operation on tensors; torch's table leaves out the product that is added in place,
+#: and attention on the CPU.
+FLOPS = {
+    **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    **{
+        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{way}"): flop_registry[
+            getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{way}")
+        ]
+        for way in ("", "_backward")
+    },
+}
 
 
 @dataclass(frozen=True)
