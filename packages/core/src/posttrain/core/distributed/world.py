@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +56,12 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _waiting_for_device(watchdog: Watchdog) -> contextlib.AbstractContextManager[Any]:
+    """The watchdog watches the main thread; others, of rollouts in the background, must not end its contexts."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return watchdog("what the device computes with the others") if is_main else NOTHING
+
+
 def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
     """The watchdog of this process, started if necessary."""
     global _watchdog, _waits
@@ -64,7 +71,7 @@ def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
         folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
         _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder)
         _watchdog.start()
-        accelerator.waiting = functools.partial(_watchdog, "what the device computes with the others")
+        accelerator.waiting = functools.partial(_waiting_for_device, _watchdog)
         _waits = Waits(_watchdog.store, rank, world_size, args.ddp_timeout)
     _watchdog.seconds = _waits.seconds = args.ddp_timeout
     return _watchdog
