@@ -142,6 +142,14 @@ TASKS = (
 )  # fmt: skip
 
 
+#: GiB of each task of ours as `posttrain plan` counts them, for full rows.
+PLANNED = {
+    "SFT 0.6B, rows of 4,096": 43.8, "SFT 0.6B, packed documents": 43.8, "LoRA 0.6B, rows of 2,048": 32.5,
+    "SFT 8B, rows of 4,096, recomputing": 61.7, "LoRA 8B, packed documents, recomputing": 20.6,
+    "DPO 0.6B, prompts of 768, completions of 256": 46.1, "GRPO 0.6B, 8 prompts of 256 x 8 completions of 256": 66.1,
+}  # fmt: skip
+
+
 def smallest(task: Task) -> Task:
     """`task` for a CPU: seconds instead of minutes."""
     small = {"batch": min(task.batch, 8), "length": 48, "completion": 8 if task.completion else 0}
@@ -167,21 +175,27 @@ def tokenizer(size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
 
-def model_of(task: Task) -> Any:
-    """A new model, made on the device."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+def config_of(task: Task) -> Any:
+    """Of the model."""
+    from transformers import Qwen3Config
 
     shape = SHAPES[task.shape]
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.inner,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.groups,
         head_dim=shape.size, max_position_embeddings=8192, tie_word_embeddings=shape.tied, pad_token_id=0,
         eos_token_id=1, bos_token_id=None, use_cache=False,
     )  # fmt: skip
+
+
+def model_of(task: Task) -> Any:
+    """A new model, made on the device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype))
+        return AutoModelForCausalLM.from_config(config_of(task), dtype=getattr(torch, task.dtype))
 
 
 def random_ids(lengths: list[int], vocabulary: int) -> Iterator[list[int]]:
@@ -553,8 +567,9 @@ def table(record: dict[str, Any]) -> str:
         lines += [] if found["finished"] else ["    - its time was over before its end"]
     measured = [row for row in rows if "per_second" in row]
     if measured:
-        lines += ["", "| task | with | a second | MFU | of measured products | seconds a step | peak GiB |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        lines += ["", "| task | with | a second | MFU | of measured products | seconds a step | at least | peak GiB |"]
+        lines[-1] += " planned |"
+        lines += ["|---|---|---|---|---|---|---|---|---|"]
     peak, products = peak_of(machine["device"]), machine.get("product_flops")
     for row in measured:
         of_peak, of_products = (
@@ -563,7 +578,10 @@ def table(record: dict[str, Any]) -> str:
         memory = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         number = row["per_second"]
         speed = f"{number:,.0f} {row['unit']}" if number >= 100 else f"{number:.2f} {row['unit']}"
-        cells = row["task"], row["contestant"], speed, of_peak, of_products, f"{row['seconds_per_step']:.3f}", memory
+        seconds = row["seconds_per_step"]
+        least = f"{seconds * row['flops'] / products:.3f}" if products and "flops" in row else "-"
+        planned = f"{PLANNED[row['task']]:.1f}" if row["contestant"] == "posttrain" and memory != "-" else "-"
+        cells = row["task"], row["contestant"], speed, of_peak, of_products, f"{seconds:.3f}", least, memory, planned
         lines.append("| " + " | ".join(cells) + " |")
     lines += [""] + [
         f"- left out: {row['task']}, {row['contestant']}: {row['left_out']}" for row in rows if "left_out" in row

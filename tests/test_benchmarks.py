@@ -39,8 +39,44 @@ def test_the_figures_of_a_gpu_are_written_at_their_smallest(gpu, tmp_path, monke
     assert trl["left_out"] == "trl is not installed" and "CPU" in compiled["left_out"]
     [row] = columns((tmp_path / "gpu.md").read_text())
     assert row[:2] == [changed.name, "posttrain"] and row[2].endswith("tokens") and row[3] == row[4] == "-"
+    assert len(row) == 9 and row[6] == row[8] == "-"
     assert f"- left out: {changed.name}, trl: trl is not installed" in (tmp_path / "gpu.md").read_text()
     assert "57.8% MFU" in capsys.readouterr().out
+
+
+def test_the_page_has_what_is_expected_beside_what_was_measured(gpu):
+    task = gpu.TASKS[0].name
+    run = {"task": task, "contestant": "posttrain", "per_second": 1000.0, "unit": "tokens", "seconds_per_step": 0.4}
+    machine = {"device": "NVIDIA H200", "versions": {}, "python": "3.12", "product_flops": 8e14}
+    machine["copied_bytes_per_second"] = 4e12
+    runs = [run | {"flops": 2e14, "peak_gib": 44.3}]
+    [row] = columns(gpu.table({"date": "", "machine": machine, "tests": {}, "runs": runs}))
+    assert row[4:] == ["25.0%", "0.400", "0.100", "44.3", "43.8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(7))
+def test_what_is_expected_is_what_a_plan_counts(number, gpu, tmp_path):
+    from posttrain.cli.tools import memory_mesh, memory_plan
+    from posttrain.core import registry
+    from posttrain.lm.loading.arguments import ModelConfig
+
+    task = gpu.TASKS[number]
+    method, length = registry.method(task.kind), task.length + task.completion
+    gpu.config_of(task).save_pretrained(tmp_path)
+    given = gpu.arguments_of(task, str(tmp_path), [], 3) | {"bf16": True, "use_cpu": True}
+    given |= (
+        {"max_completion_length": task.completion, "num_generations": task.group}
+        if task.group > 1
+        else {"max_length": length}
+    )
+    given |= {"packing": True} if task.packed else {}
+    lora = {"use_peft": True, "lora_r": 16, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
+    model = ModelConfig(model_name_or_path=str(tmp_path), dtype=task.dtype, **(lora if task.lora else {}))
+    with memory_mesh.imagined(1):
+        run = registry.Run(method.config_class(**given), model, None)
+        found = memory_plan.measure(run, method.workload(run, None))
+    assert found.peak / 2**30 == pytest.approx(gpu.PLANNED[task.name], rel=0.02)
 
 
 @pytest.mark.slow

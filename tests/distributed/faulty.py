@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 
 from posttrain.core import TrainerCallback
+from posttrain.core.training.nonfinite import OnItsWay
 from tests.contract.trainers import TRAINERS
 
 
@@ -24,13 +26,18 @@ def is_stuck():
 
 
 class Bad(TrainerCallback):
-    def __init__(self, act):
-        self.act = act
+    """`on_device`: the collectives of rank 0 return at once, as NCCL's do, and it waits where it next reads a number
+    of its device."""
+
+    def __init__(self, act, on_device):
+        self.act, self.on_device = act, on_device
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1 and args.process_index == 1:
             print(f"at {time.time()}", file=sys.stderr, flush=True)
             self.act()
+        elif state.global_step == 1 and self.on_device:
+            OnItsWay(torch.ones(()), SimpleNamespace(synchronize=is_stuck)).read()
 
 
 if __name__ == "__main__":
@@ -38,4 +45,4 @@ if __name__ == "__main__":
     out, act, mode = sys.argv[1:]
     changes = {"fsdp": "full_shard"} if mode == "fsdp" else {}
     changes |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_timeout": 6}
-    TRAINERS["causal-lm"](out, callbacks=[Bad(globals()[act])], **changes).train()
+    TRAINERS["causal-lm"](out, callbacks=[Bad(globals()[act], mode == "device")], **changes).train()

@@ -41,13 +41,14 @@ def test_a_killed_process_ends_the_job(tmp_path):
 
 
 @pytest.mark.rotated
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "device"])
 def test_a_process_that_hangs_is_found_by_the_others(mode, tmp_path):
     done, seconds = suffer("is_stuck", tmp_path, mode)
     assert seconds < 6 + 30
     stacks = {rank: (tmp_path / "hang" / f"rank-{rank}.txt").read_text() for rank in (0, 1)}
     assert "it did not wait for the others" in stacks[1] and "in is_stuck" in stacks[1]
-    assert "it waited in" in stacks[0] and "in train_on_window" in stacks[0]
+    where, place = ("what the device computes", "in read") if mode == "device" else ("", "in train_on_window")
+    assert f"it waited in {where}" in stacks[0] and place in stacks[0]
     place = (
         r"rank 1 did not wait for the others \(step 2, from batch 2 of its epoch, wait number \d+\): it is at is_stuck "
         r"\(distributed/faulty.py:\d+\), called by "

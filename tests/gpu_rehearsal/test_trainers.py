@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.core import TrainerCallback
+from posttrain.core.data import accelerator
+from posttrain.core.distributed.watchdog import Watchdog
 from posttrain.rl.generation.local import LocalGenerator
 from tests import versions
 from tests.contract.trainers import TRAINERS
@@ -142,3 +145,27 @@ def test_a_run_on_a_device_that_is_no_cuda_is_that_of_the_cpu(name, tmp_path):
         trainer.train()
         assert trainer.dist.device.type == "xpu" and trainer.model.device.type == "xpu"
         assert figures(trainer) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.rotated
+@pytest.mark.parametrize("name", ["causal-lm", "sft-packed", "dpo", "grpo-sync"])
+def test_the_watchdog_sees_all_waits_for_the_device(name, tmp_path, monkeypatch):
+    """A collective of NCCL returns at once: the host waits for the other processes where it next waits for its own
+    device. Such a wait is one for them, for the report of a hang and for that of a straggler. Generation is left out:
+    it is a process's own work, of which most is such waits."""
+    unseen, watchdog = Counter(), Watchdog(None, 0, 2, 60, tmp_path)  # it is not started, and ends nothing
+    monkeypatch.setattr(accelerator, "waiting", functools.partial(watchdog, "the device"))
+    with EmulatedCuda() as gpu:
+        trainer = TRAINERS[name](tmp_path, callbacks=[Phases(gpu)], use_cpu=False, **SIZES)
+        trainer.dist._waiting = watchdog
+
+        def wait(kind):
+            EmulatedCuda.wait(gpu, kind)
+            is_own = any(" generate" in line for line in gpu.waits[-1].stack)
+            if watchdog._waits is None and gpu.phase in (WINDOW, LOGGED, EVALUATION) and not is_own:
+                unseen[gpu.waits[-1].kind, *gpu.waits[-1].stack[:4]] += 1
+
+        monkeypatch.setattr(gpu, "wait", wait)
+        monkeypatch.setattr(gpu.order, "waited", wait)
+        trainer.train()
+    assert watchdog.waits and not unseen, "\n".join(f"{count} x {place}" for place, count in unseen.items())

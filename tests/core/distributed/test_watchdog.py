@@ -1,10 +1,12 @@
 """The thread that ends a run whose processes hang, with a store of this process."""
 
+import threading
 import time
 from datetime import timedelta
 
 import torch
 
+from posttrain.core.distributed import world
 from posttrain.core.distributed.watchdog import Watchdog
 
 
@@ -48,3 +50,19 @@ def test_a_wait_that_is_too_long_writes_the_stacks_and_ends_the_process(tmp_path
     assert "waited in a sum" in (tmp_path / "rank-0.txt").read_text()
     said = "rank 0 has waited 0.2 s for the others in a sum (step 3, from batch 8 of its epoch, wait number 2)"
     assert said in capfd.readouterr().err
+
+
+def test_a_thread_in_the_background_leaves_the_wait_of_the_main_thread_alone(tmp_path):
+    watchdog = Watchdog(None, 0, 2, seconds=60, folder=tmp_path)
+
+    def read():
+        with world._waiting_for_device(watchdog):
+            pass
+
+    with watchdog("a sum"):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        assert watchdog._waits[0] == "a sum"
+    with world._waiting_for_device(watchdog):
+        assert watchdog._waits[0].startswith("what the device computes")

@@ -5,9 +5,11 @@ What one kind alone can do is named here; all else goes through `torch.accelerat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ import torch
 CUDA = "cuda"
 #: Kinds with generators of their own, for which torch compiles flex attention or has kernels of its own.
 KINDS = (CUDA, "xpu", "mps")
+#: Around each wait of the host for its device. Collectives of a device return at once, and the device waits for other
+#: processes: in a run of several, the watchdog takes this place.
+waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def gpu() -> str | None:

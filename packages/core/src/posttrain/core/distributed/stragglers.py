@@ -21,7 +21,7 @@ class Pace:
     """The seconds that this process spends in optimizer steps outside waits for the others: data, rollouts, callbacks,
     forward passes. The backward pass, in which gradients are averaged, counts as a wait.
 
-    Times are the host's. A slow GPU shows only where the host waits for it.
+    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show.
 
     Args:
         waited: seconds that this process has waited for the others so far.

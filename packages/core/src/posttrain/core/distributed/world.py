@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.core.distributed import attempts
 from posttrain.core.distributed.arguments import DistributedArguments, note
 from posttrain.core.distributed.environment import (
@@ -48,8 +51,15 @@ def _leave_group() -> None:
     if _watchdog is not None:
         _watchdog.stop()
         _watchdog = _waits = None
+        accelerator.waiting = contextlib.nullcontext
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _waiting_for_device(watchdog: Watchdog) -> contextlib.AbstractContextManager[Any]:
+    """The watchdog watches the main thread; others, of rollouts in the background, must not end its contexts."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return watchdog("what the device computes with the others") if is_main else NOTHING
 
 
 def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
@@ -61,6 +71,7 @@ def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
         folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
         _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder)
         _watchdog.start()
+        accelerator.waiting = functools.partial(_waiting_for_device, _watchdog)
         _waits = Waits(_watchdog.store, rank, world_size, args.ddp_timeout)
     _watchdog.seconds = _waits.seconds = args.ddp_timeout
     return _watchdog

@@ -177,7 +177,8 @@ def _read_together(values: list[Any]) -> dict[int, float]:
         if isinstance(value, torch.Tensor) and not value.is_cpu:
             groups.setdefault((value.device, value.dtype), {})[id(value)] = value.detach().reshape(())
     numbers = (zip(group, torch.stack(list(group.values())).tolist(), strict=True) for group in groups.values())
-    return {key: number for pairs in numbers for key, number in pairs}
+    with accelerator.waiting():
+        return {key: number for pairs in numbers for key, number in pairs}
 
 
 def _number(value: Any) -> float:
@@ -307,7 +308,8 @@ class Clock:
             steps: optimizer steps since the last record. steps_left: to the end of the run; None: unknown.
         """
         if self._laps:
-            self._laps[-1][2].synchronize()
+            with accelerator.waiting():
+                self._laps[-1][2].synchronize()
             for phase, begun, ended in self._laps:
                 self.add(phase, begun.elapsed_time(ended) / 1000)
             self._laps = []

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core.config import opt
+from posttrain.core.data import accelerator
 from posttrain.core.errors import NonFiniteError
 
 logger = logging.getLogger(__name__)
@@ -138,10 +139,12 @@ class FiniteGuard:
             NonFiniteError: this step or an earlier one is not finite, and the run must stop.
         """
         if loss_scale is not None:
-            bad = not math.isfinite(update.loss.item())
-            bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
+            with accelerator.waiting():
+                bad = not math.isfinite(update.loss.item())
+                bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
         elif update.grad_norm.is_cpu or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            bad = not (math.isfinite(update.loss.item()) and math.isfinite(update.grad_norm.item()))
+            with accelerator.waiting():
+                bad = not (math.isfinite(update.loss.item()) and math.isfinite(update.grad_norm.item()))
         else:
             self.flag(optimizer, update)
             return True
@@ -259,7 +262,8 @@ class OnItsWay(NamedTuple):
 
     def read(self) -> float:
         if self.event is not None:
-            self.event.synchronize()
+            with accelerator.waiting():
+                self.event.synchronize()
         return float(self.value)
 
 

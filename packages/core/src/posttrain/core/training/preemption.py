@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.data import workers
+from posttrain.core.data import accelerator, workers
 from posttrain.core.distributed.collectives import Maximum
 from posttrain.core.fields import durations
 
@@ -242,7 +242,8 @@ class Watch:
         if self._maximum is None:
             return 0
         held, self._maximum = self._maximum, None
-        reason, milliseconds, asks_for_save = held.read()
+        with accelerator.waiting():
+            reason, milliseconds, asks_for_save = held.read()
         self.asks_for_save |= bool(asks_for_save)
         self._every = min(max(self._every * 250 // max(milliseconds, 1), 1), 64)
         return reason

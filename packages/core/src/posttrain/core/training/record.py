@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.logging.metrics import FLOPS, TOKENS, Clock, Metrics, means, speed_metrics
 from posttrain.core.losses import normalization
@@ -96,7 +97,8 @@ class Record:
         pairs = self.metrics.drain(gather if pace is None else pace.gathering(gather, self.clock.phases, steps))
         self.count(state, pairs)
         progress.add_losses(*pairs["loss"])
-        progress.grad_norm = float(progress.grad_norm)
+        with accelerator.waiting():
+            progress.grad_norm = float(progress.grad_norm)
         if not pairs["loss"][1]:  # nothing was learned from, as where every completion of a record is masked
             del pairs["loss"]
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.metrics import Metrics
@@ -184,7 +185,8 @@ class Rollouts:
                 found[1] += [values.entropies] if values.entropies is not None else []
         width = rollout.loss_mask.shape[1]  # read back once, not with each part
         whole = [torch.cat([nn.functional.pad(v, (0, width - v.shape[1])) for v in kind]) for kind in found if kind]
-        return [values.cpu() for values in whole]
+        with accelerator.waiting():
+            return [values.cpu() for values in whole]
 
     def parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
         """The micro-batches of `rollout`."""
