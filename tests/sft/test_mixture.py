@@ -217,6 +217,7 @@ def archive(path, texts):
             tar.addfile(info, io.BytesIO(text.encode()))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("packing", [False, True])
 def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(packing, tmp_path):
     texts = [row["text"] for row in TALES] * 10

@@ -670,29 +670,26 @@ class Counter:
 
 def test_no_environment_serves_two_rollouts_at_a_time(tmp_path):
     Counter.made.clear()
-    release, seen = threading.Event(), []
+    release, seen, begun = threading.Event(), [], []
 
     def reward(completions, environments):
         seen.append({id(one) for one in environments})
-        if len(seen) == 1:
-            release.wait(WAIT)
+        assert len(seen) > 1 or release.wait(WAIT)
         return [float(i) for i in range(len(completions))]
 
-    class Begins(CopiedGenerator):
-        calls = 0
-
-        def generate(self, *args, **kwargs):
-            self.calls += 1
-            if self.calls > 1:
+    class Begins(Counter):
+        def reset(self, **row):
+            begun.append(self)
+            if len(begun) > 8:
                 release.set()  # a second rollout has its environments, while the first is not scored
-            return super().generate(*args, **kwargs)
+            return super().reset(**row)
 
     trainer = GRPOTrainer(
-        model=tiny.causal_lm(initializer_range=0.1), reward_funcs=reward, environment_factory=Counter,
+        model=tiny.causal_lm(initializer_range=0.1), reward_funcs=reward, environment_factory=Begins,
         args=arguments(GRPOConfig, tmp_path, num_generations=2, max_completion_length=4, max_staleness=2, max_steps=4,
                        gradient_checkpointing=False),
         processing_class=tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS),
-        generator=Begins(LocalGenerator(tiny.tokenizer())),
+        generator=CopiedGenerator(LocalGenerator(tiny.tokenizer())),
     )  # fmt: skip
     trainer.train()
     assert trainer.state.global_step == 4 and len(seen) == 4 and not seen[0] & seen[1]
