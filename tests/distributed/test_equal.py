@@ -9,7 +9,7 @@ import torch
 
 from tests import rotation, versions
 from tests.contract.trainers import EXACT, causal_lm
-from tests.distributed import jobs
+from tests.distributed import jobs, worker
 
 MODES = {"ddp": {}, "fsdp": {"fsdp": "full_shard"}}
 SPLIT = {"parallelism_config": {"tp_size": 2}}
@@ -56,8 +56,11 @@ OPTIONS = {
 }  # fmt: skip
 ALONE = {"adamw": {"optim": "adamw_torch_fused", "adam_epsilon": 1e-3, "learning_rate": 1e-3}}
 
+MUON = {"optim": "muon", "adam_epsilon": 1e-3, "learning_rate": 1e-3, "weight_decay": 0.1}
+
 #: Functions of `worker`.
 KINDS = "tied given_optimizer low_precision best_of_all on_meta generation overflow order loaded_in_parts".split()
+KINDS.append("steps_of_muon")
 
 
 def job(shared, name, work_in):
@@ -70,6 +73,10 @@ def pair(shared):
 
     def work(folder):
         todo = [[o, "train", {"name": "causal-lm", "out": str(folder / o), **OPTIONS[o]}] for o in OPTIONS]
+        cut = {"name": "causal-lm", "evaluate": False, "fsdp": "full_shard", **MUON}
+        todo.append(["muon", "train", cut | {"out": str(folder / "muon")}])
+        todo.append(["muon-cut", "train", cut | {"out": str(folder / "muon-cut"), "cut": 2}])
+        todo.append(["muon-on", "train", cut | {"out": str(folder / "muon-on"), "resume": str(folder / "muon-cut")}])
         return todo + [[kind, kind, {"out": str(folder / kind)}] for kind in KINDS]
 
     return job(shared, "pair", work)
@@ -388,6 +395,24 @@ def test_an_optimizer_of_the_users_trains_the_pieces(pair, alone):
     found, expected = jobs.result(pair, "given_optimizer"), jobs.result(alone, "causal-lm")
     for key, value in expected["weights"].items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+def test_muon_makes_whole_matrices_orthogonal_of_which_each_process_has_a_part(pair, tmp_path):
+    for found, expected in zip(jobs.result(pair, "steps_of_muon"), worker.steps_of_muon(tmp_path), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_run_with_muon_under_fsdp_is_that_of_one_process_and_goes_on_to_the_bit(pair, tmp_path):
+    """Its iteration in bfloat16 makes rounding errors of gradients larger: compared is the way of each weight."""
+    begun = causal_lm()(tmp_path / "begun").model.state_dict()
+    expected, found = (
+        worker.train("causal-lm", str(tmp_path / "alone"), evaluate=False, **MUON),
+        jobs.result(pair, "muon"),
+    )
+    for key, value in expected["weights"].items():
+        assert (found["weights"][key] - value).norm() < 0.02 * (value - begun[key]).norm(), key
+    resumed = jobs.result(pair, "muon-on")["weights"]
+    assert all(torch.equal(value, found["weights"][key]) for key, value in resumed.items())
 
 
 def test_bfloat16_is_what_is_gathered_and_float32_what_is_kept(pair, alone):

@@ -18,6 +18,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import weights
@@ -25,6 +27,7 @@ from posttrain.core.checkpoint.store import get_last_checkpoint
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
+from posttrain.core.optim.muon import Muon
 from posttrain.sft import SFTTrainer
 from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, causal_lm, image_rows, images
@@ -369,6 +372,22 @@ def given_optimizer(out):
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
     trainer.train()
     return whole(trainer)
+
+
+def steps_of_muon(out):
+    """Matrices after three steps with given gradients, cut by rows where there are two processes."""
+    TRAINERS["causal-lm"](out)  # joins the processes
+    generator, part = torch.Generator().manual_seed(0), torch.clone
+    if torch.distributed.is_initialized():
+        part = functools.partial(distribute_tensor, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+    shapes = (6, 4), (5, 8), (1, 3)
+    matrices = [torch.nn.Parameter(part(torch.randn(shape, generator=generator))) for shape in shapes]
+    optimizer = Muon(matrices, lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = part(torch.randn(matrix.shape, generator=generator))
+        optimizer.step()
+    return [sharding.whole(matrix.detach()) for matrix in matrices]
 
 
 def low_precision(out):

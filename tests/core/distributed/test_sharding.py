@@ -101,6 +101,7 @@ def test_a_file_of_options_is_read(tmp_path):
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "TPUs"),
         ({"fsdp": True, "deepspeed": {}}, "both shard the model"),
         ({"fsdp": True, "optim": "adafactor"}, "uses whole matrices"),
+        ({"fsdp": "full_shard offload", "optim": "muon"}, "uses whole matrices"),
         ({"fsdp": True, "bf16_full_eval": True}, "shards them"),
         ({"parallelism_config": {"tp_size": 2}, "torch_compile": True}, "does not work on split matrices"),
         ({"parallelism_config": {"tp_size": 2}, "deepspeed": {}}, "cannot both split the model"),

@@ -159,7 +159,7 @@ class DistributedArguments:
             for name in ("bf16_full_eval", "fp16_full_eval"):
                 if getattr(self, name):
                     yield f"{name}=True casts whole weights, and fsdp shards them; set bf16=True instead"
-            yield from shard_settings.optimizer_problems(own.optim)
+            yield from shard_settings.optimizer_problems(own.optim, offloads=settings.cpu_offload)
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"
         yield from deepspeed.problems(self.deepspeed)

@@ -165,7 +165,7 @@ def of_run(args: Any) -> Sharding | None:
     if settings is None and not problems:
         settings, problems = from_environment()
         if settings is not None:
-            problems += optimizer_problems(args.optim)
+            problems += optimizer_problems(args.optim, offloads=settings.cpu_offload)
     if problems:
         raise ConfigError("TrainingArguments", problems)
     for note in settings.notes if settings is not None else ():
@@ -336,12 +336,17 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
     yield from optimizer_problems(args.optim, f"{name}={size}")
 
 
-def optimizer_problems(name: Any, setting: str = "fsdp") -> Iterator[str]:
-    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`."""
+def optimizer_problems(name: Any, setting: str = "fsdp", offloads: bool = False) -> Iterator[str]:
+    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`.
+
+    Args:
+        offloads: the parts are in host memory.
+    """
     name = str(name)
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway
-    whole = name.startswith(("galore_", "apollo_")) or name in ("muon", "adafactor")
+    whole = name.startswith(("galore_", "apollo_")) or name == "adafactor"
+    whole = whole or (name == "muon" and (offloads or setting != "fsdp"))  # which gathers them on the device
     if whole or "8bit" in name or "4bit" in name or "fp8" in name:
         why = "uses whole matrices" if whole else "has custom kernels"
         yield (

@@ -11,11 +11,45 @@ from typing import Any
 
 import torch
 
+from posttrain.core.distributed import sharding
 from posttrain.core.optim.galore import split_groups
 
 
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon`, also where each process has a part of a matrix (FSDP): every process gathers the matrix'
+    update, makes it orthogonal, and keeps its own part. The momentum stays in parts (Liu et al. 2025, Algorithm 1).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every matrix that has a gradient; every process must have the same ones."""
+        found = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        of_wholes: Any = super()
+        if not any(sharding.is_piece(matrix) for matrix, _ in found):
+            return of_wholes.step(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for matrix, group in found:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            momentum = self.state[matrix]["momentum_buffer"]
+            momentum.lerp_(matrix.grad, 1 - group["momentum"])
+            update = matrix.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            whole = torch.zeros(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+            whole.grad = sharding.whole(update)
+            options = {name: group[name] for name in KEPT} | {"weight_decay": 0.0, "momentum": 0.0}
+            optimizer: Any = torch.optim.Muon([whole], **options)
+            optimizer.step()
+            moved = sharding.piece_like(lambda *own, whole=whole: whole[sharding.index(*own)], matrix)
+            matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(moved)
+        return loss
+
+
+KEPT = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+"""Options of Muon that make an update of the momentum."""
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` on `matrices`, fused AdamW on the rest.
+    """`Muon` on `matrices`, fused AdamW on the rest.
 
     Args:
         params: parameters or groups.
@@ -49,7 +83,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         }
         self._parts: dict[str | None, torch.optim.Optimizer] = {}
         if by_muon:
-            self._parts["muon"] = torch.optim.Muon(by_muon, lr=lr, weight_decay=0.0, **muon)
+            self._parts["muon"] = Muon(by_muon, lr=lr, weight_decay=0.0, **muon)
         if by_adamw:
             self._parts[None] = torch.optim.AdamW(by_adamw, lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=True)
         super().__init__([group for part in self._parts.values() for group in part.param_groups], {"lr": lr})
