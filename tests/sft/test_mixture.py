@@ -156,13 +156,8 @@ def stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
-@pytest.mark.parametrize("kind", ["rows", "packed", "streams", "packed streams"])
-def test_a_resumed_mixture_goes_on_bit_by_bit(tmp_path, kind):
-    def make(folder, **changes):
-        parts = {name: stream(rows) for name, rows in PARTS.items()} if "streams" in kind else dict(PARTS)
-        options = {"dataset_weights": {"maths": 2, "tales": 1}, "packing": "packed" in kind, "max_length": 48}
-        return trainer(tmp_path / folder, parts, per_device_train_batch_size=2, max_steps=6, **options, **changes)
-
+def stopped_and_resumed(make, tmp_path):
+    """(a run from beginning to end, one that goes on after step 3 and has the same weights)."""
     straight = make("straight")
     straight.train()
     stopped = make("stopped", save_strategy="steps", save_steps=3)
@@ -171,6 +166,17 @@ def test_a_resumed_mixture_goes_on_bit_by_bit(tmp_path, kind):
     resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
     for (name, a), (_, b) in zip(straight.model.state_dict().items(), resumed.model.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
+    return straight, resumed
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed", "streams", "packed streams"])
+def test_a_resumed_mixture_goes_on_bit_by_bit(tmp_path, kind):
+    def make(folder, **changes):
+        parts = {name: stream(rows) for name, rows in PARTS.items()} if "streams" in kind else dict(PARTS)
+        options = {"dataset_weights": {"maths": 2, "tales": 1}, "packing": "packed" in kind, "max_length": 48}
+        return trainer(tmp_path / folder, parts, per_device_train_batch_size=2, max_steps=6, **options, **changes)
+
+    straight, resumed = stopped_and_resumed(make, tmp_path)
     kept = [{key: value for key, value in record.items() if key.startswith(("loss", "token_share"))}
             for made in (straight, resumed) for record in records(made)]  # fmt: skip
     assert kept[:6] == kept[6:] and any("loss/tales" in record for record in kept)
@@ -237,14 +243,7 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
         options = {"dataset_weights": source.weights(), "packing": packing, "max_length": 48, "max_steps": 6}
         return trainer(tmp_path / folder, source.load()[0], per_device_train_batch_size=2, **options, **changes)
 
-    straight = make("straight")
-    straight.train()
-    stopped = make("stopped", save_strategy="steps", save_steps=3)
-    stopped.train()
-    resumed = make("stopped")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
-    expected = straight.model.state_dict()
-    assert [name for name, value in resumed.model.state_dict().items() if not torch.equal(value, expected[name])] == []
+    _, resumed = stopped_and_resumed(make, tmp_path)
     assert {"loss/archives", "loss/table"} <= {key for record in records(resumed) for key in record}
 
 
