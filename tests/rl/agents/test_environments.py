@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from posttrain.core.errors import DataError
 from posttrain.rl.agents.environments import Environments
@@ -91,6 +92,19 @@ def test_a_tool_is_called_and_what_it_says_is_not_learned_from():
         "content"
     ] == "5"
     assert shown[0].endswith("<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n") and one.finished
+
+
+def test_each_turn_keeps_the_experts_it_was_sampled_with():
+    """A later turn reads the text before it again, perhaps with others."""
+    one, (go_on, _) = sample(call("add", a=2, b=3)), writer("so it is five")
+    one = replace(one, routes=torch.zeros(one.num_read, 2, 1, dtype=torch.int16))
+
+    def routed(samples, turn, tokens):
+        done = go_on(samples, turn, tokens)
+        return [replace(row, routes=torch.full((row.num_read, 2, 1), turn, dtype=torch.int16)) for row in done]
+
+    [found] = converse(Environments([add]), [one], CODEC, routed, max_tokens=500)
+    assert found.routes[:, 0, 0].tolist() == [0] * one.num_read + [1] * (found.num_read - one.num_read)
 
 
 def test_several_turns_until_nothing_is_asked_for():

@@ -25,7 +25,7 @@ def finished(config: Any, words: Sequence[str]) -> str:
     lines = [f"{_how(folder)}. {what} is in {folder}."]
     lines += [f"Report: {folder / report.REPORT}"] if (folder / report.REPORT).is_file() else []
     commands = [*_commands(folder, is_adapter=base is not None), *_go_on(config, words)]
-    width = max((len(command) for command, _ in commands), default=0)
+    width = max((len(command) for command, _ in commands if len(command) <= 60), default=0)  # a longer one sticks out
     return "\n".join([*lines, *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands)])
 
 

@@ -44,7 +44,10 @@ def tokenize(
     for column in (source, target):
         if columns and column.split(".")[0] not in columns:
             near = did_you_mean(column, columns, ".")
-            raise DataError(f"There is no column {column!r}{near} The rows have {', '.join(columns)}.")
+            raise DataError(
+                f"There is no column {column!r}{near} The rows have {', '.join(columns)}: name two in source_column "
+                "and target_column."
+            )
     report = RowReport(name)
 
     def usable(rows: dict[str, list[Any]], numbers: Iterable[int]) -> list[int]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
 from posttrain.rl.agents.chat_api import read_message
@@ -355,6 +357,8 @@ def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequ
         row = row.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions)
     places = {id(turn): place for place, turn in enumerate(written)}
     numbers = tuple(places[id(turn)] for turn in learned)
+    routes = [turn.routes for turn in turns if turn.routes is not None]
+    row = replace(row, routes=torch.cat(routes) if len(routes) == len(turns) else None)
     return replace(row, is_exact=all(turn.is_exact for turn in learned), turns=numbers)
 
 

@@ -275,7 +275,7 @@ class Environments:
 def _joined(sample: Sample, turn: Sample) -> Sample:
     """`sample` with its next `turn` behind it."""
     return replace(
-        sample.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions),
+        sample.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions, routes=turn.routes),
         finished=turn.finished,
         is_exact=sample.is_exact and turn.is_exact,
         completion=[*sample.completion, *turn.completion],

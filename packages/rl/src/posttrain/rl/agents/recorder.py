@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError
 from posttrain.lm.text.chat_template import PLACEHOLDER, encode_texts, to_messages
@@ -51,6 +53,7 @@ class Written:
         is_exact: see `posttrain.rl.generation.protocol.Completions`. finished: it ended by itself.
         history: the conversation up to and with this turn. num_asked: how much of it is before this turn.
         key: what a request must begin with to go on from here.
+        routes: as in `posttrain.rl.generation.protocol.Completions`, of the tokens that the turn before has not read.
     """
 
     before: Written | None
@@ -64,6 +67,7 @@ class Written:
     num_asked: int
     tools: tuple[dict[str, Any], ...]
     key: str | tuple[Any, ...]
+    routes: torch.Tensor | None = None
 
     @property
     def path(self) -> list[Written]:
@@ -133,6 +137,7 @@ class Recorder:
             raise RequestError("This trajectory has ended.", 410)
         reply = self._read(request, ids, done)
         history = _with_reply(request.history, reply, done.ids)
+        num_read = len(ids) - len(asked) - 1 if before is not None else 0
         written = Written(
             before=before,
             asked=asked,
@@ -145,6 +150,7 @@ class Recorder:
             num_asked=len(request.history),
             tools=request.tools,
             key=_key(history),
+            routes=None if done.routes is None else done.routes[num_read:].clone(),  # without those of the whole text
         )
         self.turns.append(written)
         self._numbers[reply.number] = written

@@ -151,6 +151,7 @@ def _vllm(args: Any, settings: dict[str, Any]) -> Generator:
             folder=args.vllm_weight_folder,
             request_timeout=args.vllm_request_timeout,
             in_flight=args.max_staleness > 0,
+            with_routes=args.router_replay,
         )
     from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 

@@ -9,7 +9,9 @@ CPU; not yet verified on a GPU.
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from posttrain.core.distributed.environment import rank
+from posttrain.lm.attention.router_replay import layers_of
 from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import prefers_probable, vllm_options
@@ -36,6 +40,10 @@ FORBIDDEN, UNKNOWN = 403, 404
 NO_VERSIONS = (
     "The vLLM server at %s does not say which weights wrote a token: all tokens of a completion count as written by "
     "those with which it began. Start it with --enable-scale-out to know."
+)
+NO_ROUTES = (
+    "router_replay=True needs the experts chosen in sampling, which the vLLM server at {} does not return. Start it "
+    "with --enable-scale-out and --enable-return-routed-experts, and VLLM_USE_V2_MODEL_RUNNER=1 in its environment."
 )
 ATTEMPTS = 3
 """Times that weights are sent, if a server is lost meanwhile and comes back."""
@@ -54,6 +62,7 @@ class VLLMServerGenerator:
         folder: where the servers read weights instead, see `transfer.Folder`.
         request_timeout: seconds within which a server must answer a request.
         in_flight: weights are sent while completions are written, which go on under them.
+        with_routes: ask for the experts that a mixture chose.
 
     Attributes:
         version: a number for the weights of the next sync.
@@ -72,8 +81,9 @@ class VLLMServerGenerator:
         folder: str | None = None,
         request_timeout: float = 1800.0,
         in_flight: bool = False,
+        with_routes: bool = False,
     ) -> None:
-        self.updates_in_flight = in_flight
+        self.updates_in_flight, self.with_routes = in_flight, with_routes
         self._versions: dict[int, int] = {}
         self.servers = [Server(one.strip(), request_timeout) for one in url.split(",")]
         self.timeout, self.group_port, self.folder = timeout, group_port, folder
@@ -130,6 +140,7 @@ class VLLMServerGenerator:
             self._transport = self._make_transport(model)
         is_adapter = isinstance(self._transport, AdapterFolder)
         self._api.has_whole_weights = not is_adapter
+        self._api.layers = layers_of(model) if self.with_routes else None
         if is_adapter:
             self._api.names = dict.fromkeys(self._api.names, NAME)
         return AdapterWeights(model) if is_adapter else Weights(model)
@@ -257,7 +268,10 @@ class VLLMServers:
         started: see `started_with`.
         names: of the model that is asked for, by the server's address.
         has_whole_weights: the servers were sent weights, and no adapter.
+        layers: whose experts are asked for; None: of no layer.
     """
+
+    layers: Sequence[int] | None = None
 
     def __init__(self, servers: Sequence[Server], options: dict[str, Any], says_versions: bool) -> None:
         self.servers, self.options, self._says_versions = servers, options, says_versions
@@ -331,7 +345,7 @@ class VLLMServers:
                     self._writing[server] -= n
 
     def _ask(self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> list[Written]:
-        if self._says_versions or isinstance(prompt, Pictured):
+        if self._says_versions or self.layers is not None or isinstance(prompt, Pictured):
             try:
                 return self._ask_with_versions(server, prompt, n, sampling, seed)
             except Refused as error:
@@ -339,6 +353,8 @@ class VLLMServers:
                     raise
                 if isinstance(prompt, Pictured):
                     raise ValueError(NO_IMAGES.format(server.url)) from error
+                if self.layers is not None:
+                    raise ValueError(NO_ROUTES.format(server.url)) from error
                 self._says_versions = False
                 logger.warning(NO_VERSIONS, server.url)
         assert not isinstance(prompt, Pictured)  # whose server answers, or refuses it
@@ -353,7 +369,7 @@ class VLLMServers:
     def _ask_with_versions(
         self, server: Server, prompt: Prompt, n: int, sampling: Sampling, seed: int
     ) -> list[Written]:
-        """As `_ask`, by the interface that says which weights wrote each token."""
+        """As `_ask`, by the interface that says which weights wrote each token, and which experts read it."""
         drawing = self._drawing(server, n, sampling, seed)
         body = _shown(prompt) | {"model": drawing.pop("model"), "sampling_params": drawing}
         answer = server.call("/inference/v1/generate", body, retries=RETRIES)
@@ -362,7 +378,9 @@ class VLLMServers:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if self.has_whole_weights and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
             raise Restarted(server)  # and it may have got the weights since, so that it is not `is_fresh`
-        return [_written(choice) for choice in choices]
+        if self.layers is not None and any(choice.get("routed_experts") is None for choice in choices):
+            raise ValueError(NO_ROUTES.format(server.url))
+        return [_written(choice, self.layers) for choice in choices]
 
     def _drawing(self, server: Server, n: int, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The fields of a request that say by which model, and how, tokens are drawn."""
@@ -383,13 +401,17 @@ def _spans(choice: dict[str, Any]) -> list[dict[str, Any]]:
     return choice.get("weight_versions") or []
 
 
-def _written(choice: dict[str, Any]) -> Written:
+def _written(choice: dict[str, Any], layers: Sequence[int] | None) -> Written:
     logps = [token["logprob"] for token in choice["logprobs"]["content"]]
     numbers = [(span["version"].rpartition("-")[2], span["end"] - span["start"]) for span in _spans(choice)]
     syncs = None
     if numbers and all(number.isdecimal() for number, _ in numbers):  # else of adapters, which are not counted
         syncs = [int(number) for number, length in numbers for _ in range(length)]
-    return Written(choice["token_ids"], logps, choice["finish_reason"] == "stop", syncs)
+    routes = None
+    if layers is not None:
+        whole = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        routes = torch.as_tensor(whole).to(torch.int16)[:, list(layers)]
+    return Written(choice["token_ids"], logps, choice["finish_reason"] == "stop", syncs, routes)
 
 
 def started_with(server: Server) -> dict[str, Any]:

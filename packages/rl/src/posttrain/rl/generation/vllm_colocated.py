@@ -152,6 +152,8 @@ class VLLMColocatedGenerator:
     def _set_environment(self) -> None:
         """The launcher's variables that vLLM reads, for a single process without a launcher."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine is in this process, where the weights are
+        if self.engine.get("enable_return_routed_experts"):
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one does not return them
         found = {"RANK": rank(), "LOCAL_RANK": local_rank(), "WORLD_SIZE": world_size(), "MASTER_ADDR": "127.0.0.1"}
         if "MASTER_PORT" not in os.environ:
             with socket.socket() as free:

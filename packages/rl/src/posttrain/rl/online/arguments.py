@@ -429,11 +429,6 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
                 "router_replay=True needs the experts chosen in sampling, which transformers' continuous batching does "
                 "not return; set use_transformers_continuous_batching=False"
             )
-        if self.use_vllm and self.vllm_mode == "server":
-            yield (
-                "router_replay=True needs the experts chosen in sampling, which are not read from a vLLM server in "
-                "this version; set vllm_mode='colocate'"
-            )
         if self.torch_compile:
             yield "router_replay=True does not work with torch_compile=True; set one of them to False"
 

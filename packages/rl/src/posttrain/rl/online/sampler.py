@@ -377,8 +377,9 @@ class TurnsTogether:
 def _cut(sample: Sample, most: int) -> Sample:
     logps = None if sample.logps is None else sample.logps[:most]
     versions = None if sample.versions is None else sample.versions[:most]
+    routes = None if sample.routes is None else sample.routes[: len(sample.prompt_ids) + most - 1]
     finished = sample.finished and len(sample.ids) <= most
-    return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, finished=finished)
+    return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, routes=routes, finished=finished)
 
 
 def _by_kind(asked: Sequence[Asked]) -> Iterator[tuple[Sampling, list[Asked]]]:

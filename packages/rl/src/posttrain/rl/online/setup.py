@@ -67,10 +67,10 @@ def turn_problems(args: RolloutConfig, names: list[str]) -> Iterator[str]:
                 f"{name} may answer the processes that split a matrix (tp_size) or a row (cp_size) differently, and "
                 "they must sample alike. Set both to 1, or shard the model by fsdp"
             )
-        if args.router_replay:
+        if args.router_replay and name == "rollout_func":
             yield (
-                f"router_replay=True replays the experts chosen in sampling, and of the turns of {name} they are not "
-                "known; leave one of the two out"
+                "router_replay=True replays the experts chosen in sampling, and of what a rollout_func returns they "
+                "are not known; leave one of the two out"
             )
 
 

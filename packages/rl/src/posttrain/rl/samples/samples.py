@@ -94,19 +94,31 @@ class Sample:
         return len(self.prompt_ids) + len(self.ids) - 1
 
     def extended(
-        self, ids: Sequence[int], logps: Sequence[float] | None, chosen: bool, versions: Sequence[int] | None = None
+        self,
+        ids: Sequence[int],
+        logps: Sequence[float] | None,
+        chosen: bool,
+        versions: Sequence[int] | None = None,
+        routes: torch.Tensor | None = None,
     ) -> Sample:
-        """This sample with more tokens behind its completion, which the policy chose or not."""
+        """This sample with more tokens behind its completion, which the policy chose or not.
+
+        Args:
+            routes: with which everything up to them was read. Those of tokens that were read before stay as they were.
+        """
         before = self.versions or []  # tokens of others have the version of the last one before them
         versions = None if self.versions is None else [*before, *(versions or before[-1:] * len(ids))]
         learn = [True] * len(self.ids) if self.learn is None else self.learn
         known = self.logps is not None and logps is not None
+        if self.routes is not None and routes is not None:
+            routes = torch.cat([self.routes, routes[len(self.routes) :]])
         return replace(
             self,
             ids=[*self.ids, *ids],
             logps=[*(self.logps or ()), *(logps or ())] if known else None,
             learn=[*learn, *[chosen] * len(ids)],
             versions=versions,
+            routes=self.routes if routes is None else routes,
         )
 
 
