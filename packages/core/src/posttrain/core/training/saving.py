@@ -177,7 +177,9 @@ class Saving:
             if should_save:
                 self.beside(Path(directory))
             return
-        whole = dist.whole_state_dict(owner.model, weights.is_saved(model), lambda name: should_save)
+        whole = None
+        if dist.shards or dist.uses_deepspeed:
+            whole = dist.whole_state_dict(owner.model, weights.is_saved(model), lambda name: should_save)
         if should_save:
             owner._save(directory, **({} if whole is None else {"state_dict": whole}))
             if check:
