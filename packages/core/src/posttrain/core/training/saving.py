@@ -30,7 +30,7 @@ class Saving:
 
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
-        self._arguments: tuple[dict[str, Any], str] = {}, ""  # as they were last written, and their text
+        self._arguments: tuple[list[Any], str] = [], ""  # what `beside` has written them by, and their text
 
     # ---- checkpoints ----
 
@@ -201,8 +201,8 @@ class Saving:
         processor: Any = owner.processing_class or getattr(owner.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
-        now, (known, text) = vars(owner.args), self._arguments
-        if len(now) != len(known) or not all(map(operator.is_, now.values(), known.values())):
-            text = owner.args.to_json_string() + "\n"  # once, where none is set between two saves
-            self._arguments = dict(now), text
+        now, (known, text) = [owner.state, *vars(owner.args).values()], self._arguments
+        if len(now) != len(known) or not all(map(operator.is_, now, known)):
+            text = owner.args.to_json_string() + "\n"  # once in a run, where none is set between two saves
+            self._arguments = now, text
         (directory / "training_args.json").write_text(text, encoding="utf-8")
