@@ -272,7 +272,7 @@ VOCABULARY = {
     "capped": ("loss", {"softcap": 3.0, "scale": 0.5}),
     "by its own probability": ("loss", {"dft": True}),
     "log-probabilities": ("logps", {"stats": STATS, "temperature": 0.7}),
-    "capped log-probabilities": ("logps", {"softcap": 3.0, "return_entropy": True}),
+    "capped log-probabilities": ("logps", {"softcap": 3.0, "stats": ("entropy",)}),
 }
 
 

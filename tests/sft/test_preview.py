@@ -141,7 +141,7 @@ def test_help_says_what_it_takes(capsys):
     ("words", "status", "message"),
     [
         (["run.yaml", "--rows", "0"], 2, "--rows 0 must be a whole number above 0"),
-        (["run.yaml", "--html"], 2, "--html needs a value"),
+        (["run.yaml", "--html"], 2, "--html  must be the name of a file"),
         (["sfd", "run.yaml"], 2, "did you mean 'sft'"),
         (["run.yaml", "--trian_on", "user"], 2, "did you mean 'train_on'"),
         (["run.yaml", "--train_on", "tool"], 1, "no row can be trained on"),

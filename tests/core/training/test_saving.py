@@ -1,13 +1,16 @@
 """What becomes of a checkpoint that is written, without a trainer."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint.transaction import Outcome
 from posttrain.core.state import TrainerState
 from posttrain.core.training.saving import Saving
+from tests import tiny
 
 
 class Owner:
@@ -39,3 +42,24 @@ def test_a_save_that_failed_is_no_longer_the_best_checkpoint(step, best):
     owner = Owner(Outcome(step, None))
     Saving(owner).settle()
     assert owner.seen == [] and owner.state.best_model_checkpoint == best
+
+
+def test_each_checkpoint_holds_the_arguments_as_they_are_when_it_is_saved(tmp_path):
+    class Sets(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                args.logging_steps = 7
+
+    args = TrainingArguments(tmp_path, max_steps=6, save_steps=2, use_cpu=True)
+    rows = [{"input_ids": [5, 6], "attention_mask": [1, 1], "labels": [5, 6]}] * 4
+    trainer = Trainer(tiny.causal_lm(), args, train_dataset=rows, callbacks=[Sets])
+    trainer.train()
+
+    def saved(name):
+        files = (tmp_path / f"checkpoint-{step}" / "training_args.json" for step in (2, 4, 6))
+        return [json.loads(file.read_text())[name] for file in files]
+
+    assert saved("logging_steps") == [500, 7, 7]
+    args.include_for_metrics.append("loss")  # in place, for a run of its own
+    trainer.train()
+    assert saved("include_for_metrics") == [["loss"]] * 3

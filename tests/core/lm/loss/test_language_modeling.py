@@ -305,7 +305,7 @@ def test_logps_take_any_upstream_gradient(dtype, relative, options, temperature)
     logits = plain_logits(hidden, weight, offset, **options) / temperature
     expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * kept
     actual, entropy = token_logps(
-        hidden, weight, labels, bias=offset, temperature=temperature, chunk_size=10, return_entropy=True, **options
+        hidden, weight, labels, bias=offset, temperature=temperature, chunk_size=10, stats=("entropy",), **options
     )
     assert actual.shape == labels.shape and not actual[~kept].any() and not entropy[~kept].any()
     assert_near([actual], [expected], relative)

@@ -190,7 +190,7 @@ def test_the_head_gives_log_probabilities_with_any_gradient(arch):
     expected = selective_log_softmax(logits / 0.7, targets.clamp(min=0)) * kept
     (expected.exp() * kept * upstream).sum().backward()
     wanted = gradients(model)
-    with lm_head.logps_in_head(model, labels, temperature=0.7, return_entropy=True):
+    with lm_head.logps_in_head(model, labels, temperature=0.7, stats=("entropy",)):
         logps, entropy = model(input_ids=ids).logits
     (logps.exp() * kept * upstream).sum().backward()
     assert_close(logps, expected, rtol=1e-5, atol=1e-6)

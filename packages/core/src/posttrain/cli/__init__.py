@@ -48,6 +48,8 @@ COMMANDS = {
 }
 
 TRAIN = "train"
+#: Commands that print their help where they are given nothing.
+EXPLAINED = ("data", "report", "rerun", "trajectories")
 # Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
 SMOKE: dict[str, Any] = {
     "max_steps": 2,
@@ -138,6 +140,10 @@ def _dispatch(words: list[str]) -> int:
         print(f"posttrain {version('posttrain-core')}")
     elif words[0] in COMMANDS and words[0] != TRAIN:
         module = importlib.import_module(f"posttrain.cli.tools.{words[0].replace('-', '_')}")
+        asks = {"-h", "--help"} & set(words[1:]) or (words[0] in EXPLAINED and not words[1:])
+        if asks and "HELP" in vars(module):  # `launch` may be asked for that of its program
+            print(module.HELP.rstrip())
+            return 0
         makes_runs: dict[str, tuple[Any, ...]] = {
             "check": (_read_and_check,),
             "preview": (_read,),

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,13 +169,14 @@ def typed_flags(
     names: int,
     what: str,
     least: Mapping[str, float] | None = None,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
 ) -> tuple[list[str], dict[str, Any]]:
     """The words and flags of a command: ``(its names, {flag: value})``.
 
     Args:
         kinds: of each flag, the type of its value; list: of texts.
         names: how many words come before the flags. what: these words, for the message where there are others.
-        least: the smallest value of flags that are numbers.
+        least: the smallest value of flags that are numbers. dtypes: the values of the flag ``dtype``.
 
     Raises:
         ConfigError: listing every problem together.
@@ -200,8 +201,8 @@ def typed_flags(
     if len(given_names) != names:
         were = "1 word was" if len(given_names) == 1 else f"{len(given_names)} words were"
         problems.append(f"it takes {what}, before any flag; {were} given, not {names}")
-    if given.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
-        problems.append(f"--dtype={given['dtype']} is not one of float32, bfloat16, float16")
+    if given.get("dtype", "float32") not in dtypes:
+        problems.append(f"--dtype={given['dtype']} is not one of {', '.join(dtypes)}")
     if problems:
         raise ConfigError(command, problems)
     return given_names, given
@@ -219,6 +220,30 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
         else:
             rest.append(word)
     return rest, taken
+
+
+def take_options(
+    command: str, words: list[str], known: Mapping[str, tuple[Any, Callable[[str], Any], str]]
+) -> tuple[list[str], dict[str, Any]]:
+    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``.
+
+    Args:
+        known: of each flag its default, what makes its value of a text (None: it does not fit), and what fits.
+
+    Raises:
+        ConfigError: listing every problem together.
+    """
+    rest, taken = take_flags(words, known)
+    options: dict[str, Any] = {name: default for name, (default, *_) in known.items()}
+    options |= {name: known[name][1](text) for name, text in taken}
+    if problems := [f"--{name} {text} must be {known[name][2]}" for name, text in taken if options[name] is None]:
+        raise ConfigError(f"posttrain {command}", problems)
+    return rest, options
+
+
+def whole(least: int = 1) -> Callable[[str], int | None]:
+    """Reads whole numbers from `least` on, for `take_options`."""
+    return lambda text: int(text) if text.isdecimal() and int(text) >= least else None
 
 
 def read_words(words: list[str]) -> tuple[dict[str, Setting], list[str]]:

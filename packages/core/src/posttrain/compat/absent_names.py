@@ -63,12 +63,7 @@ for _names, _why in {
     "HarborSpec HarborEnv HarborBashEnv OpenRewardSpec": "keep trl's: posttrain.rl.GRPOTrainer takes what it makes",
     "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
     "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
-    "BEMACallback": "set ema_decay, which keeps an average of the weights",
     "BEMAForRefModelCallback": "posttrain.rl.BEMACallback moves the reference too, with update_ref_model=True",
-    "LogCompletionsCallback": "set log_completions=True in GRPO, num_eval_samples in preference training, and "
-    "predict_with_generate=True in SFT",
-    "RichProgressCallback": "posttrain.core has PrinterCallback and its own progress bar; set disable_tqdm to choose",
-    "WeaveCallback": "records go to the trackers that report_to names, and to log.jsonl",
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
     "truncate_dataset": "set max_length",
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",

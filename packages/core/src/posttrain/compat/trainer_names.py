@@ -17,10 +17,9 @@ from posttrain.core.data import pipeline
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
 from posttrain.core.hub import uploads
-from posttrain.core.hub.card import hyperparameters, method_of, names, write_model_card
+from posttrain.core.hub.card import names, of_run, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
-from posttrain.core.models import wrapping
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
@@ -334,17 +333,12 @@ class TrainerNames:
         Args:
             card: fields of `posttrain.core.hub.card.model_card`; those that describe the run are filled in.
         """
-        base = finetuned_from or wrapping.base_name(self.model)
-        about: dict[str, Any] = {"log_history": self.state.log_history, "base_model": base or None}
-        about |= {"hyperparameters": hyperparameters(self.args, self.dist.world_size, self.model)}
-        about |= {"method": method_of(self.args)}
-        about |= {"library_name": "peft" if wrapping.is_peft_model(self.model) else "transformers"}
-        own = getattr(wrapping.base_model(self.model), "model_tags", None)
-        tags = [*names(card.pop("tags", None)), *(own or ())]
+        about = of_run(self.args, self.model, self.state.log_history, self.dist.world_size)
+        about |= {"base_model": finetuned_from} if finetuned_from else {}
+        about["tags"] = [*names(card.pop("tags", None)), *about["tags"]]
         if self.dist.is_main:
-            write_model_card(
-                self.args.output_dir, model_name or self.uploader.repo_name.split("/")[-1], tags=tags, **(about | card)
-            )
+            name = model_name or self.uploader.repo_name.split("/")[-1]
+            write_model_card(self.args.output_dir, name, **(about | card))
 
 
 def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

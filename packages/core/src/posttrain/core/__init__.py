@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from posttrain.core import registry
 
 if TYPE_CHECKING:
-    from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
+    from transformers import (
+        DataCollatorForTokenClassification,
+        DataCollatorWithFlattening,
+        HfArgumentParser,
+        IntervalStrategy,
+        SchedulerType,
+    )
 
     from posttrain.cli.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
     from posttrain.cli.scripts import (
@@ -43,8 +49,6 @@ if TYPE_CHECKING:
     from posttrain.core.data.collators import (
         DataCollatorForLanguageModeling,
         DataCollatorForSeq2Seq,
-        DataCollatorForTokenClassification,
-        DataCollatorWithFlattening,
         DataCollatorWithPadding,
         default_data_collator,
     )

@@ -184,20 +184,10 @@ def read(folder: str | Path) -> Run:
     if not (folder / LOG).is_file():
         raise CheckpointError(f"{folder} has no {LOG}, so it is not the output folder of a run that logged anything.")
     starts = run_record.read(folder)["starts"] if (folder / run_record.RECORD).is_file() else [{}]
-    log = list(_records(folder / LOG))
+    log = [record for record in samples.lines_of(folder / LOG) if isinstance(record.get("step"), int)]
     began = datetime.fromisoformat(starts[0]["at"]).timestamp() if "at" in starts[0] else 0.0
     written = samples.read(folder, max((record["step"] for record in log), default=0), began)
     return Run(folder.resolve().name, starts[-1], log, written)
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield record
 
 
 def page(runs: Sequence[Run], first: str = "") -> str:

@@ -30,7 +30,6 @@ from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
 from posttrain.core.hub import card
-from posttrain.core.models import wrapping
 from posttrain.core.models.wrapping import base_name
 from posttrain.core.state import strict
 
@@ -84,17 +83,9 @@ class RunRecordCallback(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         if not state.is_world_process_zero or model is None:
             return
-        base = wrapping.base_model(model)
-        card.write_model_card(
-            args.output_dir,
-            log_history=state.log_history,
-            base_model=base_name(base) or None,
-            method=card.method_of(args),
-            hyperparameters=card.hyperparameters(args, args.world_size, model),
-            library_name="peft" if wrapping.is_peft_model(model) else "transformers",
-            tags=getattr(base, "model_tags", None),
-            best_step=state.best_global_step if args.load_best_model_at_end else None,
-        )
+        best_step = state.best_global_step if args.load_best_model_at_end else None
+        about = card.of_run(args, model, state.log_history, args.world_size)
+        card.write_model_card(args.output_dir, **about, best_step=best_step)
 
 
 def _warn_of_other_rows(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 from posttrain.cli import parse
 from posttrain.cli.method import of_words
-from posttrain.core.errors import ConfigError
 from posttrain.core.fields import durations
 from posttrain.core.registry import Method, Run
 
-USAGE = """usage: posttrain bench [<method>] run.yaml ... [--bench_steps N] [--bench_warmup N] [--name value ...]
+HELP = """usage: posttrain bench [<method>] run.yaml ... [--bench_steps N] [--bench_warmup N] [--name value ...]
 
 Makes some optimizer steps of a run, with its own model, rows and arguments, and prints seconds, tokens per second and
 peak memory. Takes all arguments of the method (posttrain <method> --help). Nothing is evaluated, saved or kept.
@@ -25,6 +24,8 @@ peak memory. Takes all arguments of the method (posttrain <method> --help). Noth
   --bench_warmup N  optimizer steps before them [default: 3]
 
 posttrain plan estimates the memory without making a step."""
+STEPS = "a number of optimizer steps"
+OPTIONS = {"bench_steps": (10, parse.whole(), STEPS), "bench_warmup": (3, parse.whole(0), STEPS)}
 #: What no bench needs. Its last step would evaluate and save.
 CHANGES: dict[str, Any] = {
     "logging_steps": 1,
@@ -62,15 +63,14 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         words: a method, files and flags, among them ``--bench_steps`` and ``--bench_warmup``.
         read: makes a run of a method and its words.
     """
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
-    words, steps, warmup = _take_options(words)
+    words, options = parse.take_options("bench", words, OPTIONS)
     method, words = of_words(words, "bench")
-    asked = read(method, words)
+    asked, warmup = read(method, words), options["bench_warmup"]
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         changes = CHANGES | {"max_duration": durations.if_tokens(asked.config.max_duration)}
-        asked.config = dataclasses.replace(asked.config, output_dir=folder, max_steps=warmup + steps, **changes)
+        asked.config = dataclasses.replace(
+            asked.config, output_dir=folder, max_steps=warmup + options["bench_steps"], **changes
+        )
         method.run(asked)
         if asked.config.process_index == 0:
             print("\n".join(lines(Path(folder) / "log.jsonl", warmup)))
@@ -93,17 +93,3 @@ def _spread(records: list[dict[str, Any]], name: str) -> str:
     values = [record[name] for record in records if record.get(name) is not None]
     median, least, most = (f"{value:,.4g}" for value in (statistics.median(values), min(values), max(values)))
     return f"{median} ({least} to {most})"
-
-
-def _take_options(words: list[str]) -> tuple[list[str], int, int]:
-    options: dict[str, int] = {"bench_steps": 10, "bench_warmup": 3}
-    rest, given = parse.take_flags(words, options)
-    problems = []
-    for name, value in given:
-        if not value.isdigit() or (int(value) == 0 and name == "bench_steps"):
-            problems.append(f"--{name} {value} must be a number of optimizer steps")
-        else:
-            options[name] = int(value)
-    if problems:
-        raise ConfigError("posttrain bench", problems)
-    return rest, options["bench_steps"], options["bench_warmup"]

@@ -39,9 +39,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return
     what = "a model: its folder or its name"
     names, given = parse.typed_flags("chat", words, KINDS, names=1, what=what, least=load.LEAST)
     if given.get("compare") and not (Path(names[0]) / "adapter_config.json").is_file():

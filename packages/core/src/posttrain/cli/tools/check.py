@@ -11,7 +11,7 @@ from posttrain.cli.method import of_words
 from posttrain.core.fields.redaction import masked
 from posttrain.core.registry import Method
 
-USAGE = """usage: posttrain check [<method>] run.yaml ... [--name value ...]
+HELP = """usage: posttrain check [<method>] run.yaml ... [--name value ...]
 
 Finds everything that is wrong with the arguments of a run, as training does before it loads anything, with exit status
 2. Else prints the arguments of all files and flags together as YAML, of which one file can be made:
@@ -26,9 +26,6 @@ def run(words: list[str], read: Callable[[Method, list[str]], dict[str, Any]]) -
         words: a method, files and flags.
         read: the settings of a method's words, checked.
     """
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
     method, words = of_words(words, "check")
     settings = read(method, words)
     secrets = [name for name, value in settings.items() if masked(value, name) != value]

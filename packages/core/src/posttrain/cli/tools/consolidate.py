@@ -23,9 +23,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: there are not two folders. CheckpointError: the checkpoint is damaged or not sharded.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP.rstrip())
-        return
     if len(words) != 2:
         raise ConfigError("consolidate", ["it takes a checkpoint and the folder to write: CHECKPOINT FOLDER"])
     consolidate(Path(words[0]), Path(words[1]))

@@ -21,7 +21,7 @@ from posttrain.cli.source import read
 from posttrain.core.config import ConfigMeta, opt
 from posttrain.core.errors import DataError
 
-USAGE = """usage: posttrain data ROWS ... | run.yaml [--against ROWS ...] [--ngram N] [--output FILE] [--name value ...]
+HELP = """usage: posttrain data ROWS ... | run.yaml [--against ROWS ...] [--ngram N] [--output FILE] [--name value ...]
 
 Finds rows that are trained on twice, and evaluation rows that are trained on: those of the run, and those of --against.
 ROWS are files, a folder, or a dataset of the Hub; the arguments of a run that choose its rows are taken too.
@@ -63,9 +63,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: an argument is wrong. DataError: rows cannot be read, or written as JSON.
     """
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
     problems: list[str] = []
     (named, flags), settings = parse.read_flags(words), dict[str, parse.Setting]()
     for name in named:

@@ -72,9 +72,6 @@ def run(words: list[str]) -> None:
         ConfigError: the words are not those of `HELP`. CheckpointError: the model or lm-eval cannot be loaded.
         DataError: the rows of a task cannot be had.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return
     what = "a model: its folder or its name"
     names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST | {"k": 1})
     if "env" in given:
@@ -107,10 +104,10 @@ def run(words: list[str]) -> None:
 
     print(make_table(results))
     if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        kept = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples") if name in results}
-        Path(output).write_text(json.dumps({"model": names[0], **kept}, indent=2, default=str) + "\n", encoding="utf-8")
-        print(f"The results are in {output}.")
+        kept: dict[str, Any] = {
+            name: results[name] for name in ("results", "versions", "n-shot", "n-samples") if name in results
+        }
+        _write(output, {"model": names[0], **kept}, "results")
 
 
 def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
@@ -135,7 +132,7 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
     metrics, results = evaluate_rows.evaluate(model, tokenizer, asked, function, **given)
     print("\n".join([f"{len(asked)} rows", *(f"  {metric:<14} {value:.4f}" for metric, value in metrics.items())]))
     if output is not None:
-        _write(output, {"model": name, "results": metrics, "rows": results})
+        _write(output, {"model": name, "results": metrics, "rows": results}, "results with all answers")
 
 
 def _evaluate_environment(name: str, given: dict[str, Any]) -> None:
@@ -163,7 +160,7 @@ def _evaluate_environment(name: str, given: dict[str, Any]) -> None:
     print(f"{len(episodes)} episodes, {metrics['completions/mean_length']:.0f} sampled tokens each.")
     if output is not None:
         kept = {"model": name, "environment": spec, "results": metrics, "episodes": episodes}
-        _write(output, kept)
+        _write(output, kept, "results with all answers")
 
 
 def _split_of(data: str) -> Any:
@@ -173,10 +170,10 @@ def _split_of(data: str) -> Any:
     return next(splits[split] for split in ("test", "validation", *splits) if split in splits)
 
 
-def _write(output: str, kept: dict[str, Any]) -> None:
+def _write(output: str, kept: dict[str, Any], what: str) -> None:
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     Path(output).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
-    print(f"The results with all answers are in {output}.")
+    print(f"The {what} are in {output}.")
 
 
 def _of_run(file: str) -> tuple[str, Any]:

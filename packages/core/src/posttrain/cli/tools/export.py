@@ -75,28 +75,14 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be exported.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP.rstrip())
-        return
-    is_gguf = any(word.endswith(".gguf") for word in words[1:2])
-    quantized = {"dtype": "q8_0"} if is_gguf and _takes(words, "q8_0") else {}
-    what = "a model and the folder or file to write"
-    names, given = parse.typed_flags("export", words, KINDS, names=2, what=what, least={"tolerance": 0})
+    what, least = "a model and the folder or file to write", {"tolerance": 0}
+    names, given = parse.typed_flags("export", words, KINDS, 2, what, least, dtypes=tuple(OUTTYPES))
     try:
-        print(export(*names, **(given | quantized)))
+        print(export(*names, **given))
     except (OSError, ImportError) as error:
         raise CheckpointError(str(error)) from error
     except ValueError as error:
         raise ConfigError("export", [str(error)]) from error
-
-
-def _takes(words: list[str], dtype: str) -> bool:
-    """Take ``--dtype q8_0`` out of `words`; whether it was there."""
-    rest, taken = parse.take_flags(words, ["dtype"])
-    if [value for _, value in taken] != [dtype]:
-        return False
-    words[:] = rest
-    return True
 
 
 def export(

@@ -39,9 +39,6 @@ def run(words: list[str]) -> int | None:
         ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
         DataError: a line has no prompt, or messages for a model without a chat template.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return None
     what = "a model, the file with the prompts and the file to write"
     (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what, least=load.LEAST)
     if problem := _all_the_same(given.get("num_return", 1), given.get("temperature", 0.0)):

@@ -439,8 +439,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
         targets, live.most = shift_labels(labels), TILE
         if slicing is not None and slicing.current is not None:
             targets = slicing.current.cut(targets, IGNORE_INDEX)
-        weight, bias, part = lm_head.CausalHead(head).own()
-        options: dict[str, Any] = {"bias": bias, "part": part}
+        weight, options = lm_head.CausalHead(head).own()
         # Logits, their gradients by both factors, and those of log-probabilities again in the backward pass.
         backward = (1 + weight.requires_grad + (work.loss == "logps")) * torch.is_grad_enabled()
         left_out += (1 + backward) * 2 * weight.numel() * max(targets.numel() - work.rows - TILE, 0)

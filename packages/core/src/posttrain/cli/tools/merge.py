@@ -40,9 +40,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: the words are not those of `HELP`. CheckpointError: the adapter cannot be merged.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP.rstrip())
-        return
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
     what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
     folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what, least={"tolerance": 0})

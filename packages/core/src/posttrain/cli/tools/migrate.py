@@ -32,9 +32,6 @@ def run(words: list[str]) -> int:
     Raises:
         ConfigError: the words are not those of `HELP`.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP.rstrip())
-        return 0
     paths = [Path(word) for word in words if word != "--write"]
     problems = [f"unknown flag {path}" for path in paths if str(path).startswith("-")]
     problems += [f"{path} does not exist" for path in paths if not str(path).startswith("-") and not path.exists()]

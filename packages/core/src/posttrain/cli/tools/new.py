@@ -87,9 +87,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: there is no such recipe. CheckpointError: a file is there already.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return
     if not words:
         print(table(recipes()))
         print("\nposttrain new NAME [FOLDER] writes one into a folder.")

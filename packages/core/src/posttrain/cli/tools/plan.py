@@ -14,7 +14,7 @@ from posttrain.core import registry
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
-USAGE = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
+HELP = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
                       [--image_size WIDTHxHEIGHT] [--per_machine N] [--bandwidth INSIDE,BETWEEN] [--tflops N]
                       [--name value ...]
 
@@ -46,13 +46,10 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
     """Print the memory plan of a run.
 
     Args:
-        words: a method, files and flags, among them those of `USAGE`.
+        words: a method, files and flags, among them those of `HELP`.
         read: makes a run of a method and its words.
     """
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
-    words, options = _take_options(words)
+    words, options = parse.take_options("plan", words, OPTIONS)
     found, words = of_words(words, "plan")
     workload_of = found.workload
     if workload_of is None:
@@ -264,28 +261,9 @@ def _free(device: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 
 
-def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    names = "memory", "length", "processes", "cards", "image_size", "per_machine", "bandwidth", "tflops"
-    options: dict[str, Any] = dict.fromkeys(names)
-    rest, given = parse.take_flags(words, options)
-    problems = []
-    for name, value in given:
-        read, what = READ.get(name, (_number, "number above 0"))
-        options[name] = read(value)
-        if not options[name]:
-            problems.append(f"--{name} {value} must be a {what}")
-    if problems:
-        raise ConfigError("posttrain plan", problems)
-    return rest, options
-
-
-def _number(word: str) -> int:
-    return int(word) if re.fullmatch(r"\d+", word) else 0
-
-
-def _bytes(word: str) -> int:
+def _bytes(word: str) -> int | None:
     size = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?(\w*)", word)
-    return int(float(size[1]) * UNITS[size[2]]) if size is not None and size[2] in UNITS else 0
+    return (int(float(size[1]) * UNITS[size[2]]) or None) if size is not None and size[2] in UNITS else None
 
 
 def _sides(word: str) -> tuple[int, int] | None:
@@ -300,8 +278,11 @@ def _bandwidths(word: str) -> tuple[float, float] | None:
     return sizes if all(sizes) else None
 
 
-READ: dict[str, tuple[Callable[[str], Any], str]] = {
-    "memory": (_bytes, "size such as 24GiB"),
-    "bandwidth": (_bandwidths, "pair of numbers such as 450,50, in GB a second"),
-    "image_size": (_sides, "size such as 1024x768, in pixels"),
+OPTIONS: dict[str, tuple[Any, Callable[[str], Any], str]] = {
+    name: (None, parse.whole(), "a number above 0")
+    for name in ("length", "processes", "cards", "per_machine", "tflops")
+} | {
+    "memory": (None, _bytes, "a size such as 24GiB"),
+    "bandwidth": (None, _bandwidths, "a pair of numbers such as 450,50, in GB a second"),
+    "image_size": (None, _sides, "a size such as 1024x768, in pixels"),
 }

@@ -26,7 +26,7 @@ from posttrain.core.registry import Method, Run
 from posttrain.lm.text import layouts
 
 ROWS = 3
-USAGE = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]
+HELP = f"""usage: posttrain preview [<method>] [run.yaml ...] [--rows N] [--html FILE] [--name value ...]
 
 Prepares the data of a run as in training and shows its first rows: trained tokens, context tokens, and the beginnings
 of documents. Takes all arguments of the method (posttrain <method> --help); nothing is trained.
@@ -44,10 +44,8 @@ def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
         words: a method, which the file may name instead, files and flags, among them ``--rows N`` and ``--html FILE``.
         read: makes a run of a method and its words.
     """
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
-    words, options = _take_options(words)
+    known = {"rows": (ROWS, parse.whole(), "a whole number above 0"), "html": (None, _file_name, "the name of a file")}
+    words, options = parse.take_options("preview", words, known)
     found, preview, words = _method(words)
     with _without_log():
         rows, report = preview(read(found, words), options["rows"])
@@ -88,23 +86,8 @@ def _method(words: list[str]) -> tuple[Method, Callable[..., Any], list[str]]:
     return found, found.preview, words
 
 
-def _take_options(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    options: dict[str, Any] = {"rows": ROWS, "html": None}
-    rest, given = parse.take_flags(words, options)
-    problems = []
-    for name, value in given:
-        if not value or value.startswith("--"):
-            problems.append(f"--{name} needs a value")
-        elif name == "rows":
-            if not value.isdecimal() or not int(value):
-                problems.append(f"--rows {value} must be a whole number above 0")
-            else:
-                options["rows"] = int(value)
-        else:
-            options[name] = value
-    if problems:
-        raise ConfigError("posttrain preview", problems)
-    return rest, options
+def _file_name(text: str) -> str | None:
+    return None if not text or text.startswith("--") else text
 
 
 TRAINED = ("\x1b[30;42m", "\x1b[30;102m")  # two greens in turn, so that the borders of tokens show

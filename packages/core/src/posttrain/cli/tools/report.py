@@ -8,7 +8,7 @@ from posttrain.cli import parse
 from posttrain.cli.report import report
 from posttrain.core.errors import ConfigError
 
-USAGE = """usage: posttrain report FOLDER [FOLDER ...] [--output FILE]
+HELP = """usage: posttrain report FOLDER [FOLDER ...] [--output FILE]
 
 Write a page (HTML, readable without a network) of curves, results, times and arguments of the runs with these output
 folders, from their log.jsonl and run.json. Several runs are compared. The page of one run goes to FOLDER/report.html,
@@ -21,9 +21,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: no folder is named, or a flag is unknown. CheckpointError: a folder holds no run.
     """
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
     many = max(len(parse.read_flags(words)[0]), 1)
     folders, given = parse.typed_flags("report", words, {"output": str}, many, what="output folders of runs")
     page = Path(given.get("output") or Path(folders[0] if many == 1 else ".", report.REPORT))

@@ -15,7 +15,7 @@ from posttrain.core import registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
 
-USAGE = """usage: posttrain rerun FOLDER [--name value ...]
+HELP = """usage: posttrain rerun FOLDER [--name value ...]
 
 Repeat the run with the output FOLDER, with the method, the settings and the working directory of its run.json. The
 output goes to FOLDER-rerun, or to --output_dir; other settings override those of the record.
@@ -41,9 +41,6 @@ def run(
         ConfigError: no folder is named, or the run was not started by the command line.
         CheckpointError: there is no record.
     """
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
     problems: list[str] = []
     folders, flags = parse.read_flags(words)
     if len(folders) != 1:

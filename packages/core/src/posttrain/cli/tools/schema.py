@@ -31,9 +31,6 @@ def run(words: list[str], classes: Callable[[Method], tuple[type, ...]]) -> None
     Raises:
         ConfigError: there is no such method.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP.rstrip())
-        return
     known = methods()
     if len(words) != 1 or words[0] not in known:
         near = did_you_mean(words[0], known) if len(words) == 1 else ""

@@ -53,9 +53,6 @@ def run(words: list[str]) -> None:
         ConfigError: the words are not those of `HELP`, or vLLM cannot serve the model. CheckpointError: it cannot be
             loaded.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return
     names, given = parse.typed_flags("serve", words, KINDS, names=1, what="a model: its folder or its name")
     port, local = given.pop("port", 8000), given.pop("local", False)
     if find_spec("vllm") is not None and not local:

@@ -18,7 +18,7 @@ from posttrain.core.errors import ConfigError, NonFiniteError, require
 from posttrain.core.logging.terminal import aligned
 from posttrain.core.registry import Method
 
-USAGE = """usage: posttrain sweep [<method>] run.yaml ... [--n_trials N] [--name value ...]
+HELP = """usage: posttrain sweep [<method>] run.yaml ... [--n_trials N] [--name value ...]
 
 Trains again and again, each time with other arguments, evaluates, and prints which were best. The file says which:
 
@@ -67,9 +67,6 @@ def run(
     Raises:
         ConfigError: the sweep cannot be as it is described.
     """
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
     if environment.world_size() > 1:
         raise ConfigError("posttrain sweep", ["it runs in one process; leave the launcher out"])
     require("optuna", "optuna", why="posttrain sweep")

@@ -8,7 +8,7 @@ from posttrain.cli import parse
 from posttrain.cli.report import trajectories
 from posttrain.lm.generate.trajectories import Filter
 
-USAGE = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
+HELP = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
 
 List the trajectories that a run with log_trajectories has stored in its output folder: turns, calls of tools, sampled
 tokens, reward, and how each ended.
@@ -37,9 +37,6 @@ def run(words: list[str]) -> None:
         ConfigError: no folder is named, a flag is unknown, or there is no trajectory of that name.
         CheckpointError: the folder holds none.
     """
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE)
-        return
     kinds = {"show": str, "page": bool, **FILTERS}
     (folder,), given = parse.typed_flags("trajectories", words, kinds, 1, what="the output folder of a run")
     show, page = given.pop("show", None), given.pop("page", False)

@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.cli import parse
 from posttrain.cli.method import of_words
 from posttrain.core.checkpoint import codec
-from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
 
 STEPS = 3  # optimizer steps before and after the checkpoint that is resumed
 
 
-USAGE = """usage: posttrain verify-resume [<method>] run.yaml ... [--steps N] [--name value ...]
+HELP = """usage: posttrain verify-resume [<method>] run.yaml ... [--steps N] [--name value ...]
 
 Trains, kills the run, resumes it, and compares its checkpoint with that of an uninterrupted run bit by bit.
 
@@ -41,12 +42,10 @@ def run(words: list[str]) -> int:
         words: a method, its files and flags; ``--steps N`` sets the number of optimizer steps before and after the
             checkpoint.
     """
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return 0
-    words, steps = _take_steps(words)
+    known = {"steps": (STEPS, parse.whole(2), "a whole number of 2 or more")}
+    words, options = parse.take_options("verify-resume", words, known)
     method, words = of_words(words, "verify-resume")
-    words = [method.name, *words]
+    words, steps = [method.name, *words], options["steps"]
     folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
         straight, stopped = folder / "straight", folder / "stopped"
@@ -113,16 +112,6 @@ def die_at(step: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.DEFAULT_CALLBACKS.append(Die)
-
-
-def _take_steps(words: list[str]) -> tuple[list[str], int]:
-    if "--steps" not in words:
-        return words, STEPS
-    place = words.index("--steps")
-    value = words[place + 1] if place + 1 < len(words) else ""
-    if not value.isdigit() or int(value) < 2:
-        raise ConfigError("posttrain verify-resume", [f"--steps {value} must be a whole number of 2 or more"])
-    return [*words[:place], *words[place + 2 :]], int(value)
 
 
 def _train(words: list[str], folder: Path, steps: int, kill_at: int | None = None, resume: bool = False) -> None:

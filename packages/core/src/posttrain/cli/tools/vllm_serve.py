@@ -31,9 +31,6 @@ def run(words: list[str]) -> None:
     Raises:
         ConfigError: no model is named, or vLLM is not installed.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP.rstrip())
-        return
     from posttrain.core.data import accelerator
 
     dry = "--dry-run" in words

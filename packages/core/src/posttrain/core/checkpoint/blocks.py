@@ -200,13 +200,12 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
     """
     size = source.size if isinstance(source, Source) else len(source)
     if isinstance(source, Source) and size < SMALL:
-        whole = torch.empty(size, dtype=torch.uint8)
-        source.copy(0, whole)
+        whole = torch.cat([bytes_of(tensor).cpu() for tensor in source.tensors]).numpy().data
         with open(path, "wb") as file:
-            file.write(whole.numpy().data)
+            file.write(whole)
             file.flush()
             os.fsync(file.fileno())
-        return [digest(whole.numpy().data)]
+        return [digest(whole)]
     if free_bytes(path.parent) < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     written: list[Future[None]] = []

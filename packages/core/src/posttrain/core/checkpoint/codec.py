@@ -58,14 +58,14 @@ def save_tree(tree: Any, stem: str | Path) -> None:
     Raises:
         TypeError: something else is in the tree; the message names the place.
     """
-    stem, encoder = Path(stem), _Encoder()
+    encoder = _Encoder()
     document = {"format": FORMAT, "version": VERSION, "tree": encoder.encode(tree, "tree", ())}
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    _file(stem, ".json").write_text(text + "\n", encoding="ascii")
+    Path(f"{stem}.json").write_text(text + "\n", encoding="ascii")
     if encoder.tensors:
-        write_tensors(encoder.tensors, _file(stem, ".safetensors"))
+        write_tensors(encoder.tensors, f"{stem}.safetensors")
     else:
-        _file(stem, ".safetensors").unlink(missing_ok=True)
+        Path(f"{stem}.safetensors").unlink(missing_ok=True)
 
 
 def check_tree(tree: Any, name: str) -> None:
@@ -91,8 +91,7 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
     Raises:
         CheckpointError: a file is missing or is not what `save_tree` writes; the message names it.
     """
-    stem = Path(stem)
-    path = _file(stem, ".json")
+    path = Path(f"{stem}.json")
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT or "tree" not in document:
         raise CheckpointError(f"{path} was not written by posttrain: it does not hold the format {FORMAT!r}.")
@@ -102,7 +101,7 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
             f"{VERSION}. Install the posttrain that wrote it."
         )
     try:
-        return _Decoder(_file(stem, ".safetensors"), mmap).decode(document["tree"])
+        return _Decoder(Path(f"{stem}.safetensors"), mmap).decode(document["tree"])
     except CheckpointError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -139,7 +138,7 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
         metadata: strings to keep in the header.
     """
     # The largest elements first: every tensor then starts at a multiple of its element size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in tensors.items())]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
     offset = 0
     for name in names:
@@ -150,10 +149,6 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     write_file(Path(path), Source(struct.pack("<Q", len(text)) + text, [tensors[name] for name in names]))
-
-
-def _file(stem: Path, suffix: str) -> Path:
-    return stem.parent / (stem.name + suffix)
 
 
 class _Encoder:
@@ -179,16 +174,19 @@ class _Encoder:
             return float(value) if math.isfinite(value) else {"$float": bits.hex()}
         if isinstance(value, (str, int)):
             return str.__str__(value) if isinstance(value, str) else int(value)
-        if type(value) is list:
-            return self._items(value, where, path)
-        if type(value) is tuple:
-            return {"$tuple": self._items(value, where, path)}
-        if type(value) in (dict, collections.OrderedDict):
-            if all(type(key) is str and not key.startswith("$") for key in value):
-                return {key: self.encode(item, f"{where}[{key!r}]", (*path, key)) for key, item in value.items()}
-            return {"$dict": self._pairs(value, where, path)}
-        if type(value) is collections.Counter:  # the milestones of torch's MultiStepLR
-            return {"$counter": self._pairs(value, where, path)}
+        if type(value) in (list, tuple):
+            items = [self.encode(item, f"{where}[{i}]", (*path, i)) for i, item in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
+        if type(value) in (dict, collections.OrderedDict, collections.Counter):
+            inner = [self.encode(item, f"{where}[{key!r}]", (*path, key)) for key, item in value.items()]
+            if type(value) is collections.Counter:  # the milestones of torch's MultiStepLR
+                kind = "$counter"
+            elif all(type(key) is str and not key.startswith("$") for key in value):
+                return dict(zip(value, inner, strict=True))
+            else:
+                kind = "$dict"
+            keys = [self.encode(key, f"the key {key!r} of {where}", path) for key in value]
+            return {kind: [*zip(keys, inner, strict=True)]}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if type(value) is torch.dtype:
@@ -198,18 +196,6 @@ class _Encoder:
             "only dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors are saved, never pickles. "
             "Return one of those from state_dict() and rebuild the object in load_state_dict()."
         )
-
-    def _items(self, values: Any, where: str, path: tuple[Any, ...]) -> list[Any]:
-        return [self.encode(item, f"{where}[{i}]", (*path, i)) for i, item in enumerate(values)]
-
-    def _pairs(self, values: dict[Any, Any], where: str, path: tuple[Any, ...]) -> list[list[Any]]:
-        return [
-            [
-                self.encode(key, f"the key {key!r} of {where}", path),
-                self.encode(item, f"{where}[{key!r}]", (*path, key)),
-            ]
-            for key, item in values.items()
-        ]
 
     def _tensor(self, tensor: torch.Tensor, where: str, path: tuple[Any, ...]) -> dict[str, Any]:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from posttrain.core.errors import CheckpointError
@@ -105,28 +104,18 @@ def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, 
     return sentence
 
 
-@contextlib.contextmanager
-def explaining_full_disk(directory: str | Path, needed: Callable[[], int]) -> Iterator[None]:
-    """Convert the errors of writers on a full disk to `DiskFullError`; nothing is removed.
-
-    Args:
-        directory: the one being written.
-        needed: estimates the bytes of all of it; called where the disk is full.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, DiskFullError) or not _means_disk_full(error):
-            raise
-        written, whole = directory_bytes(directory), needed()
-        of_needed = f" of about {_size(whole)} needed" if whole > written else ""
-        raise DiskFullError(
-            f"The disk is full: {_size(written)}{of_needed} were written into {directory} and "
-            f"{_size(free_bytes(directory))} are free. Free some space or lower save_total_limit."
-        ) from error
+def disk_full(directory: str | Path, needed: int) -> DiskFullError:
+    """The error to raise where the disk was full while `directory`, of `needed` bytes in all, was being written."""
+    written = directory_bytes(directory)
+    of_needed = f" of about {_size(needed)} needed" if needed > written else ""
+    return DiskFullError(
+        f"The disk is full: {_size(written)}{of_needed} were written into {directory} and "
+        f"{_size(free_bytes(directory))} are free. Free some space or lower save_total_limit."
+    )
 
 
-def _means_disk_full(error: BaseException) -> bool:
+def means_disk_full(error: BaseException) -> bool:
+    """Whether `error` is how the system, or a library, says that a disk or a quota is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     # safetensors and torch report the system's error only as text.

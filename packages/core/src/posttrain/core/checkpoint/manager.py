@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import secrets
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class CheckpointManager:
     Attributes:
         run: the id of the run, in the manifest of each of its checkpoints.
         should_save: whether this process writes checkpoints.
+        limit: how many checkpoints are kept; None for all.
         saved_step: optimizer steps of the newest checkpoint that this run wrote or started from.
         boundary: what this process must remember of the last whole optimizer step, where an error is to save it.
         state_at_save: the `TrainerState` that the last save wrote.
@@ -91,7 +93,7 @@ class CheckpointManager:
         self.args, self.dist, self.store = args, dist, store
         place = {"rank": dist.process_index, "world_size": dist.num_processes, "gather": dist.gather_patiently}
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
-        self.should_save = args.should_save
+        self.should_save, self.limit = args.should_save, args.most_checkpoints
         self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
         self.saved_step: int | None = None
         self.run = ""
@@ -147,7 +149,7 @@ class CheckpointManager:
         args = self.args
         if args.save_strategy == "no" or not self.dist.is_main:
             return
-        limit = args.most_checkpoints
+        limit = self.limit
         count = saves if limit is None else min(saves, limit + 1)  # the oldest goes after the newest is there
         is_saved = weights.is_saved(contents.model)
         least = sum(p.nbytes for name, p in contents.model.named_parameters() if is_saved(name))
@@ -249,7 +251,7 @@ class CheckpointManager:
 
     def rotate(self, keep: list[Path]) -> None:
         """Remove the oldest checkpoints over the limit, but for those to `keep`."""
-        self._on_savers(lambda: self.store.rotate(self.args.most_checkpoints, keep=keep))
+        self._on_savers(functools.partial(self.store.rotate, self.limit, keep))
 
     def close(self) -> None:
         """Let the save under way and the removals end, also after an error."""
@@ -310,8 +312,8 @@ class CheckpointManager:
 
     def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
         rank, world_size = self.dist.process_index, self.dist.num_processes
-        if (state := self.dist.engine_state()) is not None:
-            codec.save_tree(state, directory / sharded.stem("engine", rank, world_size))
+        if self.dist.uses_deepspeed:
+            codec.save_tree(self.dist.engine_state(), directory / sharded.stem("engine", rank, world_size))
         elif self.dist.shards:
             stem = sharded.stem("optimizer", rank, world_size)
             codec.save_tree(sharded.part(optimizer.state_dict()), directory / stem)
@@ -339,7 +341,8 @@ class CheckpointManager:
     def _on_savers(self, work: Callable[[], Any]) -> None:
         """Run `work` on the process that writes checkpoints: the main one, or the main one of each machine."""
         if not self.args.save_on_each_node:
-            return self.dist.on_main(lambda: work() and None)
+            self.dist.on_main(work)
+            return
         if self.should_save:
             work()
         self.dist.meet("the process of each machine that writes")

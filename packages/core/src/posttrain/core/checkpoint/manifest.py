@@ -138,9 +138,7 @@ def damages(
     try:
         manifest = read_manifest(directory) if manifest is None else manifest
         files = manifest["files"]
-        problems = {
-            name: _misplaced(directory, name) or _missized(directory, name, files[name]["size"]) for name in files
-        }
+        problems = {name: _damage(directory, name, files[name]["size"]) for name in files}
         if deep:
             present = {name: files[name]["size"] for name, problem in problems.items() if not problem}
             for name, digests in digests_of_files(directory, present, manifest["block"], [kind]).items():
@@ -190,15 +188,11 @@ def is_inside(name: str) -> bool:
     return bool(name) and not re.match(r"[/\\]|[A-Za-z]:", name) and ".." not in re.split(r"[/\\]", name)
 
 
-def _misplaced(directory: Path, name: str) -> str | None:
-    """A manifest may come from anywhere: no name in it may lead out of the checkpoint."""
-    if not is_inside(name) or not (directory / name).resolve().is_relative_to(directory.resolve()):
-        return f"{directory / MANIFEST} names {name!r}, which is outside of the checkpoint."
-    return None
-
-
-def _missized(directory: Path, name: str, size: int) -> str | None:
+def _damage(directory: Path, name: str, size: int) -> str | None:
     path = directory / name
+    # A manifest may come from anywhere: no name in it may lead out of the checkpoint.
+    if not is_inside(name) or not path.resolve().is_relative_to(directory.resolve()):
+        return f"{directory / MANIFEST} names {name!r}, which is outside of the checkpoint."
     if not path.exists():
         return f"{path} is missing."
     if not path.is_file():

@@ -13,7 +13,6 @@ from posttrain.core.checkpoint import weights
 from posttrain.core.checkpoint.store import final_path
 from posttrain.core.data import rng
 from posttrain.core.data.accelerator import for_float64
-from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging import memory
 from posttrain.core.models import wrapping
@@ -72,7 +71,7 @@ def check(
         _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
         logger.info("The weights in %s were read back and are those that were trained.", folder)
         return
-    kind: Any = sharding.plain_class(model)
+    kind: Any = wrapping.plain_class(model)
     random = rng.rng_state()  # a run that is resumed draws the same numbers, and reads nothing back
     try:
         with weights.quiet():

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from posttrain.core.checkpoint.blocks import Digest
-from posttrain.core.checkpoint.disk import directory_bytes, explaining_full_disk, remove, sync_directory
+from posttrain.core.checkpoint.disk import (
+    DiskFullError,
+    directory_bytes,
+    disk_full,
+    means_disk_full,
+    remove,
+    sync_directory,
+)
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
@@ -84,14 +91,20 @@ class Store:
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.settle()  # deleting frees space
-            self.clean()
             remove(temp)
             temp.mkdir()
         return temp
 
-    def writing(self, temp: str | Path) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def writing(self, temp: str | Path) -> Iterator[None]:
         """Around the code that writes into `temp`: an error that means a full disk becomes a `DiskFullError`."""
-        return explaining_full_disk(temp, self._last_size)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, DiskFullError) or not means_disk_full(error):
+                raise
+            newest = self.checkpoints()[-1:]  # the best guess of what the next one needs
+            raise disk_full(temp, sum(map(directory_bytes, newest))) from error
 
     def commit(
         self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
@@ -150,11 +163,6 @@ class Store:
     def _hidden(self, role: str, step: int) -> Path:
         return self.output_dir / f".{role}-checkpoint-{step}.{_HOST}.{os.getpid()}.{_RUN}"
 
-    def _last_size(self) -> int:
-        """Bytes of the newest checkpoint, the best guess of what the next one needs."""
-        checkpoints = self.checkpoints()
-        return directory_bytes(checkpoints[-1]) if checkpoints else 0
-
     # ---- reading ----
 
     def checkpoints(self) -> list[Path]:
@@ -199,7 +207,7 @@ class Store:
             manifests: of the checkpoints, where they were read before.
         """
         read = self.manifests() if manifests is None else manifests
-        order = sorted(read.values(), key=lambda manifest: manifest["written"])
+        order = sorted(read.values(), key=operator.itemgetter("written"))
         runs = dict.fromkeys(reversed([run_of(manifest) for manifest in order]))
         return {run: [path for path in read if run_of(read[path]) == run] for run in reversed(runs)}
 
@@ -374,9 +382,10 @@ class Store:
         whole = {path: read for path, read in self.manifests().items() if not damages(path, deep=False, manifest=read)}
         by_run = [*self.by_run(whole).values()]
         protected = {Path(path).resolve() for path in [*keep, *(paths[-1] for paths in by_run)]}
-        protected |= {path.resolve() for path in sorted(whole, key=lambda path: whole[path]["written"])[-1:]}
+        written = sorted((read["written"], path) for path, read in whole.items())
+        protected |= {path.resolve() for _, path in written[-1:]}
         mine = by_run[-1] if by_run else []
-        checkpoints.sort(key=lambda path: path in mine)  # by steps, with those of earlier runs first
+        checkpoints.sort(key=mine.__contains__)  # by steps, with those of earlier runs first
         if self.remote is not None:
             try:
                 self.remote.rotate(limit, [path.name for path in protected])

@@ -16,9 +16,16 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec, sharded
-from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
-from posttrain.core.models.wrapping import adapters_of, base_model, has_virtual_tokens, is_pretrained, local_part
+from posttrain.core.models.wrapping import (
+    adapters_of,
+    base_model,
+    has_virtual_tokens,
+    is_pretrained,
+    local_part,
+    plain_class,
+    plain_classes,
+)
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
@@ -58,7 +65,7 @@ def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_siz
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
     if max_shard_size is not None and not adapters_of(model):
         given["max_shard_size"] = max_shard_size
-    with quiet(), _without_card(model), _written_by(write), _on_this_process(model), sharding.plain_classes(model):
+    with quiet(), _written_by(write), _as_we_ask(model), plain_classes(model):
         model.save_pretrained(str(directory), **given)
 
 
@@ -90,19 +97,6 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
 
 
 @contextlib.contextmanager
-def _without_card(model: Any) -> Iterator[None]:
-    """Let peft write no model card: its template has no facts, and would change the metadata of ours."""
-    if not hasattr(model, "create_or_update_model_card"):
-        yield
-        return
-    model.create_or_update_model_card = lambda directory: None
-    try:
-        yield
-    finally:
-        del model.create_or_update_model_card
-
-
-@contextlib.contextmanager
 def _written_by(write: _Write) -> Iterator[None]:
     """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors.
 
@@ -122,23 +116,25 @@ def _written_by(write: _Write) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_this_process(model: Any) -> Iterator[None]:
-    """transformers saves on rank 0 only; with `save_on_each_node` other ranks save too."""
-    decides = hasattr(model, "should_save_on_this_rank")
-    if decides:
-        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+def _as_we_ask(model: Any) -> Iterator[None]:
+    """Let the model write on the process that asks, where transformers saves on rank 0 alone, and peft no model card:
+    its template has no facts, and would change the metadata of ours."""
+    answers = {"should_save_on_this_rank": bool, "create_or_update_model_card": lambda folder: None}
+    known = [name for name in answers if hasattr(model, name)]
     try:
+        for name in known:
+            setattr(model, name, answers[name])
         yield
     finally:
-        if decides:
-            del model.should_save_on_this_rank
+        for name in known:
+            delattr(model, name)
 
 
 def save_description(model: nn.Module, directory: str | Path) -> None:
     """Write the files that ``from_pretrained`` needs in addition to the weights."""
     config: Any = getattr(model, "config", None)
     if config is not None:
-        config.architectures = [sharding.plain_class(model).__name__]
+        config.architectures = [plain_class(model).__name__]
         config.save_pretrained(str(directory))
     generation_config: Any = getattr(model, "generation_config", None)
     if generation_config is not None:
@@ -180,7 +176,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     in_parts = sharded.processes(directory, PARTS) > 0
     tensors = sharded.load(directory, PARTS) if in_parts else read_tensors(directory)
     own = model.state_dict()
-    kind: Any = sharding.plain_class(model)
+    kind: Any = plain_class(model)
     misfits = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
     if kind.load_state_dict is not nn.Module.load_state_dict and not is_pretrained(model):
         misfits = []  # a module with its own loading may resize first

@@ -113,6 +113,13 @@ def _pad(tokenizer: Any, features: Features, **settings: Any) -> Batch:
         advice["Asking-to-pad-a-fast-tokenizer"] = before
 
 
+def _pad_inputs(collator: Any, features: Features, return_tensors: str) -> Batch:
+    names = ("padding", "max_length", "pad_to_multiple_of")
+    return _pad(
+        collator.tokenizer, features, return_tensors=return_tensors, **{name: vars(collator)[name] for name in names}
+    )
+
+
 def _unpadded(features: Features, settings: dict[str, Any]) -> str:
     """Which columns cannot become a tensor, and what to do."""
     wrong = []
@@ -136,35 +143,8 @@ def _as(return_tensors: str, batch: Batch) -> Batch:
     return batch
 
 
-def _pops_labels(features: Features) -> tuple[Features, list[Any] | None, str]:
-    """The rows without their labels, the labels (None where there are none) and the column they were in."""
-    name = "label" if "label" in features[0] else "labels"
-    labels = [row.get(name) for row in features]
-    rest = [{key: value for key, value in row.items() if key != name} for row in features]
-    return rest, None if all(label is None for label in labels) else labels, name
-
-
-class _PadsInputs:
-    """What the collators that pad have in common: their settings reach the tokenizer."""
-
-    tokenizer: Any
-    padding: bool | str
-    max_length: int | None
-    pad_to_multiple_of: int | None
-
-    def _padded(self, features: Features, return_tensors: str) -> Batch:
-        return _pad(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=return_tensors,
-        )
-
-
 @dataclass
-class DataCollatorWithPadding(_PadsInputs):
+class DataCollatorWithPadding:
     """Pad tokenized rows with the tokenizer; ``label`` and ``label_ids`` are renamed ``labels``.
 
     Args:
@@ -182,7 +162,7 @@ class DataCollatorWithPadding(_PadsInputs):
     return_tensors: str = "pt"
 
     def __call__(self, features: Features) -> Batch:
-        batch = self._padded(features, self.return_tensors)
+        batch = _pad_inputs(self, features, self.return_tensors)
         for name in ("label", "label_ids"):
             if name in batch:
                 batch["labels"] = batch.pop(name)
@@ -190,7 +170,7 @@ class DataCollatorWithPadding(_PadsInputs):
 
 
 @dataclass
-class DataCollatorForSeq2Seq(_PadsInputs):
+class DataCollatorForSeq2Seq:
     """Pad inputs with the tokenizer and labels with `label_pad_token_id`, on the tokenizer's side.
 
     Args:
@@ -213,9 +193,11 @@ class DataCollatorForSeq2Seq(_PadsInputs):
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
         return_tensors = return_tensors or self.return_tensors
-        rest, labels, _ = _pops_labels(features)
-        batch = self._padded(rest, return_tensors)
-        if labels is None:
+        name = "label" if "label" in features[0] else "labels"
+        labels: list[Any] = [row.get(name) for row in features]
+        rest = [{key: value for key, value in row.items() if key != name} for row in features]
+        batch = _pad_inputs(self, rest, return_tensors)
+        if all(label is None for label in labels):
             return batch
         if self.padding in (False, "do_not_pad"):
             padded = torch.tensor([list(label) for label in labels], dtype=torch.long)
@@ -235,35 +217,6 @@ class DataCollatorForSeq2Seq(_PadsInputs):
             batch["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=padded)
         batch["labels"] = padded
         return _as(return_tensors, batch)
-
-
-@dataclass
-class DataCollatorForTokenClassification(_PadsInputs):
-    """Pad inputs with the tokenizer, and labels (one per token) to the same length with `label_pad_token_id`.
-
-    Args: as for `DataCollatorForSeq2Seq`.
-    """
-
-    tokenizer: Any
-    padding: bool | str = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    label_pad_token_id: int = IGNORE_INDEX
-    return_tensors: str = "pt"
-
-    def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
-        return _as(return_tensors or self.return_tensors, self.torch_call(features))
-
-    def torch_call(self, features: Features) -> Batch:
-        """The batch as torch tensors; subclasses override it."""
-        rest, labels, name = _pops_labels(features)
-        batch = self._padded(rest, "pt")
-        if labels is None:
-            return batch
-        # Rounding up to the inputs' own length gives exactly that length: no label is longer than its row.
-        length = batch["input_ids"].shape[1]
-        batch[name] = pad_rows(labels, self.label_pad_token_id, self.tokenizer.padding_side, pad_to_multiple_of=length)
-        return batch
 
 
 @dataclass
@@ -397,46 +350,6 @@ class DataCollatorForLanguageModeling:
             row[place] = torch.tensor(inside, dtype=torch.bool)
         continues[:, 0] = False
         return (~continues).long().cumsum(1) - 1
-
-
-@dataclass
-class DataCollatorWithFlattening:
-    """Concatenate the rows to one row of T tokens, without padding.
-
-    Gives ``input_ids``, ``labels`` and ``position_ids``, each (1, T). Positions restart at each row, by which attention
-    separates the rows; the label of each row's first token is `separator_id`, so that nothing is predicted across a
-    border. Needs attention that reads ``position_ids``.
-
-    Args:
-        return_position_ids: give ``position_ids``.
-        separator_id: label of each row's first token.
-        return_flash_attn_kwargs: also give ``cu_seq_lens_q`` and ``cu_seq_lens_k``, the places where rows begin and the
-            last ends, (rows + 1,) int32, and ``max_length_q`` and ``max_length_k``, the length of the longest.
-        return_seq_idx: also give ``seq_idx``, (1, T) int32, the number of the row that each token is of.
-        position_ids_start: position of each row's first token.
-    """
-
-    return_position_ids: bool = True
-    separator_id: int = IGNORE_INDEX
-    return_flash_attn_kwargs: bool = False
-    return_seq_idx: bool = False
-    position_ids_start: int = 0
-    return_tensors: str = "pt"
-
-    def __call__(self, features: Features) -> Batch:
-        ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in features]
-        labels = [np.array(row.get("labels", row["input_ids"]), dtype=np.int64) for row in features]
-        for row in labels:
-            row[:1] = self.separator_id
-        columns: dict[str, list[np.ndarray]] = {"input_ids": ids, "labels": labels}
-        if self.return_position_ids:
-            columns["position_ids"] = [np.arange(len(row)) + self.position_ids_start for row in ids]
-        if self.return_seq_idx:
-            columns["seq_idx"] = [np.full(len(row), number, dtype=np.int32) for number, row in enumerate(ids)]
-        batch: Batch = {name: torch.from_numpy(np.concatenate(rows)[None]) for name, rows in columns.items()}
-        if self.return_flash_attn_kwargs:
-            batch |= flash_kwargs([len(row) for row in ids])
-        return _as(self.return_tensors, batch)
 
 
 def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:

@@ -31,8 +31,12 @@ MEGABATCHES = 50
 class EpochSampler(Sampler[int]):
     """A sampler whose order is a function of its seed and the epoch alone, so that any position can be sought."""
 
+    #: What the order depends on that a resumed run may set otherwise; None: nothing.
+    own_cut: Any = None
+
     def __init__(self, num_rows: int, seed: int) -> None:
         self.num_rows, self.seed, self.epoch = num_rows, seed, 0
+        self._begun: dict[int, Any] = {}  # `own_cut` of an epoch that was begun with another
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -46,8 +50,8 @@ class EpochSampler(Sampler[int]):
         return torch.randperm(self.num_rows, generator=self.generator())
 
     def cut(self, epoch: int) -> Any:
-        """What the order of `epoch` depends on that a resumed run may set otherwise; None: nothing."""
-        return None
+        """`own_cut` of the order of `epoch`."""
+        return self._begun.get(epoch, self.own_cut)
 
     def resume(self, epoch: int, cut: Any, given: int) -> int:
         """Continue `epoch` after `given` indices of its order under `cut`; returns their number in this order."""
@@ -88,11 +92,7 @@ class LengthGroupedSampler(EpochSampler):
         super().__init__(len(lengths), seed)
         self.lengths = torch.as_tensor(lengths)
         # At least four stretches, or a small dataset would come in the order of its lengths.
-        self.stretch = batch_size * max(min(len(lengths) // (4 * batch_size), MEGABATCHES), 1)
-        self._begun: dict[int, int] = {}  # the stretch of an epoch that was begun with another batch size
-
-    def cut(self, epoch: int) -> Any:
-        return self._begun.get(epoch, self.stretch)
+        self.own_cut = batch_size * max(min(len(lengths) // (4 * batch_size), MEGABATCHES), 1)
 
     def resume(self, epoch: int, cut: Any, given: int) -> int:
         self._begun = {epoch: cut}
@@ -133,16 +133,13 @@ class TokenBatchSampler(EpochSampler):
                 f"max_batch_tokens={max_tokens} is less than row {int(self.lengths.argmax())} has, {longest} tokens. "
                 f"Set max_batch_tokens to {longest} or more, or a smaller max_length."
             )
-        self._now: list[int] = [max_tokens, world_size, 0]
-        self._begun: dict[int, list[list[int]]] = {}  # the cuts of an epoch that was begun with another
+        #: ``[max_tokens, world_size, batches before]`` of each way in which the rest of an epoch is cut.
+        self.own_cut = [[max_tokens, world_size, 0]]
         super().__init__(len(_cut(self.lengths.sort(descending=True).values.tolist(), max_tokens, world_size)), seed)
 
-    def cut(self, epoch: int) -> Any:
-        """``[max_tokens, world_size, batches before]`` of each way in which the rest of the epoch was cut."""
-        return self._begun.get(epoch, [self._now])
-
     def resume(self, epoch: int, cut: Any, given: int) -> int:
-        cuts = cut if cut[-1][:2] == self._now[:2] else [*cut, [*self._now[:2], given]]
+        [now] = self.own_cut
+        cuts = cut if cut[-1][:2] == now[:2] else [*cut, [*now[:2], given]]
         self._begun = {epoch: cuts} if len(cuts) > 1 else {}
         if self._begun:
             self.epoch = epoch

@@ -231,8 +231,8 @@ class Loader(DataLoader[Any]):
         state = {"epoch": self.epoch, "given": list(now.given), "turn": now.turn, "to_drop": now.to_drop}
         if self._stream is None:
             sampler = self._draws.sampler
-            if isinstance(sampler, EpochSampler) and (cut := sampler.cut(self.epoch)) is not None:
-                state["cut"] = cut
+            if isinstance(sampler, EpochSampler) and sampler.own_cut is not None:
+                state["cut"] = sampler.cut(self.epoch)
             if self._draws.generator is not None:
                 state["sampler"] = self._draws.generator.get_state() if now.sampler is None else now.sampler
         elif now.is_reading and self._stream.keeps_state:

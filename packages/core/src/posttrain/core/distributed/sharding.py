@@ -8,11 +8,10 @@ Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -43,26 +42,6 @@ def is_sharded_by_transformers(model: nn.Module | None) -> bool:
         return False
     size = getattr(inner, "_fsdp_size", None)  # before transformers 5.23 its config alone said so
     return (size or getattr(getattr(inner.config, "distributed_config", None), "fsdp_size", None) or 1) > 1
-
-
-def plain_class(model: nn.Module) -> type[nn.Module]:
-    """The class of `model` before `shard` changed it."""
-    return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
-
-
-@contextlib.contextmanager
-def plain_classes(model: nn.Module) -> Iterator[None]:
-    """Within this context the modules of `model` have the classes from before `shard`, by whose names transformers
-    knows how a checkpoint holds their weights.
-    """
-    changed = [(module, type(module)) for module in model.modules() if plain_class(module) is not type(module)]
-    try:
-        for module, _ in changed:
-            module.__class__ = plain_class(module)
-        yield
-    finally:
-        for module, kind in changed:
-            module.__class__ = kind
 
 
 def make_mesh(

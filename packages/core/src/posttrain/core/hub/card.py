@@ -20,7 +20,7 @@ from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
-from posttrain.core.models.wrapping import adapters_of
+from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_peft_model
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +265,18 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
         fields["curve"] = CURVE
     path.write_text(model_card(model_name or path.parent.absolute().name, **fields), encoding="utf-8")
     return path
+
+
+def of_run(args: Any, model: Any, log_history: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any]:
+    """The fields of `write_model_card` that follow from a run of `model`."""
+    return {
+        "log_history": log_history,
+        "base_model": base_name(model) or None,
+        "hyperparameters": hyperparameters(args, world_size, model),
+        "method": method_of(args),
+        "library_name": "peft" if is_peft_model(model) else "transformers",
+        "tags": names(getattr(base_model(model), "model_tags", None)),
+    }
 
 
 def _of_record(directory: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Metrics:
 
     def total(self, name: str) -> float:
         """The sum of `name` on this process since the last drain; waits for the device."""
-        return _number(self._pairs.get(name, (0, 0))[0])
+        return _plain({name: self._pairs.get(name, (0, 0))})[name][0]
 
     def copy(self) -> Metrics:
         """A snapshot of the metrics, independent of the original."""
@@ -165,24 +165,18 @@ def _further(before: Any, value: Any, which: str) -> Any:
 
 
 def _plain(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    known = _read_together([value for pair in pairs.values() for value in pair])
-    read = {name: [known[id(v)] if id(v) in known else _number(v) for v in pair] for name, pair in pairs.items()}
-    return {name: (total, count) for name, (total, count) in read.items()}
-
-
-def _read_together(values: list[Any]) -> dict[int, float]:
-    """The numbers in those tensors of `values` that are on a device, by `id`: one wait for all of a type."""
+    """`pairs` with numbers in place of tensors; of those on a device, one wait for all of a type."""
+    numbers: dict[int, Any] = {}  # by the `id` of what holds them
     groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
-    for value in values:
+    for value in (value for pair in pairs.values() for value in pair):
         if isinstance(value, torch.Tensor) and not value.is_cpu:
             groups.setdefault((value.device, value.dtype), {})[id(value)] = value.detach().reshape(())
-    numbers = (zip(group, torch.stack(list(group.values())).tolist(), strict=True) for group in groups.values())
+        else:
+            numbers[id(value)] = value.item() if hasattr(value, "item") else value
     with accelerator.waiting():
-        return {key: number for pairs in numbers for key, number in pairs}
-
-
-def _number(value: Any) -> float:
-    return value.item() if hasattr(value, "item") else value
+        for group in groups.values():
+            numbers.update(zip(group, torch.stack(list(group.values())).tolist(), strict=True))
+    return {name: (numbers[id(total)], numbers[id(count)]) for name, (total, count) in pairs.items()}
 
 
 def means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:

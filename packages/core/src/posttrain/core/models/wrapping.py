@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -31,6 +33,26 @@ def unwrap(model: nn.Module) -> PretrainedModel:
             inner = inner.module
         else:
             return inner
+
+
+def plain_class(model: nn.Module) -> type[nn.Module]:
+    """The class of `model` before FSDP changed it."""
+    return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
+@contextlib.contextmanager
+def plain_classes(model: nn.Module) -> Iterator[None]:
+    """Within this context the modules of `model` have the classes from before FSDP, by whose names transformers knows
+    how a checkpoint holds their weights.
+    """
+    changed = [(module, type(module)) for module in model.modules() if plain_class(module) is not type(module)]
+    try:
+        for module, _ in changed:
+            module.__class__ = plain_class(module)
+        yield
+    finally:
+        for module, kind in changed:
+            module.__class__ = kind
 
 
 def is_peft_model(model: nn.Module) -> bool:

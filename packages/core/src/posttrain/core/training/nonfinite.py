@@ -94,6 +94,21 @@ class Update:
         return bad or list(range(len(self.losses)))
 
 
+@dataclass
+class Counts:
+    """What a checkpoint holds of the steps that were not finite.
+
+    Attributes:
+        in_a_row, since_log, count: how many came one after another, since the last record, and in all.
+        seen_labels: whether a step had labels.
+    """
+
+    in_a_row: int = 0
+    since_log: int = 0
+    count: int = 0
+    seen_labels: bool = False
+
+
 class FiniteGuard:
     """Keeps non-finite optimizer steps from the weights, without waiting for the device if possible.
 
@@ -123,8 +138,8 @@ class FiniteGuard:
         self._total = total
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
         self._flagged: Any = None  # the optimizer that a scaler's attributes were set on
-        self.in_a_row = self.since_log = self.count = 0
-        self._seen_labels, self._without_labels, self._has_warned = False, "", False
+        self.counts = Counts()
+        self._without_labels, self._has_warned = "", False
 
     def may_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
@@ -187,15 +202,15 @@ class FiniteGuard:
         self._judge(bool(flag.read()), update, len(self._pending))
 
     def _judge(self, bad: bool, update: Update, late: int) -> bool:
+        counts = self.counts
         if not bad:
-            self.in_a_row, self._seen_labels = 0, True
+            counts.in_a_row, counts.seen_labels = 0, True
             return True
         if self._lacks_labels(update):
             return self._leave_out(update, late)
-        self._seen_labels = True
-        self.in_a_row, self.since_log, self.count = self.in_a_row + 1, self.since_log + 1, self.count + 1
-        stops = self.policy == "stop" or self.in_a_row >= self.limit
-        text = self._report(update, stops, late, self.count == 1)
+        self.counts = counts = Counts(counts.in_a_row + 1, counts.since_log + 1, counts.count + 1, True)
+        stops = self.policy == "stop" or counts.in_a_row >= self.limit
+        text = self._report(update, stops, late, counts.count == 1)
         if stops:
             if self.policy != "stop":
                 text += f" The run stops: max_nonfinite_steps={self.limit} of them came in a row."
@@ -210,9 +225,10 @@ class FiniteGuard:
 
     def _leave_out(self, update: Update, late: int) -> bool:
         """Counts windows without a label: labels may be drawn at random, so only many in a row are an error."""
-        self.in_a_row += 1
-        self._without_labels = text = self._report(update, self.in_a_row >= self.limit, late, False)
-        if self.in_a_row >= self.limit:
+        self.counts.in_a_row += 1
+        stops = self.counts.in_a_row >= self.limit
+        self._without_labels = text = self._report(update, stops, late, False)
+        if stops:
             raise NonFiniteError(f"{text} The run stops: max_nonfinite_steps={self.limit} of them came in a row.")
         logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", text)
         self._has_warned = True
@@ -225,23 +241,15 @@ class FiniteGuard:
             NonFiniteError: a step was not finite and the run must stop, or no step had a label.
         """
         self.settle()
-        if self._without_labels and not self._seen_labels:
+        if self._without_labels and not self.counts.seen_labels:
             raise NonFiniteError(
                 f"{self._without_labels} This was true for every optimizer step of the run: nothing was learned."
             )
 
     def logged(self) -> dict[str, int]:
         """``{"nonfinite_steps": how many}`` since the last call, where there were any."""
-        count, self.since_log = self.since_log, 0
+        count, self.counts.since_log = self.counts.since_log, 0
         return {"nonfinite_steps": count} if count else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        counts = {"in_a_row": self.in_a_row, "since_log": self.since_log, "count": self.count}
-        return counts | {"seen_labels": self._seen_labels}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.in_a_row, self.since_log, self.count = state["in_a_row"], state["since_log"], state["count"]
-        self._seen_labels = bool(state.get("seen_labels", True))  # earlier checkpoints do not have it
 
 
 class OnItsWay(NamedTuple):

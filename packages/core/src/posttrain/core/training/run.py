@@ -156,7 +156,7 @@ class Run:
             "plan": [plan.accumulation, plan.batches_per_epoch, plan.resized_at],
             "loader": self.loader.state_dict(),
             "metrics": self.owner.metrics.state_dict(),
-            "health": self.finite.state_dict() | spikes,
+            "health": asdict(self.finite.counts) | spikes,
             "cuts": 0 if self.splitter is None else self.splitter.cuts,
             "epoch_stops": control.should_epoch_stop and not progress.epoch_ended,
             "left": unanswered(control),
@@ -168,9 +168,10 @@ class Run:
         if self.splitter is not None:
             self.splitter.cuts = state["cuts"]
         self.owner.metrics.load_state_dict(state["metrics"])
-        self.finite.load_state_dict(state["health"])
-        if self.spikes is not None and "spikes" in state["health"]:
-            self.spikes.load_state_dict(state["health"]["spikes"])
+        health = dict(state["health"])
+        spikes, self.finite.counts = health.pop("spikes", None), nonfinite.Counts(**health)
+        if self.spikes is not None and spikes is not None:
+            self.spikes.load_state_dict(spikes)
         self.epoch_stopped = state["epoch_stops"]
         for flag in state["left"]:
             setattr(self.owner.control, flag, True)
@@ -449,7 +450,9 @@ class Run:
         self.finite.finish()
         if self.spikes is not None:
             self.spikes.settle()
-        rest, metrics = owner.record.of_run(state, self.progress, self.first_step, self.rows_read, self.finite.count)
+        rest, metrics = owner.record.of_run(
+            state, self.progress, self.first_step, self.rows_read, self.finite.counts.count
+        )
         for data_report in owner.data_reports.values():
             data_report.log_more(logger)
         metrics |= self.memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ class Saving:
 
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
+        self._arguments: tuple[list[Any], str] = [], ""  # what `beside` has written them by, and their text
 
     # ---- checkpoints ----
 
@@ -88,7 +90,8 @@ class Saving:
                 owner.state.best_model_checkpoint = None
             return
         state = owner.checkpoints.state_at_save  # one that was written in the background is of an earlier step
-        self.upload(outcome.path, state)
+        if owner.args.push_to_hub:
+            self.upload(outcome.path, state)
         self.rotate(state.log_history, best)
         self.copy_files()
         owner._fire("on_save", state)
@@ -105,8 +108,6 @@ class Saving:
     def upload(self, checkpoint: Path | None, state: TrainerState, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""
         owner = self.owner
-        if not owner.args.push_to_hub:
-            return
         owner._fire("on_push_begin", state)
         message = "End of training" if at_end else f"Training in progress, step {state.global_step}"
         for folder, path, ignore in hub.jobs(owner.args.hub_strategy, checkpoint, owner.args.output_dir, at_end):
@@ -169,13 +170,16 @@ class Saving:
         """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
-        check, should_save = bool(args.check_saved_model) and not of_checkpoint, args.should_save
+        check = bool(args.check_saved_model) and not of_checkpoint
+        should_save = dist.is_local_main if args.save_on_each_node else dist.is_main
         alone = dist.num_processes == 1 or check or args.save_on_each_node or writes_itself
         if not alone and shares.save(model, directory, dist, args.max_shard_size):
             if should_save:
                 self.beside(Path(directory))
             return
-        whole = dist.whole_state_dict(owner.model, weights.is_saved(model), lambda name: should_save)
+        whole = None
+        if dist.shards or dist.uses_deepspeed:
+            whole = dist.whole_state_dict(owner.model, weights.is_saved(model), lambda name: should_save)
         if should_save:
             owner._save(directory, **({} if whole is None else {"state_dict": whole}))
             if check:
@@ -197,4 +201,8 @@ class Saving:
         processor: Any = owner.processing_class or getattr(owner.data_collator, "tokenizer", None)
         if hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(directory))
-        (directory / "training_args.json").write_text(owner.args.to_json_string() + "\n", encoding="utf-8")
+        now, (known, text) = [owner.state, *vars(owner.args).values()], self._arguments
+        if len(now) != len(known) or not all(map(operator.is_, now, known)):
+            text = owner.args.to_json_string() + "\n"  # once in a run, where none is set between two saves
+            self._arguments = now, text
+        (directory / "training_args.json").write_text(text, encoding="utf-8")

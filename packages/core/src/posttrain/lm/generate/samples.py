@@ -34,7 +34,7 @@ def read(directory: str | Path, last_step: int, since: float = 0.0) -> dict[str,
     directory = Path(directory)
     found: dict[str, list[Row]] = {}
     by_step: dict[int, list[Row]] = {}
-    for row in _lines(directory / SAMPLES):
+    for row in lines_of(directory / SAMPLES):
         if isinstance(step := row.get("step"), int) and step <= last_step:
             by_step.setdefault(step, []).append(row)
     if by_step:
@@ -79,7 +79,7 @@ def _rollouts(folder: Path, last_step: int, since: float) -> dict[str, dict[int,
 def _table(path: Path) -> Sequence[Row]:
     """The rows of a file of rollouts, without the images of prompts."""
     if path.suffix == ".jsonl":
-        return [{name: value for name, value in row.items() if name != "images"} for row in _lines(path)]
+        return [{name: value for name, value in row.items() if name != "images"} for row in lines_of(path)]
     try:
         from pyarrow import ArrowInvalid, parquet
 
@@ -89,13 +89,15 @@ def _table(path: Path) -> Sequence[Row]:
         return []
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def lines_of(path: Path) -> Iterator[Row]:
+    """The objects in a file of JSON lines, such as a run writes; none where there is no file."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
-        if isinstance(row, dict):
-            yield row
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:  # the last line of a run that was killed
+                continue
+            if isinstance(row, dict):
+                yield row

@@ -13,10 +13,12 @@ A line is one trajectory: a completion of a prompt, or an episode of an agent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from posttrain.lm.generate.samples import lines_of
 
 FINISHED = "finished"
 
@@ -77,18 +79,9 @@ def read(folder: str | Path, wanted: Filter | None = None) -> list[Trajectory]:
     wanted = wanted or Filter()
     found: dict[tuple[int, int], Trajectory] = {}
     for path in files_of(folder):
-        for one in _lines(path):
+        for one in lines_of(path):
             key = one["rollout"], one["sample"]
             found.pop(key, None)
             if wanted.takes(one):
                 found[key] = one
     return [found[key] for key in sorted(found)]
-
-
-def _lines(path: Path) -> Iterator[Trajectory]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue

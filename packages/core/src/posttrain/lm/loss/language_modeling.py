@@ -141,7 +141,6 @@ def token_logps(
     chunk_size: int = 256,
     softcap: float | None = None,
     scale: float = 1.0,
-    return_entropy: bool = False,
     stats: tuple[str, ...] = (),
     part: Slice | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -151,10 +150,8 @@ def token_logps(
     upstream gradient.
 
     Returns:
-        float32, in the shape of `labels`. With `return_entropy`, ``(logps, entropy)``: the entropy of each predicted
-        distribution in nats, detached. With `stats`, names in `TOKEN_STATS`, ``(logps, *stats)``, detached.
+        float32, in the shape of `labels`. With `stats`, names in `TOKEN_STATS`, ``(logps, *stats)``, those detached.
     """
-    stats = stats or (("entropy",) if return_entropy else ())
     if unknown := sorted({*stats} - {*TOKEN_STATS}):
         raise ValueError(f"stats holds {unknown[0]!r}, which is not one of {', '.join(TOKEN_STATS)}.")
     if not temperature > 0:

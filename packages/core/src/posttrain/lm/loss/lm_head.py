@@ -25,7 +25,6 @@ from posttrain.lm.loss import vocabulary_slices
 from posttrain.lm.loss.distillation import HeadStates, Measure, TopK, linear_divergence, logits_of
 from posttrain.lm.loss.language_modeling import labelled_places, linear_cross_entropy, token_logps
 from posttrain.lm.loss.tiles import product_dtype
-from posttrain.lm.loss.vocabulary_slices import Slice
 
 SOFTCAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALE_NAMES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
@@ -45,14 +44,16 @@ class CausalHead:
     softcap_switch: str | None = None
     """The config field that turns the model's softcap off when None; no field if this is None."""
 
-    def own(self) -> tuple[torch.Tensor, torch.Tensor | None, Slice | None]:
-        """(weight, bias, which tokens of the vocabulary they are of), where tensor parallelism has split them: those of
-        this process. None: all tokens."""
+    def own(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """(weight, its other arguments of `linear_cross_entropy`): where tensor parallelism has split the head, those
+        of this process, whose `part` says which tokens of the vocabulary they are of."""
         weight, part = vocabulary_slices.of_weight(self.linear.weight)
-        if self.linear.bias is None or part is None:
-            return weight, self.bias, part
-        bias, part_of_bias = vocabulary_slices.of_weight(self.linear.bias)
-        return (weight, bias, part) if part == part_of_bias else (self.weight, self.bias, None)
+        bias = self.bias
+        if self.linear.bias is not None and part is not None:
+            bias, part_of_bias = vocabulary_slices.of_weight(self.linear.bias)
+            if part != part_of_bias:
+                weight, bias, part = self.weight, self.bias, None
+        return weight, {"bias": bias, "part": part, "softcap": self.softcap, "scale": self.scale}
 
     @property
     def weight(self) -> torch.Tensor:
@@ -116,17 +117,14 @@ def loss_in_head(
         groups = shift_labels(groups, 0)
 
     def loss(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
-        weight, bias, of_vocabulary = head.own()
+        weight, options = head.own()
         found = linear_cross_entropy(
             hidden,
             weight,
             _aligned(model, targets, hidden, ignore_index, part),
-            bias=bias,
-            part=of_vocabulary,
+            **options,
             ignore_index=ignore_index,
             chunk_size=chunk_size,
-            softcap=head.softcap,
-            scale=head.scale,
             label_smoothing=label_smoothing,
             return_stats=return_stats,
             dft=dft,
@@ -151,30 +149,18 @@ def logps_in_head(
     *,
     shifted: bool = False,
     temperature: float = 1.0,
-    return_entropy: bool = False,
     stats: tuple[str, ...] = (),
 ) -> Iterator[None]:
     """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
 
-    With `return_entropy` they are (2, B, T): the log-probabilities, and the detached entropies in nats. With S names of
-    `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T).
+    With S names of `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T), those detached.
     """
     targets = labels if shifted else shift_labels(labels)
 
     def logps(hidden: torch.Tensor, head: CausalHead, part: RowSlice | None) -> torch.Tensor:
-        weight, bias, of_vocabulary = head.own()
-        scores = token_logps(
-            hidden,
-            weight,
-            _aligned(model, targets, hidden, IGNORE_INDEX, part),
-            bias=bias,
-            part=of_vocabulary,
-            temperature=temperature,
-            softcap=head.softcap,
-            scale=head.scale,
-            return_entropy=return_entropy,
-            stats=stats,
-        )
+        weight, options = head.own()
+        own = _aligned(model, targets, hidden, IGNORE_INDEX, part)
+        scores = token_logps(hidden, weight, own, **options, temperature=temperature, stats=stats)
         scores = scores if isinstance(scores, torch.Tensor) else torch.stack(scores)
         if part is not None:
             scores = part.join(scores, scores.ndim - 1)

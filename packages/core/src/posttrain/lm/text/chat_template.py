@@ -315,7 +315,7 @@ class Template:
     @cached_property
     def turn_closers(self) -> dict[str, str]:
         """The tokens that end turns of the assistant in place of the template; see `turn_closers.find`."""
-        return {} if self._turn_ending.strip() else turn_closers.find(self.render, self.tokenizer)
+        return {} if self.turn_ending.strip() else turn_closers.find(self.render, self.tokenizer)
 
     def _turn_by_prefix(self, messages: Sequence[Message], i: int, text: str) -> Span | None:
         if i == 0:  # few templates render an empty conversation
@@ -394,17 +394,12 @@ class Template:
         except Exception as error:
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error
         # A template that leaves the end-of-turn token out of its marks would teach the model never to stop.
-        ((text,), (marks,)), ending = rendered, self._turn_ending.strip()
+        ((text,), (marks,)), ending = rendered, self.turn_ending.strip()
         return text, [(a, b + len(ending) if ending and text.startswith(ending, b) else b) for a, b in marks]
 
-    def turn_ending(self) -> str:
-        """The text that the template adds after an assistant's turn, e.g. ``"<|im_end|>\
-        "``; empty on an error.
-        """
-        return self._turn_ending
-
     @cached_property
-    def _turn_ending(self) -> str:
+    def turn_ending(self) -> str:
+        """The text that the template adds after an assistant's turn, such as "<|im_end|>"; empty on an error."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
         return self._ending(turn)
 
@@ -448,7 +443,7 @@ def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
     ends = {tokenizer.eos_token_id, eos_token_id} - {None}
     if getattr(tokenizer, "chat_template", None):
         template = Template(tokenizer)
-        ending = tokenizer(template.turn_ending().strip(), add_special_tokens=False)["input_ids"]
+        ending = tokenizer(template.turn_ending.strip(), add_special_tokens=False)["input_ids"]
         ending += tokenizer.convert_tokens_to_ids(list(template.turn_closers.values()))
         ends.update(token for token in ending if token in tokenizer.added_tokens_decoder)
     return ends

@@ -278,7 +278,7 @@ def next_ids(
     _, found, tail = text.partition(PLACEHOLDER)
     if not found:
         raise DataError("the chat template leaves out an earlier turn of the assistant")
-    ending = os.path.commonprefix([tail, template.turn_ending()])
+    ending = os.path.commonprefix([tail, template.turn_ending])
     whole, end = (encoding.ids for encoding in encode_texts(codec.tokenizer, [tail, ending]))
     return behind(written, whole, len(end), codec.tokenizer)
 

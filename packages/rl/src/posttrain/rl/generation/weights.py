@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from posttrain.core.distributed import sharding
 from posttrain.core.distributed.sharding import is_in_pieces, whole, whole_shape
-from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, plain_classes, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import evaluating, is_float32
@@ -153,7 +152,7 @@ def as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Te
     """`weights` of `model` under the names and in the shapes of its checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    with sharding.plain_classes(model):
+    with plain_classes(model):
         return revert_weight_conversion(model, weights)
 
 

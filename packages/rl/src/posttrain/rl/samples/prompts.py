@@ -62,14 +62,12 @@ class GroupSampler(EpochSampler):
 
     def __init__(self, num_prompts: int, layout: Layout, seed: int, shuffle: bool = True) -> None:
         self.num_prompts, self.layout, self.shuffle = num_prompts, layout, shuffle
-        self._begun: dict[int, int] = {}  # prompts before the first whole rollout, of an epoch begun with other ones
+        self._before: dict[int, int] = {}  # prompts before the first whole rollout, of an epoch begun with other ones
+        self.own_cut = layout.group_size
         super().__init__(num_prompts, seed)
 
-    def cut(self, epoch: int) -> Any:
-        return self.layout.group_size
-
     def resume(self, epoch: int, cut: Any, given: int) -> int:
-        self.epoch, self._begun = epoch, {epoch: given // cut % self.layout.prompts}
+        self.epoch, self._before = epoch, {epoch: given // cut % self.layout.prompts}
         return given // cut * self.layout.group_size
 
     def order(self) -> torch.Tensor:
@@ -77,13 +75,13 @@ class GroupSampler(EpochSampler):
         prompts = torch.arange(self.num_prompts)
         if self.shuffle:
             prompts = torch.randperm(self.num_prompts, generator=self.generator())
-        before, size = self._begun.get(self.epoch, 0), self.layout.group_size
+        before, size = self._before.get(self.epoch, 0), self.layout.group_size
         rollouts = prompts[before : len(self) // size].view(-1, self.layout.prompts)
         dealt = rollouts[:, self.layout.dealt() // size].flatten()
         return torch.cat([prompts[:before].repeat_interleave(size), dealt])
 
     def __len__(self) -> int:
-        before, each = self._begun.get(self.epoch, 0), self.layout.prompts
+        before, each = self._before.get(self.epoch, 0), self.layout.prompts
         return (before + (self.num_prompts - before) // each * each) * self.layout.group_size
 
 

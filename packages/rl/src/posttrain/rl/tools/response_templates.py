@@ -231,7 +231,7 @@ class ResponseMarks:
     @cached_property
     def ends(self) -> str:
         """A pattern of what ends a turn."""
-        ending = self.template.turn_ending().partition(self.opening)[0].strip()
+        ending = self.template.turn_ending.partition(self.opening)[0].strip()
         answered = self._rendered({"content": CONTENT}, QUESTION).partition(CONTENT)[2]
         tokens = {self.tokenizer.eos_token, self._first_special(answered)}
         tokens.update([token for token in self._special if token in ending] or [ending])
