@@ -37,7 +37,7 @@ from posttrain.rl.agents.agent import Agent, Episodes
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
-from posttrain.rl.generation.protocol import declares
+from posttrain.rl.generation.protocol import Abilities
 from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import reporting, setup
@@ -233,7 +233,7 @@ class RolloutTrainer(LanguageModelTrainer):
         ends = self._ends_of_calls()
         self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)
         generator = generator or make_generator(tokenizer, args, None if images is None else images.example)
-        if args.max_staleness and not declares(generator, "has_own_weights"):
+        if args.max_staleness and not Abilities.of(generator).has_own_weights:
             raise ValueError(NO_WEIGHTS.format(type(generator).__name__))
         self.sampler = Sampler(generator, self.codec, self.environments, images, self.dist, context)
         self.sampler.ends_of_calls = ends
@@ -641,7 +641,7 @@ class RolloutTrainer(LanguageModelTrainer):
 
     @generator.setter
     def generator(self, generator: Generator) -> None:
-        self.sampler.generator = generator
+        self.sampler.use(generator)
 
     @property
     def reward_weights(self) -> torch.Tensor:
