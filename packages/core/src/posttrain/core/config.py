@@ -118,6 +118,11 @@ def opt(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def other_default(config: type, name: str, default: Any) -> Any:
+    """The field `name` of the dataclass `config`, with its help, bounds and names, for one with another default."""
+    return dataclasses.field(default=default, metadata=vars(config)["__dataclass_fields__"][name].metadata)
+
+
 class OldFlags(argparse.Action):
     """Stores a value given with the field's flag, or converts one given with an old name."""
 

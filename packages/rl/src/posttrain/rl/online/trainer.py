@@ -154,30 +154,11 @@ class RolloutTrainer(LanguageModelTrainer):
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
-        parts = Parts(
-            model=model,
-            model_init=model_init,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=others.pop("compute_loss_func", None),
-            compute_metrics=others.pop("compute_metrics", None),
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=others.pop("optimizer_cls_and_kwargs", None),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            ref_model=self.given_reference,
-            datasets={},
-            others={
-                "reward_funcs": functions_by_name(args) if reward_funcs is None else reward_funcs,
-                "reward_processing_classes": reward_processing_classes,
-                "environment_factory": environment_factory,
-                "tools": tools,
-                "rollout_func": rollout_func,
-                "agent": agent,
-            },
-        )
+        reward_funcs = functions_by_name(args) if reward_funcs is None else reward_funcs
+        rare = {n: others.pop(n, None) for n in ("compute_loss_func", "compute_metrics", "optimizer_cls_and_kwargs")}
+        given = {**locals()} | rare
+        own = "reward_funcs reward_processing_classes environment_factory tools rollout_func agent".split()
+        parts = Parts.of(given, ref_model=self.given_reference, datasets={}, others={name: given[name] for name in own})
         self.rollout_func = rollout_func
         super().__init__(args, parts, **others)
         functions = self.rewards.functions

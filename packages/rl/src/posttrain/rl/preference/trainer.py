@@ -100,21 +100,8 @@ class PreferenceTrainer(LanguageModelTrainer):
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
-        parts = checks.Parts(
-            model=model,
-            model_init=model_init,
-            ref_model=ref_model,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=old_names.pop("optimizer_cls_and_kwargs", None),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        optimizer_cls_and_kwargs = old_names.pop("optimizer_cls_and_kwargs", None)
+        parts = checks.Parts.of(locals())
         super().__init__(args, parts, **old_names)
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
