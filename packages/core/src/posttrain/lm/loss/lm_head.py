@@ -65,22 +65,19 @@ class CausalHead:
 
 def supports_loss_in_head(model: nn.Module) -> str | None:
     """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
-    return _usable_head(model)[1]
-
-
-def _usable_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
-    """(the head, None), or why `loss_in_head` cannot be used on `model`."""
     wrapped = cast("PretrainedModel", model)
-    while wrapped is not unwrap(wrapped) and not hasattr(wrapped, "_orig_mod"):
+    while wrapped is not unwrap(wrapped):
+        if hasattr(wrapped, "_orig_mod"):
+            return "The model is compiled: its head is part of the compiled graph."
         if type(wrapped) is nn.DataParallel:
-            return None, "The model is in nn.DataParallel, which copies it for every forward."
+            return "The model is in nn.DataParallel, which copies it for every forward."
         wrapped = wrapped.module
-    if hasattr(wrapped, "_orig_mod") or getattr(wrapped, "_compiled_call_impl", None) is not None:
-        return None, "The model is compiled: its head is part of the compiled graph."
+    if getattr(wrapped, "_compiled_call_impl", None) is not None:
+        return "The model is compiled: its head is part of the compiled graph."
     head, reason = find_head(model)
     if head is not None and head.softcap is not None and head.softcap_switch is None:
-        return None, f"{_name(model)} caps its logits, and no field of its config turns that off."
-    return head, reason
+        return f"{type(base_model(model)).__name__} caps its logits, and no field of its config turns that off."
+    return reason
 
 
 @contextlib.contextmanager
@@ -306,8 +303,9 @@ def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_s
         by_slices: it is ``function(hidden, head, part)``; where processes compute slices of the rows, `hidden` are the
             states of this one's slice, which is `part`. None: whole rows.
     """
-    head, reason = _usable_head(model)
-    if head is None:
+    head, reason = find_head(model)
+    reason = supports_loss_in_head(model) or reason
+    if head is None or reason:
         raise ValueError(reason)
     linear = head.linear
     config = base_model(model).config.get_text_config()
