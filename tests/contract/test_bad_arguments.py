@@ -13,6 +13,7 @@ from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError
 from posttrain.rl import (
     CPOConfig,
+    DistillationConfig,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -89,6 +90,8 @@ def test_no_number_may_be_nan_infinite_or_beyond_64_bits(config_class):
         (GRPOConfig, {"batch_eval_metrics": True}, ["batch_eval_metrics=True has no effect"]),
         (GRPOConfig, {"pad_to_multiple_of": 0}, ["pad_to_multiple_of=0 must be >= 1"]),
         (ReinforcePlusPlusConfig, {"loss_type": "bnp"}, ["loss_type='bnp'", "did you mean 'bnpo'"]),
+        (DistillationConfig, {"teacher_server_urls": "here"}, ["teacher_server_urls='here' is not a JSON object"]),
+        (DPOConfig, {"model_init_kwargs": "bf16"}, ["model_init_kwargs='bf16' is not a JSON object; give a dict"]),
         (GRPOConfig, {"reward_weights": ["a"]}, ["reward_weights=['a'] must hold values of type float"]),
         (DPOConfig, {"loss_type": [5]}, ["loss_type=[5] must hold values of type str"]),
         (DPOConfig, {"loss_weights": ["x"]}, ["loss_weights=['x'] must hold values of type float"]),

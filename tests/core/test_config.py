@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import Choice, ConfigMeta, element_type, opt, validate
+from posttrain.core.config import Choice, ConfigMeta, JSONObject, bounds_of, element_type, opt, other_default, validate
 from posttrain.core.errors import ConfigError
 from posttrain.core.fields.old_names import Removed, Renamed, aliases
 
@@ -259,3 +259,24 @@ def test_a_config_with_an_init_of_its_own_takes_its_arguments_and_ours():
             kind("out", alpha=0.3, lerning_rate=1e-3)
         with pytest.raises(ConfigError, match="learning_rate=-1"):
             kind("out", alpha=0.3, learning_rate=-1)
+
+
+@dataclass
+class Crate(Box):
+    """A box of another size."""
+
+    size: int = other_default(Box, "size", 7)
+    more: JSONObject = opt(None, "More of it.")
+
+
+def test_a_field_with_another_default_has_the_help_and_the_bounds_of_the_first():
+    mine, first = Crate.__dataclass_fields__["size"], Box.__dataclass_fields__["size"]
+    assert Crate().size == 7 and mine.metadata["help"] == "How big it is." and bounds_of(mine) == bounds_of(first)
+    with pytest.raises(ConfigError, match="size=11 must be <= 10"):
+        Crate(size=11)
+
+
+def test_text_where_a_json_object_is_wanted_is_refused_by_name():
+    assert Crate(more='{"a": 1}').more == {"a": 1}
+    with pytest.raises(ConfigError, match="more='a' is not a JSON object"):
+        Crate(more="a")

@@ -68,18 +68,19 @@ def test_the_weights_of_a_step_are_sent_once(sampler, engine):
 
 
 def test_an_engine_with_its_own_weights_that_was_lost_is_sent_them_again(sampler, engine):
-    engine.has_own_weights, engine.fails, synced = True, 1, []
+    engine.fails, synced, sampler.synced_at = 1, [], 7
 
-    def sample(samples):
-        return sampler.generate_turn(samples, Sampling(2), 1.0)
+    def sample():
+        return sampler.generate_turn([Sample({}, "", [5])], Sampling(2), 1.0)
 
-    (done,) = sampler.with_attempts(lambda: [Sample({}, "", [5])], sample, lambda: synced.append(sampler.synced_at))
-    assert done.ids == [5, 5] and len(synced) == 2 and sampler.synced_at is None
+    (done,) = sampler.with_attempts(sample, lambda: synced.append(sampler.synced_at))
+    assert done.ids == [5, 5] and synced == [None]
 
 
-def test_an_engine_of_the_trainers_weights_is_asked_once(sampler, engine):
-    engine.fails = 1
+def test_an_engine_that_does_not_come_back_ends_the_run(sampler, engine):
+    engine.fails, synced = 10, []
     with pytest.raises(ConnectionError, match="it is gone"):
         sampler.with_attempts(
-            lambda: [Sample({}, "", [5])], lambda some: sampler.generate_turn(some, Sampling(2), 1.0), lambda: None
+            lambda: sampler.generate_turn([Sample({}, "", [5])], Sampling(2), 1.0), lambda: synced.append(1)
         )
+    assert engine.fails == 7 and len(synced) == 2  # three attempts

@@ -46,7 +46,7 @@ def source(rollouts, **changes):
         seed=1, pass_threshold=1.0,
     )  # fmt: skip
     vars(args).update(changes)
-    sampler = SimpleNamespace(synced_at=None, with_attempts=lambda begin, sample, sync: sample(begin()))
+    sampler = SimpleNamespace(synced_at=None, can=SimpleNamespace(has_own_weights=False))
     return Source(args, ALONE, sampler, rollouts)
 
 
@@ -68,6 +68,18 @@ def test_a_seed_depends_on_the_rollout_and_the_place_in_it_alone():
     again, _ = scored(source(Scripted([1, 2, 3, 4])), batches(1))
     assert [sample.seed for sample in again] == [sample.seed for sample in first]
     assert scored(made, read) is None
+
+
+def test_an_engine_of_the_trainers_weights_is_asked_once():
+    class Gone(Scripted):
+        def sample(self, samples):
+            super().sample(samples)
+            raise ConnectionError("it is gone")
+
+    rollouts = Gone()
+    with pytest.raises(ConnectionError, match="it is gone"):
+        scored(source(rollouts), batches(1))
+    assert len(rollouts.begun) == 1
 
 
 def test_groups_that_teach_nothing_are_replaced():

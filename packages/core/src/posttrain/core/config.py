@@ -118,6 +118,11 @@ def opt(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def other_default(config: type, name: str, default: Any) -> Any:
+    """The field `name` of the dataclass `config`, with its help, bounds and names, for one with another default."""
+    return dataclasses.field(default=default, metadata=vars(config)["__dataclass_fields__"][name].metadata)
+
+
 class OldFlags(argparse.Action):
     """Stores a value given with the field's flag, or converts one given with an old name."""
 
@@ -233,6 +238,8 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         yield f"{field.name}={shown(field.name, value)} must be of type {names}"
         return
+    if field.type == "JSONObject" and isinstance(value, str):  # what could be read as JSON is a dict by now
+        yield f"{field.name}={shown(field.name, value)} is not a JSON object; give a dict, or one written as JSON"
     if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
         near = did_you_mean(value, bounds["choices"])
         yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"

@@ -124,19 +124,7 @@ class Trainer(TrainerNames):
             logger.warning("No args were given: defaults are used, and the output goes to %s.", args.output_dir)
         self.args = args
         trackers.set_verbosity(args.get_process_log_level())
-        parts = Parts(
-            model=model,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
-        self.run_preflight(args, parts)
+        self.run_preflight(args, Parts.of(locals()))
         pipeline.enable_full_determinism(args.seed) if args.full_determinism else pipeline.set_seed(args.seed)
         self.dist = make_strategy(args, model)
         self._memory_tracker = MemoryTracker(self.dist.device, on=not args.skip_memory_metrics)

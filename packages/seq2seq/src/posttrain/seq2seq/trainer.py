@@ -15,6 +15,7 @@ from posttrain.core.errors import wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models import embeddings, wrapping
+from posttrain.core.training.preflight import passed_on
 from posttrain.lm.generate import generate
 from posttrain.lm.generate.predict_with_generate import GeneratesText
 from posttrain.lm.loss import lm_head
@@ -56,21 +57,7 @@ class Seq2SeqTrainer(GeneratesText, Trainer):
     ) -> None:
         if args is not None and not isinstance(args, Seq2SeqTrainingArguments):
             raise wrong_args(args, Seq2SeqTrainingArguments)
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            **others,
-        )
+        super().__init__(**passed_on(locals()))
         if data_collator is None and hasattr(self.text_tokenizer, "pad"):
             self.data_collator = self._usual_collator()
         self.check_generation()

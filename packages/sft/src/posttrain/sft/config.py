@@ -96,7 +96,7 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     eval_packing: Resolved[bool | None, bool] = opt(None, "Pack evaluation rows too; None follows packing.", flag=True)
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding at all.")
     pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(
-        "auto", "Pad batches to a multiple of this; auto: 8 on a GPU in half precision, else none."
+        "auto", "Pad batches to a multiple of this; auto: 8 on a GPU in half precision, else none.", min=1
     )
     completion_only_loss: bool | None = opt(
         None, "Train on completions alone. None: on for rows of prompt and completion, off for others.", flag=True
@@ -162,16 +162,13 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
             yield f"train_on={self.train_on!r} must name roles; last and all stand alone, as in train_on=last"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
-        if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
-            yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"
         if isinstance(self.dataset_kwargs, dict):
             for name in self.dataset_kwargs:
                 if name not in ("skip_prepare_dataset", *NO_EFFECT):
                     near = did_you_mean(name, ("skip_prepare_dataset",))
                     yield f"dataset_kwargs: {name!r} has no effect; it may hold skip_prepare_dataset alone{near}"
-        for name in ("chat_template_kwargs", "dataset_kwargs", "dataset_weights", "model_init_kwargs"):
-            if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
-                yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
+        if isinstance(self.dataset_weights, str):  # what could be read as JSON is a dict by now
+            yield f"dataset_weights={self.dataset_weights!r} is not a JSON object; give a dict, or one written as JSON"
 
 
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:

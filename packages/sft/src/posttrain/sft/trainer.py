@@ -127,24 +127,9 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         self.mixture: Mixture | None = None
         self._sources: tuple[str, ...] = ()
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-        named = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
-        parts = Parts(
-            model=model,
-            model_init=model_init,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            data_collator=data_collator,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            datasets={f"{name}_dataset": dataset for name, dataset in named},
-            others={"formatting_func": formatting_func},
-        )
+        sets = (*named_sets(train_dataset, "train"), *named_sets(eval_dataset))
+        datasets = {f"{name}_dataset": dataset for name, dataset in sets}
+        parts = Parts.of(locals(), others={"formatting_func": formatting_func})
         super().__init__(args, parts, preprocess_logits_for_metrics, **old_names)
         self.look_at_model(parts)
         self.prepare_datasets(train_dataset, eval_dataset)

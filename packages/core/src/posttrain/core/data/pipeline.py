@@ -420,7 +420,7 @@ def _nothing_left(found: list[str], wanted: Iterable[str]) -> str:
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
     """`batch` with every tensor in it moved; dicts, lists and tuples keep their types."""
     if isinstance(batch, torch.Tensor):
-        return send(batch, device, non_blocking)
+        return batch if batch.device == device else send(batch, device, non_blocking)
     if type(batch) is dict and str(device) == "cpu":
         if all(isinstance(value, torch.Tensor) and value.is_cpu for value in batch.values()):
             return dict(batch)  # there already; a new dict, since a user's compute_loss may pop the labels

@@ -77,19 +77,13 @@ class ModelSideArguments:
             self.torch_compile_backend = "inductor"
 
     def _problems(self) -> Iterator[str]:
-        if isinstance(self.activation_checkpointing_kwargs, str):
-            yield (
-                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} (or "
-                "gradient_checkpointing_kwargs) is not a JSON object; give a dict or a string such as "
-                "'{\"use_reentrant\": false}'"
-            )
-        elif self.activation_checkpointing_kwargs:
-            for name in self.activation_checkpointing_kwargs:
-                if name not in CHECKPOINT_OPTIONS:
-                    yield (
-                        f"activation_checkpointing_kwargs (or gradient_checkpointing_kwargs): {name!r} is not one of "
-                        f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
-                    )
+        options = self.activation_checkpointing_kwargs
+        for name in options if isinstance(options, dict) else ():
+            if name not in CHECKPOINT_OPTIONS:
+                yield (
+                    f"activation_checkpointing_kwargs (or gradient_checkpointing_kwargs): {name!r} is not one of "
+                    f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
+                )
         if isinstance(self.liger_kernel_config, str):
             yield (
                 f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from typing import Any
 
@@ -94,6 +94,11 @@ class Parts:
     auto_class: str = "AutoTokenizer"
     others: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **more: Any) -> Parts:
+        """Those among the arguments that a trainer is `given`, by name, and `more`."""
+        return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given} | more)
+
     @property
     def is_named(self) -> bool:
         """Whether the model is given by name and still has to be loaded."""
@@ -103,6 +108,16 @@ class Parts:
         """Whether the trainer has none of `methods` from a class other than posttrain's."""
         owners = (next((c for c in (self.trainer_class or object).__mro__ if m in vars(c)), None) for m in methods)
         return all(owner is None or owner.__module__.startswith("posttrain.") for owner in owners)
+
+
+def passed_on(scope: Mapping[str, Any], *without: str, rest: str = "others") -> dict[str, Any]:
+    """The arguments of an ``__init__`` by name, for that of its base, which takes them in another order.
+
+    Args:
+        scope: its ``locals()``. without: arguments of its own. rest: the name of ``**others``.
+    """
+    own = {"self", "__class__", rest, *without}
+    return {**{name: value for name, value in scope.items() if name not in own}, **scope[rest]}
 
 
 def raise_together(where: str, problems: Iterable[Problem]) -> None:

@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, other_default
 from posttrain.core.fields.old_names import Removed, Renamed
-from posttrain.core.optim.lr_scheduler import SCHEDULES
+from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
-from posttrain.rl.losses.policy_losses import LOSSES
 from posttrain.rl.online.arguments import SERVER
 
 
@@ -82,14 +81,8 @@ def refuse_loop_of_trl(**given: Any) -> None:
 class AsyncGRPOConfig(AsyncArguments, GRPOConfig):
     """Arguments of `AsyncGRPOTrainer`: those of `GRPOTrainer`, of which some have other defaults."""
 
-    lr_scheduler_type: str = opt(
-        "constant", "Curve that the learning rate follows over the run, after the warm-up.", choices=SCHEDULES
-    )
-    loss_type: str = opt(
-        "bnpo",
-        "A loss in `posttrain.rl.losses.policy_losses.LOSSES`, which also sets its normalization.",
-        choices=tuple(LOSSES),
-    )
+    lr_scheduler_type: str = other_default(GRPOConfig, "lr_scheduler_type", "constant")
+    loss_type: str = other_default(GRPOConfig, "loss_type", "bnpo")
 
     OLD_NAMES = {
         "fork_threshold_tokens": Removed(
@@ -132,17 +125,4 @@ class AsyncGRPOTrainer(GRPOTrainer):
         **others: Any,
     ) -> None:
         refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            tools=tools,
-            environment_factory=environment_factory,
-            quantization_config=quantization_config,
-            **others,
-        )
+        super().__init__(**passed_on(locals(), "rollout_worker", "weight_transfer"))

@@ -30,7 +30,7 @@ from posttrain.core.errors import DataError, checked_args
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.losses import normalization
 from posttrain.core.models import wrapping
-from posttrain.core.training.preflight import Parts, Problem
+from posttrain.core.training.preflight import Parts, Problem, passed_on
 from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, has_images
 from posttrain.lm.loading import loading
@@ -185,23 +185,11 @@ class DistillationTrainer(RolloutTrainer):
         reward_funcs: Any = None,
         **others: Any,
     ) -> None:
-        args = self.config_class() if args is None else args
+        given = passed_on(locals(), "teacher_model")
+        args = given["args"] = self.config_class() if args is None else args
         named = getattr(args, "teacher_model_name_or_path", None)
         self.given_reference = named if teacher_model is None else teacher_model
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            **others,
-        )
+        super().__init__(**given)
         self.teacher_model, self.lmbda, self.seq_kd = self.ref_model, args.lmbda, args.seq_kd
         self.measure = Measure(
             args.beta, args.measured_at, bool(args.teacher_tokenizer_name_or_path), args.loss_add_tail

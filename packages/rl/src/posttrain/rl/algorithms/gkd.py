@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, other_default
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.fields.old_names import Removed
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
@@ -22,17 +22,13 @@ class GKDConfig(DistillationConfig):
 
     learning_rate: float = opt(2e-5, "Peak learning rate.", min=0)
     temperature: float = opt(0.9, "Logits are divided by it in sampling; larger explores more.", above=0)
-    loss_temperature: float | None = opt(
-        1.0, "Both models' logits are divided by it in the divergence; None: temperature.", above=0
-    )
-    beta: float = opt(
-        0.5, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
-    )
-    lmbda: float = opt(0.5, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
+    loss_temperature: float | None = other_default(DistillationConfig, "loss_temperature", 1.0)
+    beta: float = other_default(DistillationConfig, "beta", 0.5)
+    lmbda: float = other_default(DistillationConfig, "lmbda", 0.5)
     max_completion_length: int = opt(
         128, "Tokens of a completion at most; longer ones are cut there.", min=1, aliases=("max_new_tokens",)
     )
-    disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
+    disable_dropout: bool = other_default(DistillationConfig, "disable_dropout", True)
 
     OLD_NAMES = {
         "packing": Removed("completions are sampled, and not packed.", harmless=(None, False)),

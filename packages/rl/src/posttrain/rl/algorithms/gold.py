@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, other_default
 from posttrain.core.data.host_copies import on_host
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
@@ -33,13 +33,9 @@ from posttrain.rl.policy.reference import FrozenReference
 class GOLDConfig(GKDConfig):
     """Arguments of `GOLDTrainer`."""
 
-    learning_rate: float = opt(1e-7, "Peak learning rate.", min=0)
-    top_p: float = opt(
-        0.95, "Sample among the most probable tokens that together reach this probability.", above=0, max=1
-    )
-    loss_temperature: float | None = opt(
-        None, "Both models' logits are divided by it in the divergence; None: temperature.", above=0
-    )
+    learning_rate: float = other_default(GKDConfig, "learning_rate", 1e-7)
+    top_p: float = other_default(GKDConfig, "top_p", 0.95)
+    loss_temperature: float | None = other_default(GKDConfig, "loss_temperature", None)
     use_uld_loss: bool = opt(False, "Compare with a teacher of other tokens, at texts that tokens of both cover.")
     teacher_tokenizer_name_or_path: str | None = opt(
         None, "Tokenizer of that teacher; None: the one beside its weights.", needs="use_uld_loss"

@@ -16,7 +16,6 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import opt
-from posttrain.rl.generation.protocol import declares
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.losses.advantages import decoupled_advantages, group_advantages, total_rewards
 from posttrain.rl.losses.policy_losses import LOSSES, Policy
@@ -194,10 +193,9 @@ class GRPOTrainer(RolloutTrainer):
     def _corrects_engine(self) -> bool:
         # Log-probabilities from a user's function are used as the engine's only with vLLM, as in trl.
         known = self.rollout_func is None or self.args.use_vllm or self.args.max_staleness > 0
-        shares_weights = declares(self.sampler.generator, "shares_weights")
         # The policy's own samples need no correction: in bfloat16 their ratios are rounding errors, and the product
         # over a long completion is noise that would mask it.
-        return self.args.vllm_importance_sampling_correction and known and not shares_weights
+        return self.args.vllm_importance_sampling_correction and known and not self.sampler.can.shares_weights
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Rewards relative to the mean of their group; see `posttrain.rl.losses.advantages`."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, other_default
 from posttrain.core.errors import ConfigError
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.rl.algorithms.distillation import DistillationConfig, DistillationTrainer
@@ -34,10 +34,8 @@ class IWOPDConfig(DistillationConfig):
         "The weighted policy gradient of the reverse divergence, or a divergence of whole distributions.",
         choices=("policy_gradient", "divergence"),
     )
-    top_p: float = opt(
-        0.95, "Sample among the most probable tokens that together reach this probability.", above=0, max=1
-    )
-    disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
+    top_p: float = other_default(DistillationConfig, "top_p", 0.95)
+    disable_dropout: bool = other_default(DistillationConfig, "disable_dropout", True)
     iw_opd_gamma: float = opt(0.5, "How much more than the last token the first one counts; 0: all alike.", min=0)
     iw_opd_epsilon: float = opt(1e-8, "Lower bound of the sum that the weights divide by.", above=0)
 

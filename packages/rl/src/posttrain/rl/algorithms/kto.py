@@ -181,30 +181,18 @@ class KTOTrainer(PreferenceTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
         args, is_good = self.args, inputs["label"]
-        side = self._side(model, inputs)
-        scores = side.tokens
-        self._check_start(model, [side], lambda: [self._side(model, inputs)])
+        own = {name: value for name, value in inputs.items() if name not in ("kl", "ref_kl_logps")}
+        (side,), aux_loss = self._sides(model, own)
         kl = self._kl
         if kl is None:  # called directly: the batch is the whole window
             kl = self.divergence(model, [inputs])
         losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
         losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
-        if scores.aux_loss is not None and self.router_aux_loss_coef:
-            losses = losses + self.router_aux_loss_coef * scores.aux_loss
-        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        loss = self._mean_loss(losses, aux_loss, inputs, num_items_in_batch)
         rewards = self.rewards(side).detach()
         if not pipeline.is_filler(inputs):
             self._log_rows(side, rewards, is_good, kl)
-            if scores.aux_loss is not None and self.router_aux_loss_coef:
-                self.metrics.add_sum("aux_loss", scores.aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
-
-    def _side(self, model: nn.Module, inputs: dict[str, Any]) -> Completions:
-        options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
-        scores = score_completions(model, _own(inputs), stats=self.token_stats, **options)
-        own = {name: value for name, value in inputs.items() if name != "kl"}
-        ref_logp = self.reference_logp(own)[: len(inputs["label"])]
-        return Completions(self.completion_logp(scores), ref_logp, scores)
 
     @torch.no_grad()
     def divergence(self, model: nn.Module, window: Iterable[dict[str, Any]], everywhere: bool = False) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.core.training.preflight import passed_on
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.policy_losses import of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
@@ -121,6 +122,7 @@ class OnlineDPOTrainer(RolloutTrainer):
         quantization_config: Any = None,
         **others: Any,
     ) -> None:
+        given = passed_on(locals(), "ref_model", "data_collator", "judge")
         if data_collator is not None:
             raise TypeError("data_collator: batches are made of the completions that the policy writes. Leave it out.")
         named = functions_by_name(args) if isinstance(args, RolloutConfig) else None
@@ -129,18 +131,7 @@ class OnlineDPOTrainer(RolloutTrainer):
                 "Both judge and reward_funcs (of the config too) say which completion is better. Pass one of them."
             )
         self.given_reference = ref_model
-        super().__init__(
-            model,
-            reward_funcs if judge is None else JudgeReward(judge),
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            peft_config=peft_config,
-            quantization_config=quantization_config,
-            **others,
-        )
+        super().__init__(**given if judge is None else given | {"reward_funcs": JudgeReward(judge)})
 
     def score(self, samples: list[Sample]) -> Scores:
         """As the base's, less ``missing_eos_penalty``."""

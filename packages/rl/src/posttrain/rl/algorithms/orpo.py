@@ -67,7 +67,3 @@ class ORPOTrainer(ReferenceFreeTrainer):
     def compared_logp(self, side: Completions) -> torch.Tensor:
         """(B,) the log-probability of a token, on average."""
         return side.mean_logp
-
-    def rewards(self, side: Completions) -> torch.Tensor:
-        """(B,) beta times the log-probability of a token."""
-        return self.args.beta * side.mean_logp

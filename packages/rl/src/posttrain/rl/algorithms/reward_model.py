@@ -29,6 +29,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
+from posttrain.core.training.preflight import passed_on
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.policy.overrides import has_own_loss
 from posttrain.rl.policy.shared_prefix import padded_rows
@@ -150,22 +151,7 @@ class RewardTrainer(ReferenceFreeTrainer):
         peft_config: Any = None,
         **old_names: Any,
     ) -> None:
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            peft_config=peft_config,
-            compute_metrics=compute_metrics,
-            quantization_config=quantization_config,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            **old_names,
-        )
+        super().__init__(**passed_on(locals(), rest="old_names"))
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""

@@ -21,6 +21,7 @@ from torch import nn
 from posttrain.core.config import opt
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError
+from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.self_distillation import (
     SelfDistillationConfig,
     SelfDistillationTrainer,
@@ -80,19 +81,7 @@ class SDFTTrainer(SelfDistillationTrainer):
         reward_funcs: Any = None,
         **others: Any,
     ) -> None:
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            **others,
-        )
+        super().__init__(**passed_on(locals()))
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
         """As the base's.

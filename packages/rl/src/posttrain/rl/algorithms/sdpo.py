@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, other_default
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.state import EvalLoopOutput
 from posttrain.core.training.plan import Plan
@@ -38,20 +38,10 @@ THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 class SDPOConfig(SelfDistillationConfig, GRPOConfig):
     """Arguments of `SDPOTrainer`."""
 
-    distillation_mode: str = opt(
-        "sampled_token",
-        "Compare whole distributions, those over the student's distillation_topk tokens, or the written token.",
-        choices=("sampled_token", "full_logits", "topk_logits"),
-    )
-    distillation_alpha: float = opt(
-        1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
-    )
-    distillation_topk: int | None = opt(None, "Most probable tokens that are compared.", min=1)
-    teacher_model_kind: str = opt(
-        "ema",
-        "The teacher: the weights that the policy begins with, those it has, or their moving average.",
-        choices=("base", "live", "ema"),
-    )
+    distillation_mode: str = other_default(SelfDistillationConfig, "distillation_mode", "sampled_token")
+    distillation_alpha: float = other_default(SelfDistillationConfig, "distillation_alpha", 1.0)
+    distillation_topk: int | None = other_default(SelfDistillationConfig, "distillation_topk", None)
+    teacher_model_kind: str = other_default(SelfDistillationConfig, "teacher_model_kind", "ema")
     distillation_weight: float = opt(
         1.0, "Share of the distillation in the loss; the rest is GRPO's. Between 0 and 1: two forwards.", min=0, max=1
     )

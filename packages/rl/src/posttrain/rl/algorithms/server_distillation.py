@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.config import JSONObject, opt
+from posttrain.core.config import JSONObject, opt, other_default
 from posttrain.core.fields.old_names import Removed
+from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.async_grpo import AsyncArguments, refuse_loop_of_trl
 from posttrain.rl.algorithms.distillation import BEHIND_SERVERS, TOP_K, DistillationConfig, DistillationTrainer
 from posttrain.rl.online.arguments import SERVER
@@ -54,28 +55,14 @@ class ServerDistillationTrainer(DistillationTrainer):
         peft_config: Any = None,
         **others: Any,
     ) -> None:
-        super().__init__(
-            model,
-            None,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            **others,
-        )
+        super().__init__(**passed_on(locals()))
 
 
 @dataclass
 class AsyncDistillationConfig(AsyncArguments, DistillationConfig):
     """Arguments of `AsyncDistillationTrainer`."""
 
-    beta: float = opt(
-        0.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
-    )
+    beta: float = other_default(DistillationConfig, "beta", 0.0)
     teacher_server_urls: JSONObject = opt(
         None, "{name: address} of the teachers; of several, the column teacher_id of a row names its own."
     )
@@ -124,14 +111,4 @@ class AsyncDistillationTrainer(DistillationTrainer):
         **others: Any,
     ) -> None:
         refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
-        super().__init__(
-            model,
-            args=args,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            quantization_config=quantization_config,
-            **others,
-        )
+        super().__init__(**passed_on(locals(), "rollout_worker", "weight_transfer"))

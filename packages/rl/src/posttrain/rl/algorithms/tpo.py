@@ -91,10 +91,6 @@ class TPOTrainer(ReferenceFreeTrainer):
         """(B,) log-probability of a completion, per token if the loss needs that."""
         return side.mean_logp if self.args.loss_type in OF_THE_MEAN else side.logp
 
-    def rewards(self, side: Completions) -> torch.Tensor:
-        """(B,) beta times what the loss compares."""
-        return self.args.beta * self.compared_logp(side)
-
     _rows_per_token: torch.Tensor | None = None
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -124,13 +123,10 @@ Prompt = Sequence[int] | Pictured
 class Generator(Protocol):
     """An engine that generates.
 
-    Optional: ``reads_images = True``, if it takes prompts that are `Pictured`;
-    ``shares_weights = True``, if it uses the trainer's own model, so that log-probabilities differ by rounding alone;
-    ``has_own_weights = True``, if it holds a copy of the weights, so that the policy need not be gathered;
-    ``updates_in_flight = True``, if `sync_weights` may be called while another thread is in `generate`, whose
-    completions go on under the new weights; ``version``, which is set to the optimizer step before each `sync_weights`;
-    ``session()``, see `session`; ``is_concurrent = True``, if several threads may be in `generate`, whose completions
-    the engine writes together; and ``steps()``, see `posttrain.rl.generation.local.LocalGenerator.steps`.
+    Optional: the attributes of `Abilities`, set to True; ``version``, which is set to the optimizer step before each
+    `sync_weights`; ``session()``, a context around calls of `generate` that every process enters and leaves, for
+    engines that generate jointly: inside, each process calls as often as it needs, and one with no more requests still
+    takes part in the others'; and ``steps()``, see `posttrain.rl.generation.local.LocalGenerator.steps`.
     """
 
     def generate(
@@ -150,16 +146,26 @@ class Generator(Protocol):
         ...
 
 
-def declares(generator: Generator, name: str) -> bool:
-    """Whether `generator` has the optional attribute `name` of `Generator`, and it is True."""
-    return bool(getattr(generator, name, False))
+@dataclass(frozen=True)
+class Abilities:
+    """What an engine declares by its optional attributes.
 
-
-def session(generator: Generator) -> contextlib.AbstractContextManager[None]:
-    """A context around calls of `Generator.generate` that every process must enter and leave.
-
-    Inside, each process calls as often as it needs. Engines that generate jointly use this: a process with no more
-    requests still takes part in the others'.
+    Attributes:
+        reads_images: it takes prompts that are `Pictured`.
+        shares_weights: it uses the trainer's own model, so that log-probabilities differ by rounding alone.
+        has_own_weights: it holds a copy of the weights, so that the policy need not be gathered.
+        updates_in_flight: `sync_weights` may be called while another thread is in `generate`, whose completions go on
+            under the new weights.
+        is_concurrent: several threads may be in `generate`, whose completions the engine writes together.
     """
-    make = getattr(generator, "session", None)
-    return contextlib.nullcontext() if make is None else make()
+
+    reads_images: bool
+    shares_weights: bool
+    has_own_weights: bool
+    updates_in_flight: bool
+    is_concurrent: bool
+
+    @classmethod
+    def of(cls, generator: Generator) -> Abilities:
+        """Those of `generator`."""
+        return cls(**{each.name: bool(getattr(generator, each.name, False)) for each in fields(cls)})

@@ -8,6 +8,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -228,8 +229,17 @@ def is_float32(model: nn.Module) -> bool:
 
 def rope_limit(model: nn.Module) -> float:
     """Tokens of a text up to which the rotary embeddings of `model` turn each by its position alone: infinity, unless
-    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text.
+    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text. Found out once.
     """
+    if model not in _ROPE_LIMITS:
+        _ROPE_LIMITS[model] = _find_rope_limit(model)
+    return _ROPE_LIMITS[model]
+
+
+_ROPE_LIMITS: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+
+
+def _find_rope_limit(model: nn.Module) -> float:
     limit = math.inf
     for module in text_part(base_model(model)).modules():  # a vision tower turns its patches by their place alone
         kind, config = getattr(module, "rope_type", "default"), getattr(module, "config", None)

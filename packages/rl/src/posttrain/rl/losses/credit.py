@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
 from posttrain.rl.losses.advantages import EPSILON, group_advantages, total_rewards
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.samples import Sample, sequences
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,8 @@ def of_tokens(advantages: torch.Tensor, samples: Sequence[Sample]) -> torch.Tens
     Returns:
         (sequences of the trajectories, C tokens of the longest).
     """
-    sequences = list(chain.from_iterable(sample.sequences for sample in samples))
-    found, row = advantages.new_zeros(len(sequences), max(len(one.ids) for one in sequences)), 0
+    everyone = sequences(samples)
+    found, row = advantages.new_zeros(len(everyone), max(len(one.ids) for one in everyone)), 0
     for sample, own in zip(samples, advantages, strict=True):
         for one in sample.sequences:
             for number, (start, stop) in one.turn_spans:

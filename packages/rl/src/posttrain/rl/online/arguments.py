@@ -46,8 +46,6 @@ IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 #: What some fields need to have an effect.
 SERVER, HERE = "use_vllm vllm_mode=server", "use_vllm vllm_mode=colocate"
 LOCAL, CORRECTS = "use_vllm=False use_transformers_continuous_batching=False", "vllm_importance_sampling_correction"
-#: Arguments that are objects, and may be written as JSON.
-OBJECTS = ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs", "transformers_continuous_batching_config")
 
 
 @dataclass
@@ -264,7 +262,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
     )
     mask_truncated_completions: bool = opt(False, "Learn nothing from completions that were cut.")
     pad_to_multiple_of: Resolved[int | str | None, int | Literal["auto"] | None] = opt(
-        "auto", "Pad batches to a multiple of this; auto: no such multiple."
+        "auto", "Pad batches to a multiple of this; auto: no such multiple.", min=1
     )
     share_prompts: bool | None = opt(
         None,
@@ -402,11 +400,6 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
             )
         yield from self._staleness_problems()
         yield from self._replay_problems()
-        for name in OBJECTS:
-            if isinstance(value := getattr(self, name), str):  # what could be read as JSON is a dict by now
-                yield f"{name}={value!r} is not a JSON object; give a dict, or one written as JSON"
-        if isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of < 1:
-            yield f"pad_to_multiple_of={self.pad_to_multiple_of} must be >= 1"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:

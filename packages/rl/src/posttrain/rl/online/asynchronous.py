@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 Scored = tuple[list[Sample], Scores]
 
-ATTEMPTS = 3
-"""Times that a rollout is sampled, if the engine is lost and comes back."""
 NO_WEIGHTS = (
     "max_staleness above 0 samples while the policy is trained, and {} generates with the weights that are being "
     "trained. Set use_vllm=True with vllm_mode='server', leave the generator out, or set max_staleness=0."
@@ -196,16 +194,16 @@ class Background:
             self._begin(job)
         if not self.jobs or self.jobs[0].epoch != self._epoch:
             return None
-        for _ in range(ATTEMPTS - 1):
-            # Where an engine is gone, in this process or another one, the next `sync` waits for it.
-            if not self.source.sampler.is_lost(self.jobs[0].sampled.exception()):
-                break
-            self.rollouts.sync()
-            for job in self.jobs:
-                if job.sampled.done() and job.sampled.exception() is not None:
-                    self._submit(job)
+        self.source.sampler.with_attempts(lambda: self.jobs[0].sampled.result(), self._again)
         self.jobs[0].scored.result()
         return self.jobs.popleft()
+
+    def _again(self) -> None:
+        """Send the weights to an engine that came back, and begin the rollouts that it lost again."""
+        self.rollouts.sync()
+        for job in self.jobs:
+            if job.sampled.done() and job.sampled.exception() is not None:
+                self._submit(job)
 
     def position(self) -> dict[str, Any]:
         """Where reading and numbering go on in a run that resumes: the rollouts on their way are sampled again, from

@@ -22,7 +22,6 @@ from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.logging.metrics import Metrics
 from posttrain.rl.generation.engines import cause_of_gap, settings_of
-from posttrain.rl.generation.protocol import session
 from posttrain.rl.generation.sampling import is_float32
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import reporting
@@ -85,7 +84,7 @@ class Rollouts:
     def complete(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
         """The `samples` completed by the weights that the engine has."""
         owner, sampler = self.owner, self.owner.sampler
-        with nullcontext() if sampler.may_overlap else sampler.generating, session(sampler.generator):
+        with nullcontext() if sampler.may_overlap else sampler.generating, sampler.session():
             version = sampler.version if owner.source.background is not None else None
             if samples:
                 with owner.clock("generate"), torch.no_grad(), owner.compute_loss_context_manager():

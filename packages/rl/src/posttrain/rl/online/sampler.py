@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 
@@ -29,9 +29,8 @@ from posttrain.rl.agents.environments import Environments
 from posttrain.rl.agents.scheduler import QUIET
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import FOLDED
-from posttrain.rl.generation.protocol import declares
+from posttrain.rl.generation.protocol import Abilities
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import ATTEMPTS
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Sample, complete_in_room
@@ -41,9 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
 Asked = tuple[Any, Sample, Sampling]
 """A turn to write: a key by which it is known, the sample with its prompt, and how it is drawn."""
 
+ATTEMPTS = 3
+"""Times that a rollout is sampled, if the engine is lost and comes back."""
 MAX_CALLS = 4096
 """Calls of an engine that are open at a time, each in a thread of its own."""
 
@@ -59,6 +61,7 @@ class Sampler:
         context: tokens of prompt and completion that the model reads at most; None: any number.
 
     Attributes:
+        can: what the engine declares. session: makes the context of its calls, see `Generator`.
         version: the optimizer step of the weights that the engine was sent last.
         synced_at: the same; None where the engine must be sent the weights again.
         ends_of_calls: the tokens that end a turn with calls. image_token_id: that which stands for a feature.
@@ -74,8 +77,9 @@ class Sampler:
         dist: Distributed,
         context: int | None = None,
     ) -> None:
-        self.generator, self.codec, self.environments, self.images = generator, codec, environments, images
+        self.codec, self.environments, self.images = codec, environments, images
         self.dist, self.context = dist, context
+        self.use(generator)
         self.image_token_id = None if images is None else images.vision.image_token_id
         self.version = 0
         self.synced_at: int | None = None
@@ -100,7 +104,7 @@ class Sampler:
         before: dict[str, Any] = {}
         ids: list[int] = []
         shown: Shown | None = None
-        has_tools, again = self.has_tools, declares(self.generator, "reads_images")
+        has_tools, again = self.has_tools, self.can.reads_images
         samples = [Sample(dict(row), row.get("prompt"), []) for row in rows]
         # Those of one prompt are adjacent, and it is tokenised once.
         for sample in self.environments.begin(samples) if has_tools else samples:
@@ -116,11 +120,27 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------ the engine
 
+    def use(self, generator: Generator) -> None:
+        """Generate with this engine from now on."""
+        self.generator, self.can = generator, Abilities.of(generator)
+        self.session: Callable[[], contextlib.AbstractContextManager[Any]]
+        self.session = getattr(generator, "session", contextlib.nullcontext)
+
+    @contextlib.contextmanager
+    def engine(self, generator: Generator) -> Iterator[None]:
+        """The context in which another engine generates."""
+        before = self.generator
+        self.use(generator)
+        try:
+            yield
+        finally:
+            self.use(before)
+
     def weights_to_generate(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """The context in which the engine generates: with gathered weights, because completions differ in length
         between processes; or with the engine's own copy, without gathering.
         """
-        return contextlib.nullcontext() if declares(self.generator, "has_own_weights") else self.dist.gathered(model)
+        return contextlib.nullcontext() if self.can.has_own_weights else self.dist.gathered(model)
 
     def sync_weights(self, model: nn.Module, step: int, clock: Clock) -> None:
         """Send the weights of `model` at the optimizer step `step`, unless the engine has them."""
@@ -129,8 +149,7 @@ class Sampler:
         if hasattr(self.generator, "version"):
             self.generator.version = step
         # An engine that does not update in flight first ends the completions that it has begun.
-        in_flight = declares(self.generator, "updates_in_flight")
-        generation = contextlib.nullcontext() if in_flight else self.generating
+        generation = contextlib.nullcontext() if self.can.updates_in_flight else self.generating
         with clock("sync"), generation:
             self.generator.sync_weights(model)
             self.synced_at = self.version = step
@@ -138,37 +157,27 @@ class Sampler:
     @property
     def may_overlap(self) -> bool:
         """Whether the engine completes several rollouts at a time, and takes weights meanwhile."""
-        return declares(self.generator, "is_concurrent") and declares(self.generator, "updates_in_flight")
+        return self.can.is_concurrent and self.can.updates_in_flight
 
-    def is_lost(self, error: BaseException | None) -> bool:
-        """Whether the engine of any process is gone; then its weights must be sent again, by all processes."""
-        lost = any(self.dist.gather_object(isinstance(error, ConnectionError)))
-        if lost:
-            logger.warning("The engine was lost, and is waited for: %s", error or "another process says so.")
-            self.synced_at = None
-        return lost
-
-    def with_attempts(
-        self,
-        begin: Callable[[], list[Sample]],
-        sample: Callable[[list[Sample]], list[Sample]],
-        sync: Callable[[], None],
-    ) -> list[Sample]:
-        """The samples that `begin` makes, completed by `sample`, also if the engine is lost meanwhile and comes back.
+    def with_attempts(self, call: Callable[[], Value], again: Callable[[], None]) -> Value:
+        """What `call` returns, also if the engine of any process is lost meanwhile and comes back.
 
         Args:
-            sync: sends the weights; raises ConnectionError where the engine stays away.
+            again: is called by all processes before each further attempt, and sends the weights; raises
+                ConnectionError where the engine stays away.
         """
-        for _ in range(ATTEMPTS - 1 if declares(self.generator, "has_own_weights") else 0):
-            samples, lost = begin(), None
-            sync()
+        for _ in range(ATTEMPTS - 1):
+            found, lost = None, None
             try:
-                samples = sample(samples)
+                found = call()
             except ConnectionError as error:
                 lost = error
-            if not self.is_lost(lost):
-                return samples
-        return sample(begin())
+            if not any(self.dist.gather_object(lost is not None)):
+                return cast(Value, found)
+            logger.warning("The engine was lost, and is waited for: %s", lost or "another process says so.")
+            self.synced_at = None
+            again()
+        return call()
 
     # ------------------------------------------------------------------------------------------------ completions
 
@@ -232,22 +241,13 @@ class Sampler:
     def _ask(self, samples: list[Sample], size: int, sampling: Sampling, seeds: list[int]) -> Completions:
         """`size` completions of each prompt of `samples` by the engine."""
         prompts, shown = [sample.prompt_ids for sample in samples], [sample.shown for sample in samples]
-        if declares(self.generator, "reads_images"):
+        if self.can.reads_images:
             given: Any = list(map(pictured, prompts, shown))
             return self.generator.generate(given, size, sampling, seeds)
         more: dict[str, Any] = {}
         if len(seen := [one for one in shown if one is not None]) == len(shown):
             more["images"] = RolloutImages.of(seen, prompts, self.image_token_id)
         return self.generator.generate(prompts, size, sampling, seeds, **more)
-
-    @contextlib.contextmanager
-    def engine(self, generator: Generator) -> Iterator[None]:
-        """The context in which another engine generates."""
-        before, self.generator = self.generator, generator
-        try:
-            yield
-        finally:
-            self.generator = before
 
     def sampling(self, args: RolloutConfig, model: nn.Module, temperature: float) -> Sampling:
         """How tokens are drawn: as `args` say, and ``generation_kwargs``, which replace them."""
@@ -290,15 +290,14 @@ class Policy:
     @contextlib.contextmanager
     def open(self, wake: Callable[[], None]) -> Iterator[OpenTurns | TurnsApart | TurnsTogether]:
         """A context in which turns are begun at any time."""
-        generator = self.sampler.generator
-        if declares(generator, "is_concurrent"):
+        if self.sampler.can.is_concurrent:
             threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
             try:
                 yield TurnsApart(self.turn, wake, threads)
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
             return
-        make = getattr(generator, "steps", None)
+        make = getattr(self.sampler.generator, "steps", None)
         opened = None if make is None or self.sampler.dist.cp_size > 1 else make()
         if opened is None:
             yield TurnsTogether(self.turn, self.sampler.context)

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -179,7 +178,11 @@ class Source:
             if (read := next(batches, None)) is None:
                 return None
             begun, rollouts = self.begun(read), self.rollouts
-            samples = self.sampler.with_attempts(partial(self.begin, *begun), rollouts.sample, rollouts.sync)
+            if self.sampler.can.has_own_weights:
+                rollouts.sync()  # not below: an engine that stays away is waited for once
+                samples = self.sampler.with_attempts(lambda: rollouts.sample(self.begin(*begun)), rollouts.sync)
+            else:
+                samples = rollouts.sample(self.begin(*begun))
             scores = rollouts.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)

@@ -37,7 +37,7 @@ from posttrain.rl.agents.agent import Agent, Episodes
 from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
-from posttrain.rl.generation.protocol import declares
+from posttrain.rl.generation.protocol import Abilities
 from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.online import reporting, setup
@@ -154,30 +154,11 @@ class RolloutTrainer(LanguageModelTrainer):
         **others: Any,
     ) -> None:
         args = self.config_class() if args is None else checked_args(args, self.config_class)
-        parts = Parts(
-            model=model,
-            model_init=model_init,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=others.pop("compute_loss_func", None),
-            compute_metrics=others.pop("compute_metrics", None),
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=others.pop("optimizer_cls_and_kwargs", None),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            ref_model=self.given_reference,
-            datasets={},
-            others={
-                "reward_funcs": functions_by_name(args) if reward_funcs is None else reward_funcs,
-                "reward_processing_classes": reward_processing_classes,
-                "environment_factory": environment_factory,
-                "tools": tools,
-                "rollout_func": rollout_func,
-                "agent": agent,
-            },
-        )
+        reward_funcs = functions_by_name(args) if reward_funcs is None else reward_funcs
+        rare = {n: others.pop(n, None) for n in ("compute_loss_func", "compute_metrics", "optimizer_cls_and_kwargs")}
+        given = {**locals()} | rare
+        own = "reward_funcs reward_processing_classes environment_factory tools rollout_func agent".split()
+        parts = Parts.of(given, ref_model=self.given_reference, datasets={}, others={name: given[name] for name in own})
         self.rollout_func = rollout_func
         super().__init__(args, parts, **others)
         functions = self.rewards.functions
@@ -233,7 +214,7 @@ class RolloutTrainer(LanguageModelTrainer):
         ends = self._ends_of_calls()
         self.episodes = None if agent is None else Episodes(agent, self.codec, context, args)
         generator = generator or make_generator(tokenizer, args, None if images is None else images.example)
-        if args.max_staleness and not declares(generator, "has_own_weights"):
+        if args.max_staleness and not Abilities.of(generator).has_own_weights:
             raise ValueError(NO_WEIGHTS.format(type(generator).__name__))
         self.sampler = Sampler(generator, self.codec, self.environments, images, self.dist, context)
         self.sampler.ends_of_calls = ends
@@ -641,7 +622,7 @@ class RolloutTrainer(LanguageModelTrainer):
 
     @generator.setter
     def generator(self, generator: Generator) -> None:
-        self.sampler.generator = generator
+        self.sampler.use(generator)
 
     @property
     def reward_weights(self) -> torch.Tensor:

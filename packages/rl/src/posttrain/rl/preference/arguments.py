@@ -65,7 +65,7 @@ class PreferenceConfig(ImageArguments, LanguageModelArguments):
     )
     padding_free: bool = opt(False, "Join the rows of a batch into one, with no padding; shared_prefix does so anyway.")
     pad_to_multiple_of: Resolved[int | str | None, int | None] = opt(
-        "auto", "Pad batches that have padding to a multiple of this; auto: to none."
+        "auto", "Pad batches that have padding to a multiple of this; auto: to none.", min=1
     )
     num_eval_samples: int = opt(
         0, "Prompts of each evaluation that policy and reference answer, side by side in samples.jsonl.", min=0
@@ -78,18 +78,13 @@ class PreferenceConfig(ImageArguments, LanguageModelArguments):
             self.pad_to_multiple_of = None
 
     def _problems(self) -> Iterator[str]:
-        if isinstance(self.pad_to_multiple_of, str) or (self.pad_to_multiple_of or 1) < 1:
-            yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number >= 1, 'auto' or None"
+        if isinstance(self.pad_to_multiple_of, str):
+            yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:
             instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
             yield (
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect: it smooths the targets of a "
                 f"cross-entropy, and the loss of {type(self).__name__} compares completions; {instead}"
-            )
-        if isinstance(self.model_init_kwargs, str):  # what could be read as JSON is a dict by now
-            yield (
-                f"model_init_kwargs={self.model_init_kwargs!r} is not a JSON object; give a dict, or one written as "
-                "JSON"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.core import TrainingArguments
+from posttrain.core.training.preflight import passed_on
 from posttrain.rl.preference.arguments import PreferenceConfig
 from posttrain.rl.preference.trainer import PreferenceTrainer
 
@@ -34,23 +35,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         quantization_config: Any = None,
         **others: Any,
     ) -> None:
-        rare: dict[str, Any] = {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
-        super().__init__(
-            model=model,
-            model_init=model_init,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            **{name: value for name, value in rare.items() if value is not None},
-            **others,
-        )
+        super().__init__(**passed_on(locals()))
 
     def arrange(self, dataset: Any) -> Any:
         """Rows also with each text whole, as ``chosen_input_ids`` and ``rejected_input_ids``: what scripts and

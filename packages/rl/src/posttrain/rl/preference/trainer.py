@@ -100,21 +100,8 @@ class PreferenceTrainer(LanguageModelTrainer):
         **old_names: Any,
     ) -> None:
         args = as_config(type(self), args, old_names)
-        parts = checks.Parts(
-            model=model,
-            model_init=model_init,
-            ref_model=ref_model,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            data_collator=data_collator,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=old_names.pop("optimizer_cls_and_kwargs", None),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        optimizer_cls_and_kwargs = old_names.pop("optimizer_cls_and_kwargs", None)
+        parts = checks.Parts.of(locals())
         super().__init__(args, parts, **old_names)
         self.reference: references.Reference | None = None
         self.ref_model: Any = None
@@ -209,19 +196,31 @@ class PreferenceTrainer(LanguageModelTrainer):
         """
         chosen, rejected, aux_loss = self.score(model, inputs)
         losses = self.preference_loss(chosen, rejected, inputs)
-        if aux_loss is not None:
-            losses = losses + self.router_aux_loss_coef * aux_loss
-        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        loss = self._mean_loss(losses, aux_loss, inputs, num_items_in_batch)
         rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
         if not pipeline.is_filler(inputs):
             for name, total, count in pair_metrics(chosen, rejected, rewards, self.compared_logp):
                 self.metrics.add_sum(name, total, count)
-            if aux_loss is not None:
-                self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
         return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def _mean_loss(
+        self, losses: torch.Tensor, aux_loss: torch.Tensor | None, inputs: Any, num_items: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The share of a micro-batch in the mean over the window, with the routers' loss, which is logged: shape ()."""
+        if aux_loss is not None:
+            losses = losses + self.router_aux_loss_coef * aux_loss
+            if not pipeline.is_filler(inputs):
+                self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
+        return losses.sum() / (len(losses) if num_items is None else num_items)
 
     def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
         """(chosen, rejected, auxiliary loss of a mixture of experts) of a batch; the reference without gradients."""
+        (chosen, rejected, *more), aux_loss = self._sides(model, inputs)
+        inputs.update({"more_completions": more} if more else {})
+        return chosen, rejected, aux_loss
+
+    def _sides(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Completions], torch.Tensor | None]:
+        """(each completion of all rows, auxiliary loss) of a batch."""
         options = {"output_router_logits": True} if self.router_aux_loss_coef else {}
         scores = score_completions(model, inputs, stats=self.token_stats, **options)
         logp = self.completion_logp(scores)
@@ -231,10 +230,8 @@ class PreferenceTrainer(LanguageModelTrainer):
             stats = {name: stat[part] for name, stat in scores.stats.items()}
             tokens = CompletionScores(scores.logps[part], scores.mask[part], stats)
             sides.append(Completions(logp[part], None if ref_logp is None else ref_logp[part], tokens))
-        chosen, rejected, *more = sides
-        self._check_start(model, sides, lambda: self.score(model, inputs)[:2])
-        inputs.update({"more_completions": more} if more else {})
-        return chosen, rejected, scores.aux_loss if self.router_aux_loss_coef else None
+        self._check_start(model, sides, lambda: self._sides(model, inputs)[0])
+        return sides, scores.aux_loss if self.router_aux_loss_coef else None
 
     def reference_logp(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(K,) log-probability of each completion in `inputs` under the reference."""
@@ -263,7 +260,7 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def rewards(self, side: Completions) -> torch.Tensor:
         """(B,) implicit rewards of the policy, for the log."""
-        return getattr(self.args, "beta", 1.0) * (side.log_ratio if self.needs_reference else side.logp)
+        return getattr(self.args, "beta", 1.0) * (side.log_ratio if self.needs_reference else self.compared_logp(side))
 
     def count_items(self, inputs: dict[str, Any]) -> int:
         """The pairs of a micro-batch."""
