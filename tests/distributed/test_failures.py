@@ -7,12 +7,13 @@ import pytest
 
 from tests.distributed import jobs
 
+BEFORE: list[str] = []  # a program that runs the one after it
 FAULTY = str(jobs.ROOT / "tests" / "distributed" / "faulty.py")
 
 
 def suffer(act, out, mode="ddp"):
     """(the finished program, seconds from the fault to its end)."""
-    done = jobs.torchrun(2, FAULTY, str(out), act, mode)
+    done = jobs.torchrun(2, *BEFORE, FAULTY, str(out), act, mode)
     ended = time.time()
     assert done.returncode != 0
     happened = re.search(r"^at ([\d.]+)$", done.stderr, re.MULTILINE)

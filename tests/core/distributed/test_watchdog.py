@@ -1,12 +1,16 @@
 """The thread that ends a run whose processes hang, with a store of this process."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 
-from posttrain.core.distributed import world
+from posttrain.core.distributed import waits, world
+from posttrain.core.distributed import watchdog as watchdog_module
 from posttrain.core.distributed.watchdog import Watchdog
 
 
@@ -66,3 +70,36 @@ def test_a_thread_in_the_background_leaves_the_wait_of_the_main_thread_alone(tmp
         assert watchdog._waits[0] == "a sum"
     with world._waiting_for_device(watchdog):
         assert watchdog._waits[0].startswith("what the device computes")
+
+
+@pytest.mark.parametrize("ended_as_it_should", [False, True])
+def test_a_wait_for_a_process_that_is_lost_ends_at_once(ended_as_it_should, tmp_path, capfd, monkeypatch):
+    """A collective of NCCL with a process that is gone raises nothing, and never ends."""
+    monkeypatch.setattr(watchdog_module, "_LOOK", 0.0)
+    left = []
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10))
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    word = waits.LEFT if ended_as_it_should else 7
+    store.set("posttrain/alive/1", f"{word}\n{int(gone.stdout)}\n{waits._machine()}")
+    seconds = 1.0 if ended_as_it_should else 60.0
+    watchdog = Watchdog(store, 0, 2, seconds, folder=tmp_path, leave=left.append, beside=[1])
+    watchdog.start()
+    with watchdog("a sum"):
+        watchdog.join(timeout=30)
+    assert left == [1]
+    said = capfd.readouterr().err
+    expected = "has waited 1 s for the others in a sum" if ended_as_it_should else "rank 1 has ended. See its error."
+    assert expected in said and "rank 1 did not answer" in said
+
+
+def test_a_process_says_that_it_leaves_unless_an_error_ends_it(tmp_path, monkeypatch):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10))
+    for number, error in enumerate((None, ValueError())):
+        if error is not None:
+            monkeypatch.setattr(sys, "last_value", error, raising=False)
+        watchdog = Watchdog(store, number, 2, seconds=60, folder=tmp_path)
+        watchdog.start()
+        while not store.check([f"posttrain/alive/{number}"]):
+            pass
+        watchdog.stop()
+        assert store.get(f"posttrain/alive/{number}").decode().startswith(waits.LEFT) == (error is None)

@@ -71,6 +71,13 @@ def name(device: torch.device) -> str:
     return str(module(device).get_device_name(device)) if has_memory(device) else ""
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type != "cpu":
+        with waiting():
+            torch.accelerator.synchronize()
+
+
 def history(device: torch.device) -> Any:
     """Torch's record of the allocations on `device`, which CUDA alone has; else None."""
     return torch.cuda.memory if device.type == CUDA else None

@@ -17,6 +17,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _ALIVE, _WAIT = "posttrain/alive", "posttrain/wait"
+LEFT = "left"
 SILENCE = 60.0  # least seconds without a sign of life after which a process of another machine counts as gone
 _FIRST_WORD = 60.0  # seconds after which a wait is logged
 
@@ -34,8 +35,8 @@ def _machine() -> str:
     return f"{socket.gethostname()} {space}"
 
 
-def beat(store: Any, rank: int, count: int) -> None:
-    """Show that this process lives."""
+def beat(store: Any, rank: int, count: int | str) -> None:
+    """Show that this process lives, or that it ends as it should (`LEFT`)."""
     store.set(f"{_ALIVE}/{rank}", f"{count}\n{os.getpid()}\n{_machine()}")
 
 
@@ -47,15 +48,27 @@ class _Pulse:
         self.last, self.seen = "", time.monotonic()
 
     def problem(self) -> str | None:
-        key, now = f"{_ALIVE}/{self.rank}", time.monotonic()
-        said = self.store.get(key).decode() if self.store.check([key]) else ""
+        said, now = _said(self.store, self.rank), time.monotonic()
         if said != self.last:
             self.last, self.seen = said, now
-        if said:
-            _, number, machine = said.split("\n")
-            if machine == _machine() and not _runs(int(number)):
-                return "has ended"
+        if _has_ended(said):
+            return "has ended"
         return f"has shown no sign of life for {self.limit:g} s" if now - self.seen > self.limit else None
+
+
+def _said(store: Any, rank: int) -> str:
+    return store.get(f"{_ALIVE}/{rank}").decode() if store.check([f"{_ALIVE}/{rank}"]) else ""
+
+
+def _has_ended(said: str) -> bool:
+    _, number, machine = said.split("\n") if said else ("", "0", "")
+    return machine == _machine() and not _runs(int(number))
+
+
+def is_lost(store: Any, rank: int) -> bool:
+    """Whether process `rank` of this machine was killed, or failed. Of one of another machine it is not known."""
+    said = _said(store, rank)
+    return not said.startswith(LEFT) and _has_ended(said)
 
 
 def _runs(number: int) -> bool:

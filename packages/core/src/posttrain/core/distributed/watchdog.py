@@ -6,6 +6,7 @@ process, also of the hanging one, then writes the stacks of all threads and ends
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -13,14 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.distributed.waits import LostProcessError, beat
+from posttrain.core.distributed.waits import LEFT, LostProcessError, beat, is_lost
 
 FOLDER = "hang"
 _ALARM, _DONE = "posttrain/alarm", "posttrain/done"
+_LOOK = 2.0  # seconds of a wait after which it is seen whether another process of this machine is lost
 _FRAMES = 4  # innermost lines of a process that its report names
 
 
@@ -32,6 +34,7 @@ class Watchdog(threading.Thread):
         rank, world_size: this process, of how many.
         seconds: how long a wait may take.
         folder: where to write ``rank-<k>.txt``.
+        beside: the ranks of the other processes of this machine. Where one is lost, a collective of NCCL never ends.
         leave: ends the process; `os._exit`, for the main thread may never return.
 
     Attributes:
@@ -49,10 +52,12 @@ class Watchdog(threading.Thread):
         seconds: float,
         folder: str | Path,
         leave: Callable[[int], Any] = os._exit,
+        beside: Iterable[int] = (),
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.store, self.rank, self.world_size = store, rank, world_size
         self.seconds, self.folder, self.leave = seconds, Path(folder), leave
+        self.beside = list(beside)
         self._waits: tuple[str, float] | None = None
         self._what = ""
         self.step, self.batches, self.waits, self.waited = 0, 0, 0, 0.0
@@ -78,23 +83,33 @@ class Watchdog(threading.Thread):
         self._stopped.set()
         if self.is_alive():
             self.join(timeout=5)
+            if "last_value" not in vars(sys):  # no error ends this process
+                with contextlib.suppress(RuntimeError):  # the store is gone, with its process
+                    beat(self.store, self.rank, LEFT)
 
     def run(self) -> None:
         interval, count = min(1.0, self.seconds / 10), 0
-        while not self._stopped.wait(interval):
+        while not self._stopped.is_set():
             try:
                 count += 1
                 beat(self.store, self.rank, count)
-                waits = self._waits
+                waits, problem = self._waits, ""
                 if waits is not None and time.monotonic() - waits[1] > self.seconds:
-                    self.store.set(
-                        _ALARM,
-                        f"rank {self.rank} has waited {self.seconds:g} s for the others in {waits[0]}{self._at()}",
-                    )
+                    problem = f"has waited {self.seconds:g} s"
+                    hint = " (ddp_timeout). Check those that did not wait."
+                elif waits is not None and time.monotonic() - waits[1] > _LOOK and (lost := self._lost()) is not None:
+                    problem, hint = "waits", f", and rank {lost} has ended. See its error."
+                if waits is not None and problem:
+                    what = f"rank {self.rank} {problem} for the others in {waits[0]}{self._at()}{hint}"
+                    self.store.set(_ALARM, what)
                 if self.store.check([_ALARM]):
                     return self._end(self.store.get(_ALARM).decode())
+                self._stopped.wait(interval)
             except Exception:  # the store is gone, with the process that kept it: the launcher ends this one
                 return
+
+    def _lost(self) -> int | None:
+        return next((rank for rank in self.beside if is_lost(self.store, rank)), None)
 
     def _end(self, alarm: str) -> None:
         waits = self._waits
@@ -108,7 +123,7 @@ class Watchdog(threading.Thread):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank} of {self.world_size}, process ")
-                file.write(f"{os.getpid()} on {socket.gethostname()}: it {mine}.\nThe alarm: {alarm}.\n\n")
+                file.write(f"{os.getpid()} on {socket.gethostname()}: it {mine}.\nThe alarm: {alarm}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file=file, all_threads=True)
         except OSError as error:
@@ -137,11 +152,11 @@ class Watchdog(threading.Thread):
     def _report(self, alarm: str) -> None:
         lines = []
         for rank in range(self.world_size):
-            answered = self._wait_for(f"{_DONE}/{rank}", 5)
+            answered = self._wait_for(f"{_DONE}/{rank}", 0 if is_lost(self.store, rank) else 5)
             said = self.store.get(f"{_DONE}/{rank}").decode() if answered else "did not answer: it is dead, or stopped"
             lines.append(f"  rank {rank} {said}")
         message = (
-            f"The processes of this run hang: {alarm} (ddp_timeout). Check those that did not wait.\n"
+            f"The processes of this run hang: {alarm}\n"
             + "\n".join(lines)
             + f"\nThe stacks of all threads are in {self.folder}."
         )

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,14 +46,18 @@ _watchdog: Watchdog | None = None  # one for the process, as the process group i
 _waits: Waits | None = None
 
 
-def _leave_group() -> None:
-    """Destroy the process group at exit, because gloo's threads may abort the program afterwards."""
+def _leave_group(destroy: bool = True) -> None:
+    """Leave the processes of the run at exit.
+
+    Args:
+        destroy: the process group, for gloo's threads may abort the program afterwards.
+    """
     global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()
         _watchdog = _waits = None
         accelerator.waiting = contextlib.nullcontext
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if destroy and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
@@ -62,14 +67,16 @@ def _waiting_for_device(watchdog: Watchdog) -> contextlib.AbstractContextManager
     return watchdog("what the device computes with the others") if is_main else NOTHING
 
 
-def _watch(args: DistributedArguments, rank: int, world_size: int) -> Watchdog:
+def _watch(args: DistributedArguments, rank: int, local_rank: int, world_size: int) -> Watchdog:
     """The watchdog of this process, started if necessary."""
     global _watchdog, _waits
     if _watchdog is None or _waits is None or not _watchdog.is_alive():
         from torch.distributed.distributed_c10d import _get_default_store
 
         folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
-        _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder)
+        first, here = rank - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        beside = [other for other in range(first, first + here) if other != rank]
+        _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder, beside=beside)
         _watchdog.start()
         accelerator.waiting = functools.partial(_waiting_for_device, _watchdog)
         _waits = Waits(_watchdog.store, rank, world_size, args.ddp_timeout)
@@ -143,11 +150,10 @@ class World:
         self._waiting: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._waits: Waits | None = None
         if self.num_processes > 1:
-            self._waiting, self._waits = _watch(args, self.process_index, self.num_processes), _waits
+            self._waiting, self._waits = _watch(args, self.process_index, self.local_rank, self.num_processes), _waits
             report_failures()
             atexit.unregister(_leave_group)
-            if self.device.type == "cpu":
-                atexit.register(_leave_group)
+            atexit.register(_leave_group, destroy=self.device.type == "cpu")
         if args.tf32 is not None and torch.cuda.is_available():
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
 

@@ -222,7 +222,8 @@ def scalar(value: torch.Tensor | float, device: torch.device | str) -> torch.Ten
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return value.to(device)
     if isinstance(value, torch.Tensor):
-        return value if str(device) == "cpu" else torch.full((), value.item(), dtype=value.dtype, device=device)
+        is_there = torch.device(device).type == "cpu"  # accelerate names it cpu:0
+        return value if is_there else torch.full((), value.item(), dtype=value.dtype, device=device)
     return torch.full((), value, dtype=torch.long if isinstance(value, int) else None, device=device)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from posttrain.core.data import accelerator
 from posttrain.core.errors import require
 from posttrain.rl.generation.gloo import GlooGroup, own_address, serve
 from posttrain.rl.generation.server import Server
@@ -53,7 +54,8 @@ class Nccl:
             self._engine, self._client, self._source = self._connect(servers)
         self._source.weights, self._client.version = weights, version
         if weights.device.type != "cpu":  # it reads them in streams of its own, which wait for no optimizer step
-            torch.accelerator.current_stream(weights.device).synchronize()
+            with accelerator.waiting():
+                torch.accelerator.current_stream(weights.device).synchronize()
         try:
             self._engine.send_weights()
         except Exception:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.distributed.collectives import Collectives, whole_rows
 from posttrain.core.distributed.environment import has_bfloat16_instructions
@@ -159,6 +160,8 @@ class Distributed(Collectives):
                     stack.enter_context(self._whole(model))
                     self._gathered.add(id(model))
                     stack.callback(self._gathered.discard, id(model))
+            if self.num_processes > 1:  # generation is work of its own, where this wait would not be seen
+                accelerator.synchronize(self.device)
             yield
 
     def _whole(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:

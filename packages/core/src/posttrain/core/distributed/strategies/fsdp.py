@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.data import accelerator
 from posttrain.core.distributed import division, sharding
 from posttrain.core.distributed.strategies.base import LOW, Distributed, Names, round_weights
 from posttrain.core.distributed.world import NOTHING
@@ -76,7 +77,9 @@ class FSDP(Distributed):
         if not self._is_divided(model):
             return None
         with self._waiting("gathering the weights"):
-            return sharding.whole_state_dict(model, keep or (lambda name: self.is_main), only)
+            found = sharding.whole_state_dict(model, keep or (lambda name: self.is_main), only)
+        accelerator.synchronize(self.device)  # a process that keeps nothing may end before the others have it
+        return found
 
     def _is_divided(self, model: nn.Module) -> bool:
         return sharding.is_sharded(model)
