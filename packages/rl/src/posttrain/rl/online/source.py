@@ -179,7 +179,8 @@ class Source:
             if (read := next(batches, None)) is None:
                 return None
             begun, rollouts = self.begun(read), self.rollouts
-            samples = self.sampler.with_attempts(partial(self.begin, *begun), rollouts.sample, rollouts.sync)
+            sample = rollouts.sample_to_score
+            samples = self.sampler.with_attempts(partial(self.begin, *begun), sample, rollouts.sync)
             scores = rollouts.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)
