@@ -384,8 +384,12 @@ def is_function_name(name: str) -> bool:
     return name in BUILT_IN or ":" in name or dotted
 
 
-def named_function(name: str) -> Callable[..., Any]:
-    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder."""
+def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any]:
+    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder.
+
+    Raises:
+        ValueError: it cannot be imported; the message begins with `what`.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
@@ -393,9 +397,9 @@ def named_function(name: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # a name without a module is a ValueError
         raise ValueError(
-            f"reward_funcs: {name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
+            f"{what}{name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
             "one that is installed."
         ) from error
 
