@@ -2,12 +2,19 @@
 
     python benchmarks/agents.py
 
-`slow tools`, `long turns`: 4 groups of 8 episodes on the local engine, of 4 turns of 16 tokens with a tool of 50 ms
-behind each; in every group the tool of one episode takes 500 ms, or its turns have 160 tokens. Beside it the same in
-lock-step, where the turns that wait are written to their end before others begin, and the bound: no rollout is done
-before the slow episodes alone are, nor before all the others are. The model has 16 million parameters; one thread.
+`slow tools`, `long turns`: 4 groups of 8 episodes, of 4 turns of 16 tokens with a tool of 50 ms behind each; in every
+group the tool of one episode takes 500 ms, or its turns have 160 tokens. Beside it the same in lock-step, where the
+turns that wait are written to their end before others begin, and the bound: no rollout is done before the slow episodes
+alone are, nor before all the others are. Each is the fastest of `ROUNDS` rounds, in which all follow one another.
+`local`: the local engine with a model of 16 million parameters, one thread. A token that it writes beside others takes
+a twentieth of what it takes alone, so that a rollout takes longer than the bound by what the others' tokens take.
+`server`: a stand-in that takes 5 ms a token, however many it writes: what is above the bound is the scheduler's.
 `environments`: the same as conversations of an environment with one async tool; in lock-step, all turns are written to
 their end, then all tools run to theirs. Tokens trained a second count rollout, forward and backward passes.
+
+`ahead of training`: steps of training on episodes of the stand-in that takes weights while it writes, of which one in
+each group has slow tools or none has, with `max_staleness` of 0 and of 2. A step takes 1.6 s beside the processor, and
+the slow episodes 2.3 s.
 
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
 (`generate`), through HTTP, and in the rollout process: what a turn costs beyond that, and the trainer's memory of an
@@ -21,12 +28,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import tempfile
 import time
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,7 +50,8 @@ from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import ToolProtocol, Turn
 
 GROUPS, GROUP, TURNS, TOKENS, TOOL, SLOWER = 4, 8, 4, 16, 0.05, 10
-EPISODES, LATENCY = 256, 0.05
+ROUNDS = 3
+EPISODES, LATENCY, PER_TOKEN, LEARNS = 256, 0.05, 0.005, 0.4
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 TOOLS = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -64,18 +74,19 @@ def model(width: int, layers: int, vocabulary: int = VOCABULARY):
 
 
 def arguments(folder: str, **others) -> GRPOConfig:
-    return GRPOConfig(
-        folder, max_steps=1, per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=4000,
-        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, **others,
+    usual = dict(
+        max_steps=1, per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=4000,
+        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
+    return GRPOConfig(folder, **(usual | others))
 
 
-def trainer(agent, folder: str, policy, engine=None, **others):
+def trainer(agent, folder: str, policy, engine=None, kind=GRPOTrainer, **others):
     words = tokenizer()
     words.chat_template = TEMPLATE
     args = arguments(folder, **others)
     rows = [{"number": i} for i in range(GROUPS)]
-    return GRPOTrainer(policy, None, args, rows, processing_class=words, generator=engine, agent=agent)
+    return kind(policy, None, args, rows, processing_class=words, generator=engine, agent=agent)
 
 
 # ------------------------------------------------------------------------------------------------ the slow episodes
@@ -103,20 +114,39 @@ def seconds(run, rows) -> float:
     return time.perf_counter() - started
 
 
+@contextlib.contextmanager
+def in_lock_step():
+    own = Policy.open
+    Policy.open = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.turn)]))
+    try:
+        yield
+    finally:
+        Policy.open = own
+
+
+def together(run, rows) -> float:
+    with in_lock_step():
+        return seconds(run, rows)
+
+
+def fastest(measured) -> list[float]:
+    """The least that each of these functions returns in `ROUNDS` rounds, in which they are called one by one."""
+    return [min(of_one) for of_one in zip(*([one() for one in measured] for _ in range(ROUNDS)), strict=True)]
+
+
 def slow_episodes() -> None:
     rows = [{"number": i, "slow": place == 0} for i in range(GROUPS) for place in range(GROUP)]
+    slow, others = ([row for row in rows if row["slow"] is which] for which in (True, False))
     with tempfile.TemporaryDirectory() as folder:
-        for which in ("slow tools", "long turns"):
-            run = trainer(agent(which), folder, model(384, 4))
+        for name, which in itertools.product(("local", "server"), ("slow tools", "long turns")):
+            policy, engine = (model(384, 4), None) if name == "local" else (model(64, 1), Server(PER_TOKEN))
+            run = trainer(agent(which), folder, policy, engine)
             seconds(run, rows[:2])  # tries the model
-            ours = seconds(run, rows)
-            parts = {slow: seconds(run, [row for row in rows if row["slow"] == slow]) for slow in (True, False)}
-            own = Policy.open
-            Policy.open = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.turn)]))
-            together, Policy.open = seconds(run, rows), own
+            one_by_one = [partial(seconds, run, some) for some in (rows, slow, others)]
+            ours, *parts, lock_step = fastest([*one_by_one, partial(together, run, rows)])
             print(
-                f"{which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); bound "
-                f"{max(parts.values()):6.2f} s, of which this is {max(parts.values()) / ours:.2f}",
+                f"{name}, {which:12} {ours:6.2f} s; in lock-step {lock_step:6.2f} s ({lock_step / ours:.2f}x); bound "
+                f"{max(parts):6.2f} s, of which this is {max(parts) / ours:.2f}",
                 flush=True,
             )
 
@@ -181,6 +211,10 @@ def conversations(run, rows, together: bool = False):
         return time.perf_counter() - started, done
 
 
+def talking(run, rows, together: bool = False) -> float:
+    return conversations(run, rows, together)[0]
+
+
 def learning(run, samples) -> float:
     """Seconds of the forward and backward passes over a rollout."""
     maker = run.rollout_maker
@@ -210,34 +244,79 @@ def slow_conversations() -> None:
             policy = model(384, 4, len(words))
             run = GRPOTrainer(policy, None, args, rows[:GROUPS], processing_class=words, environment_factory=Room)
             conversations(run, rows[:2])  # tries the model
-            ours, done = conversations(run, rows)
-            parts = [conversations(run, [row for row in rows if row["slow"] == slow])[0] for slow in (True, False)]
-            together, bound = conversations(run, rows, together=True)[0], max(parts)
-            tokens, learns = sum(one.num_chosen for one in done), learning(run, done)
+            done = conversations(run, rows)[1]
+            parts = [[row for row in rows if row["slow"] is slow] for slow in (True, False)]
+            timed = [partial(talking, run, *some) for some in ([rows], *([part] for part in parts), [rows, True])]
+            ours, *parts, lock_step, learns = fastest([*timed, partial(learning, run, done)])
+            tokens, bound = sum(one.num_chosen for one in done), max(parts)
             print(
-                f"environments, {which:12} {ours:6.2f} s; in lock-step {together:6.2f} s ({together / ours:.2f}x); "
+                f"environments, {which:12} {ours:6.2f} s; in lock-step {lock_step:6.2f} s ({lock_step / ours:.2f}x); "
                 f"bound {bound:6.2f} s, of which this is {bound / ours:.2f}. With {learns:.2f} s of learning, tokens "
-                f"trained a second: {tokens / (ours + learns):.0f}, {tokens / (together + learns):.0f} in lock-step, "
+                f"trained a second: {tokens / (ours + learns):.0f}, {tokens / (lock_step + learns):.0f} in lock-step, "
                 f"{tokens / (bound + learns):.0f} at the bound ({(bound + learns) / (ours + learns):.2f})",
                 flush=True,
             )
+
+
+class Ends(GRPOTrainer):
+    """Notes when each micro-batch has been learned from, as a device would, beside the processor."""
+
+    def training_step(self, *given, **options):
+        loss = super().training_step(*given, **options)
+        time.sleep(LEARNS)
+        self.ends.append(time.perf_counter())
+        return loss
+
+
+def slow_in_each_group(any_slow: bool):
+    """An agent whose tools are slow in the first episode of each group that begins, where `any_slow`."""
+    begun: dict[int, int] = {}
+
+    async def run(episode, row):
+        place = begun[row["number"]] = begun.get(row["number"], -1) + 1
+        return await agent("slow tools")(episode, row | {"slow": any_slow and place % GROUP == 0})
+
+    return run
+
+
+def ahead_of_training(steps: int = 8) -> None:
+    taken: dict[tuple[int, bool], list[float]] = {(bound, slow): [] for bound in (0, 2) for slow in (False, True)}
+    for _, (bound, slow) in itertools.product(range(ROUNDS), taken):
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Server(PER_TOKEN)
+            engine.updates_in_flight = True
+            run = trainer(slow_in_each_group(slow), folder, model(64, 1, 128), engine, Ends, max_staleness=bound,
+                          max_steps=steps, steps_per_generation=GROUPS, gradient_accumulation_steps=GROUPS,
+                          num_train_epochs=99)  # fmt: skip
+            run.ends = []
+            run.train()
+            ends = run.ends[2 * GROUPS - 1 :: GROUPS]
+            taken[bound, slow].append((ends[-1] - ends[0]) / (len(ends) - 1))
+    each = {key: min(seconds) for key, seconds in taken.items()}
+    for bound in (0, 2):
+        print(f"ahead of training, max_staleness={bound}: {each[bound, True]:.2f} s a step, {each[bound, False]:.2f} s "
+              f"without slow episodes ({each[bound, False] / each[bound, True]:.2f})", flush=True)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ beside the engine
 
 
 class Server:
-    """A stand-in for a server that answers each of many turns after `LATENCY` seconds."""
+    """A stand-in for a server that answers each of many turns after `LATENCY` seconds, or so many a token."""
 
     is_concurrent = has_own_weights = True
+
+    def __init__(self, per_token: float | None = None) -> None:
+        self.per_token = per_token
 
     def sync_weights(self, model) -> None:
         pass
 
     def generate(self, prompts, n, sampling, seeds=None) -> Completions:
-        time.sleep(LATENCY)
-        ids = [[2 + (7 * i) % 100 for i in range(TOKENS)] for _ in range(len(prompts) * n)]
-        return Completions(ids, [[-1.0] * TOKENS for _ in ids], [False] * len(ids))
+        number = TOKENS if self.per_token is None else sampling.max_new_tokens
+        time.sleep(LATENCY if self.per_token is None else self.per_token * number)
+        ids = [[2 + (7 * i) % 100 for i in range(number)] for _ in range(len(prompts) * n)]
+        return Completions(ids, [[-1.0] * number for _ in ids], [False] * len(ids))
 
 
 def connection(episode):
@@ -339,5 +418,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     slow_episodes()
     slow_conversations()
+    ahead_of_training()
     overhead()
     busy_reward()

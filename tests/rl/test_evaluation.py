@@ -55,6 +55,7 @@ def test_an_environment_is_evaluated_with_intervals(tmp_path, module, folder, ca
     shown = capsys.readouterr().out
     # 1, 0, 1 in the three rows, in each of the two completions
     assert "avg@2                    0.6667 ± 0.6533 (95%)" in shown and "6 episodes" in shown
+    assert "log.jsonl" not in shown  # there is none
     found = json.loads(output.read_text(encoding="utf-8"))
     assert found["results"]["pass@2"] == pytest.approx(2 / 3)
     assert [one["reward"] for one in found["episodes"]] == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
@@ -71,9 +72,20 @@ def test_an_agent_is_evaluated_on_rows_that_are_named(tmp_path, module, folder, 
     assert "pass@1                   1.0000 ± 0.0000 (95%)" in shown and "2 episodes" in shown
 
 
+def test_at_temperature_0_all_episodes_of_a_row_are_the_same(tmp_path, module, folder):
+    output = tmp_path / "results.json"
+    words = [str(folder), "--env", f"{module}:environment", "--k", "3", "--max_new_tokens", "6", "--device", "cpu"]
+    texts = {}
+    for temperature in ("0", "3"):
+        assert main(["evaluate", *words, "--temperature", temperature, "--output", str(output)]) == 0
+        texts[temperature] = [json.dumps(one["completion"]) for one in json.loads(output.read_text())["episodes"]]
+    assert [len({*texts["0"][i : i + 3]}) for i in (0, 3, 6)] == [1, 1, 1] and len({*texts["3"]}) > 3
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--env", "posttrain_test_environment:nothing"], "is of type int"),
-    (["--env", "posttrain_test_environment:absent"], "cannot be imported"),
+    (["--env", "posttrain_test_environment:absent"], "--env: 'posttrain_test_environment:absent' cannot be imported"),
+    (["--env", "posttrain_test_environment"], "Give module:function"),
     (["--env", "posttrain_test_environment:agent", "--tasks", "gsm8k"], "--tasks is not for environments"),
     (["--k", "2", "--data", "rows.jsonl"], "--k is for episodes"),
 ])  # fmt: skip

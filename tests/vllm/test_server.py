@@ -112,7 +112,8 @@ def test_adapters_are_served_as_adapters_or_merged_in_a_copy(server, transport, 
             assert gap(model, PROMPTS, done, 2, 0.7) > 0.01
     version = Server(server[0]).call("/weight_info")["weight_version"]
     assert version == ("posttrain-adapter-3" if as_adapter else "posttrain-weights-3")
-    assert set(client._dialect.names.values()) == {NAME} if as_adapter else NAME not in client._dialect.names.values()
+    names = set(client._api.names.values())
+    assert names == {NAME} if as_adapter else NAME not in names
     for name, tensor in model.named_parameters():
         assert name not in before or torch.equal(tensor, before[name]), name
     if not as_adapter:  # the model below has gone from the server

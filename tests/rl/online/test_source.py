@@ -27,7 +27,7 @@ class Scripted:
     def new_samples(self, rows):
         return [Sample(row, row["prompt"], [row["number"]]) for row in rows]
 
-    def sample(self, samples):
+    def sample_to_score(self, samples):
         self.begun.append(samples)
         return samples
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from posttrain.core.callbacks import PrinterCallback
 from posttrain.core.errors import DataError
 from posttrain.rl.agents import public_environments
 from posttrain.rl.agents.agent import Agent
@@ -36,7 +37,7 @@ def environment_of(name: str) -> dict[str, Any]:
     kind, _, task = name.partition(":")
     if kind in PUBLIC:
         return PUBLIC[kind](task)
-    found: Any = named_function(name)
+    found: Any = named_function(name, "")
     if isinstance(found, Agent):
         return {"agent": found}
     if callable(found):
@@ -91,6 +92,7 @@ def evaluate(
         trainer = _Evaluation(
             model, args=GRPOConfig(**(usual | settings)), eval_dataset=rows, processing_class=tokenizer, **given
         )
+        trainer.remove_callback(PrinterCallback)  # its line names a file that does not stay
         trainer.episodes_seen = []
         metrics = trainer.evaluate()
     return {name.removeprefix("eval_"): value for name, value in metrics.items()}, trainer.episodes_seen

@@ -36,7 +36,7 @@ through an agent, or on tasks of lm-eval (pip install '{EXTRA}'), such as gsm8k,
   --env MODULE:OBJECT    an agent (episode, row), or arguments of an online trainer: environment_factory, tools,
                          reward_funcs, eval_dataset ...; or reasoning_gym:TASK, verifiers:TASKSET
   --k N                  episodes of each row, for avg@k and pass@k [default 1]
-  --temperature T        of sampling in them [default 1]
+  --temperature T        of sampling in them; 0 takes the most probable tokens [default 1]
   --pass_threshold R     an episode passes from this reward on [default 1]
   --max_new_tokens N     length of an answer at most [default 256]
   --tasks TASK ...       names of tasks
@@ -149,6 +149,7 @@ def _evaluate_environment(name: str, given: dict[str, Any]) -> None:
         environment["eval_dataset"] = _split_of(data)
     model, tokenizer = load.of_command("evaluate", name, given)
     renamed = {"max_new_tokens": "max_completion_length", "batch_size": "per_device_eval_batch_size"}
+    renamed |= {"temperature": "eval_temperature"}
     options = {renamed.get(flag, flag): value for flag, value in given.items()}
     metrics, episodes = evaluation.evaluate(model, tokenizer, environment, **options)
     shown = {metric: value for metric, value in metrics.items() if metric.startswith(("avg@", "pass@", "rewards/"))}

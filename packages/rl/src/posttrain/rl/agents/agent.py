@@ -11,6 +11,7 @@ import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -210,40 +211,49 @@ class Episodes:
         sampling: Sampling,
         policy: Policy,
         metrics: Metrics,
+        ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
         """The `samples` after an episode of each, in their order. Episodes run on the program's event loop.
 
         Args:
             sampling: how tokens are drawn, and how many a sequence may have behind its first prompt.
+            ended: is called in this thread with the place of each episode that has ended, and with the sample.
         """
-        ended = self._ended(samples, sampling, policy)
-        log(metrics, ended)
-        return [self._sample(*pair) for pair in zip(samples, ended, strict=True)]
-
-    def _ended(self, samples: Sequence[Sample], sampling: Sampling, policy: Policy) -> list[Ended]:
-        loop = background.event_loop()
+        loop, found = background.event_loop(), list(samples)
         asked: SimpleQueue[Any] = SimpleQueue()
+
+        def take(place: int, one: Ended) -> None:
+            found[place] = self._sample(samples[place], one)
+            if ended is not None:
+                ended(place, found[place])
 
         async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
             future: asyncio.Future[Sample] = loop.create_future()
             asked.put((place, future, sample, sampling))
             return await future
 
-        episodes = asyncio.run_coroutine_threadsafe(self._all(samples, sampling, generate), loop)
+        episodes = asyncio.run_coroutine_threadsafe(
+            self._all(samples, sampling, generate, lambda *done: asked.put(partial(take, *done))), loop
+        )
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
             serve(asked, policy, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
-            return episodes.result()
+            log(metrics, episodes.result())
         except BaseException:
             episodes.cancel()
             raise
+        return found
 
-    async def _all(self, samples: Sequence[Sample], sampling: Sampling, generate: Generate) -> list[Ended]:
+    async def _all(
+        self, samples: Sequence[Sample], sampling: Sampling, generate: Generate, ended: Callable[[int, Ended], None]
+    ) -> list[Ended]:
         places = asyncio.Semaphore(self.agent.inflight or len(samples))
 
         async def one(place: int, sample: Sample) -> Ended:
             async with places:
-                return await self._episode(place, sample, sampling, generate)
+                done = await self._episode(place, sample, sampling, generate)
+            ended(place, done)
+            return done
 
         tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samples)]
         try:

@@ -200,6 +200,7 @@ class Environments:
         policy: Policy,
         sampling: Sampling,
         context: int | None = None,
+        ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
         """`samples` after the turns of the policy and of its tools, until it calls no tool or reaches the length limit.
 
@@ -211,6 +212,7 @@ class Environments:
                 does not fit is left out.
             context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
                 number.
+            ended: is called in this thread with the place of each conversation that has ended, and with the sample.
         """
         found = list(samples)
         going = {place: self._conversation(sample, codec, sampling, context) for place, sample in enumerate(samples)}
@@ -227,6 +229,8 @@ class Environments:
             except StopIteration as end:
                 found[place] = end.value
                 del going[place]
+                if ended is not None:
+                    ended(place, end.value)
                 if not going:
                     asked.put(None)
                 return

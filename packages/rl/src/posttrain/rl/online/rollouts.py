@@ -31,6 +31,7 @@ from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.sampler import with_versions
 from posttrain.rl.policy.logprobs import logp_gaps
 from posttrain.rl.policy.reference import start_problem
+from posttrain.rl.rewards.group_scores import GroupScores
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
@@ -80,6 +81,24 @@ class Rollouts:
         with self.owner.sampler.weights_to_generate(self.owner.model):
             self.sync()
             return self.complete(samples, temperature)
+
+    def sample_to_score(self, samples: list[Sample]) -> list[Sample]:
+        """As `sample`; where ``reward_concurrency`` is above 1, the scores of each group begin when it has ended."""
+        owner, size = self.owner, self.owner.num_generations
+        if self.args.reward_concurrency == 1 or owner.dist.peers > 1:
+            return self.sample(samples)
+        score = partial(owner.rewards.of, trainer_state=owner.state, is_whole=False)
+        groups = GroupScores(score, [one.place // size for one in samples], self.args.reward_concurrency)
+        owner.sampler.ended = groups.ended
+        try:
+            samples = self.sample(samples)
+            owner.rewards.groups = groups
+        except BaseException:
+            groups.close()
+            raise
+        finally:
+            owner.sampler.ended = None
+        return samples
 
     def complete(self, samples: list[Sample], temperature: float | None = None) -> list[Sample]:
         """The `samples` completed by the weights that the engine has."""

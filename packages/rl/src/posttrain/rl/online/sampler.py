@@ -66,6 +66,7 @@ class Sampler:
         synced_at: the same; None where the engine must be sent the weights again.
         ends_of_calls: the tokens that end a turn with calls. image_token_id: that which stands for a feature.
         generating: held while the engine writes; a lock where other threads may want it meanwhile.
+        ended: what wants to know each trajectory that has ended, by its place, while others go on; None: nothing.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Sampler:
         self.synced_at: int | None = None
         self.ends_of_calls: set[int] = set()
         self.generating: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.ended: Callable[[int, Sample], None] | None = None
 
     # ------------------------------------------------------------------------------------------------ prompts
 
@@ -192,7 +194,7 @@ class Sampler:
         environments, has_tools = self.environments, self.has_tools
         if has_tools and any(map(environments.tools_of, samples)):
             policy = Policy(self, logps_temperature)
-            samples = environments.converse(samples, self.codec, policy, sampling, self.context)
+            samples = environments.converse(samples, self.codec, policy, sampling, self.context, self.ended)
         else:  # one turn of each: prompts are asked for together
             turn = partial(self.generate_turn, logps_temperature=logps_temperature)
             samples = complete_in_room(samples, sampling, self.context, turn)

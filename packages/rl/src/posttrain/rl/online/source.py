@@ -180,9 +180,10 @@ class Source:
             begun, rollouts = self.begun(read), self.rollouts
             if self.sampler.can.has_own_weights:
                 rollouts.sync()  # not below: an engine that stays away is waited for once
-                samples = self.sampler.with_attempts(lambda: rollouts.sample(self.begin(*begun)), rollouts.sync)
+                sample = lambda: rollouts.sample_to_score(self.begin(*begun))  # noqa: E731
+                samples = self.sampler.with_attempts(sample, rollouts.sync)
             else:
-                samples = rollouts.sample(self.begin(*begun))
+                samples = rollouts.sample_to_score(self.begin(*begun))
             scores = rollouts.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)

@@ -278,7 +278,8 @@ class RolloutTrainer(LanguageModelTrainer):
             output = self.rollout_func([sample.prompt for sample in samples], self)
             return take_rollout(samples, output, self.codec)
         if self.episodes is not None:
-            return self.episodes.run(samples, sampling, Policy(self.sampler, self.logps_temperature), self.metrics)
+            policy = Policy(self.sampler, self.logps_temperature)
+            return self.episodes.run(samples, sampling, policy, self.metrics, self.sampler.ended)
         return self.sampler.converse(samples, sampling, self.logps_temperature, self.metrics)
 
     def score(self, samples: list[Sample]) -> Scores:

@@ -26,6 +26,7 @@ from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.functions import BUILT_IN
+from posttrain.rl.rewards.group_scores import GroupScores
 from posttrain.rl.rewards.process import RemoteFunction
 from posttrain.rl.rewards.score_heads import load_reward_model
 from posttrain.rl.rewards.scorers import scorer
@@ -74,8 +75,9 @@ class RewardArguments:
     )
     reward_concurrency: int = opt(
         1,
-        "Reward functions that run at the same time, in threads; async ones always run side by side. With "
-        "max_staleness above 0, also the rollouts that are scored at the same time.",
+        "Reward functions that run at the same time, in threads; async ones always run side by side. Above 1, a group "
+        "of completions with tools, or of an agent, is scored when its last one has ended, while others are written. "
+        "With max_staleness above 0, also the rollouts that are scored at the same time.",
         min=1,
     )
 
@@ -124,7 +126,12 @@ class Rewards:
         options: the policy on errors and the limits.
         from_environments: how many functions at the end are environments' own. Weights may leave them out: they count
             1.
+
+    Attributes:
+        groups: the scores of the next samples to score, of which groups are scored already; None: none is.
     """
+
+    groups: GroupScores | None = None
 
     def __init__(
         self,
@@ -154,6 +161,7 @@ class Rewards:
         columns: Mapping[str, list[Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
         num_turns: Callable[[int], int] | None = None,
+        is_whole: bool = True,
     ) -> Scores:
         """Score N completions.
 
@@ -161,6 +169,7 @@ class Rewards:
             prompts, completions: as the dataset has them: texts, or lists of messages.
             columns: of the dataset, N values each. extra: further arguments for reward functions.
             num_turns: of the policy in the completion at a place; None: they are not counted.
+            is_whole: they are not a part of those that are learned from together.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
@@ -184,15 +193,21 @@ class Rewards:
         found = self._run_in_threads(calls) if threads else [call() for call in calls]
         rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(len(calls), -1).t()
         failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(len(calls), -1).t()
-        if (unknown := rewards.isnan().all(1)).any():
+        if is_whole and (unknown := rewards.isnan().all(1)).any():
             self._report_nothing(unknown, prompts, completions)
         seconds, turns = [seconds for _, _, seconds, _ in found], [turns for *_, turns in found]
         of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(completions))]
         kept = self.names, self.weights
         return Scores(rewards.contiguous(), failed.contiguous(), seconds, metrics, table, of_each, *kept)
 
-    def of(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
+    def of(self, samples: Sequence[Sample], trainer_state: Any, is_whole: bool = True) -> Scores:
         """Score completed samples; columns are those of their rows, and what a ``rollout_func`` returned."""
+        if is_whole and self.groups is not None:
+            groups, self.groups = self.groups, None
+            if (scores := groups.of(samples)) is not None:
+                if (unknown := scores.rewards.isnan().all(1)).any():
+                    self._report_nothing(unknown, [one.prompt for one in samples], [one.completion for one in samples])
+                return scores
         names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
         columns = {name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)}
         return self(
@@ -202,6 +217,7 @@ class Rewards:
             columns,
             {"trainer_state": trainer_state, "environments": [sample.environment for sample in samples]},
             lambda place: samples[place].num_turns,
+            is_whole,
         )
 
     def _run_in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -368,8 +384,12 @@ def is_function_name(name: str) -> bool:
     return name in BUILT_IN or ":" in name or dotted
 
 
-def named_function(name: str) -> Callable[..., Any]:
-    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder."""
+def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any]:
+    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder.
+
+    Raises:
+        ValueError: it cannot be imported; the message begins with `what`.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
@@ -377,9 +397,9 @@ def named_function(name: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # a name without a module is a ValueError
         raise ValueError(
-            f"reward_funcs: {name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
+            f"{what}{name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
             "one that is installed."
         ) from error
 
