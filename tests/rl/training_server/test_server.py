@@ -262,8 +262,13 @@ def test_what_cannot_be_saved_or_loaded_is_named(client):
     file = folder_of(client, path) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
     assert "adapter_model.safetensors" in client.do("load_weights", model_id=model, path=path, optimizer=False)["error"]
-    refused = client.json("load_weights", {"model_id": model, "path": "/etc/passwd", "optimizer": False}, 400)
-    assert "is no path of a checkpoint" in refused["error"]
+    for outside in ("/etc/passwd", "tinker://../weights/a", path + "/../a"):
+        refused = client.do("load_weights", model_id=model, path=outside, optimizer=False)
+        assert "is no path of a checkpoint" in refused["error"]
+    body = {"session_id": client.session, "model_seq_id": 8, "path": path, "optimizer": True}
+    assert "adapter_model.safetensors" in client.do("load_weights", **body)["error"]
+    refused = client.json("get_info", {"model_id": f"{client.session}:train:8"}, 400)
+    assert "This model could not be made" in refused["error"]
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling

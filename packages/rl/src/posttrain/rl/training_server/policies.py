@@ -33,7 +33,7 @@ ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weigh
 """The numbers of an optimizer step that a request leaves out."""
 STATES, SAMPLERS = "weights", "sampler_weights"
 """The kinds of checkpoints in paths of the API: with the optimizer, or to sample from."""
-PATH = re.compile(rf"tinker://(?P<run>[\w.:-]+)/(?P<kind>{STATES}|{SAMPLERS})/(?P<name>\w[\w.-]*)")
+PATH = re.compile(rf"tinker://(?P<run>\w[\w.:-]*)/(?P<kind>{STATES}|{SAMPLERS})/(?P<name>\w[\w.-]*)")
 
 
 @dataclass

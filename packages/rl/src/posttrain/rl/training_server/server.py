@@ -189,13 +189,12 @@ class TrainingServer:
         return self._begin(body, work)
 
     async def _load_weights(self, http: Any, body: Any) -> Any:
-        folder = policies.folder_of(self.output, body["path"])
-
         def work(run: Run, _: Any = None) -> Any:
             self._check_base(body)
-            if run.policy is None:
-                run.policy = Policy(self.base, policies.config_in(folder, self.base))
-            run.policy.load(folder, bool(body["optimizer"]))
+            folder = policies.folder_of(self.output, body["path"])
+            policy = run.policy or Policy(self.base, policies.config_in(folder, self.base))
+            policy.load(folder, bool(body["optimizer"]))
+            run.policy = policy
             return {"path": body["path"], "model_id": run.name}
 
         if body.get("model_id") is None:
