@@ -160,11 +160,7 @@ class Endpoint:
 
 
 def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[Any, socket.socket, str]:
-    """(a server of uvicorn for `app`, its socket, its address); an OSError where nothing can listen there.
-
-    Args:
-        port: 0: a free one. backlog: connections that wait, which the socket takes from now on.
-    """
+    """(a server of uvicorn for `app`, its socket, to which clients can connect by now, its address); port 0: any."""
     uvicorn = require("uvicorn", "posttrain-rl[agents]", "a server over HTTP")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)

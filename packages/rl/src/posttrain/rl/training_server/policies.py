@@ -180,10 +180,10 @@ class Policy:
                 raise ValueError(f"data[{number}] has a token that is none of 0 to {size - 1} of {self.base.name}.")
 
     def optim_step(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a step of AdamW with the gradients since the last one; a ValueError where there are none, or bad ones.
+        """Take a step of AdamW with the gradients since the last one, and the numbers of `ADAM` that are in `params`.
 
-        Args:
-            params: numbers by the names in `ADAM`.
+        Raises:
+            ValueError: there are no gradients that a step can be taken with.
         """
         if others := sorted(params.keys() - ADAM.keys()):
             raise ValueError(f"optim_step has no {others[0]!r}; AdamW here takes {', '.join(ADAM)}.")
@@ -194,13 +194,11 @@ class Policy:
             raise ValueError(f"No step is taken, because a forward_backward for it failed: {failure}")
         if all(parameter.grad is None for parameter in trained(self.model).values()):
             raise ValueError("No step is taken, because there are no gradients: send forward_backward before it.")
-        limit = settings["grad_clip_norm"]
-        norm = float(nn.utils.clip_grad_norm_(trained(self.model).values(), limit if limit > 0 else math.inf))
+        limit = settings["grad_clip_norm"] if settings["grad_clip_norm"] > 0 else math.inf
+        norm = float(nn.utils.clip_grad_norm_(trained(self.model).values(), limit))
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
-            raise ValueError(
-                f"No step is taken, because the norm of the gradients is {norm}. Look for NaN in the data."
-            )
+            raise ValueError(f"No step is taken, as the norm of the gradients is {norm}. Look for NaN in the data.")
         own = {"lr": settings["learning_rate"], "betas": (settings["beta1"], settings["beta2"])}
         for group in self.optimizer.param_groups:
             group |= own | {name: settings[name] for name in ("eps", "weight_decay")}
@@ -232,11 +230,7 @@ class Policy:
                 remove(other)
 
     def load(self, folder: Path, with_optimizer: bool) -> None:
-        """Go on from what `save` wrote into `folder`; without its optimizer, with a new one.
-
-        Raises:
-            CheckpointError: it is not there, damaged, or of another LoRA model.
-        """
+        """Go on from what `save` wrote into `folder` of such a model; without its optimizer, with a new one."""
         place = newest(folder)
         weights.load_weights(self.model, place)
         self.optimizer.zero_grad()

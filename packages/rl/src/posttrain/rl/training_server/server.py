@@ -66,11 +66,10 @@ class Run:
 
 
 class TrainingServer:
-    """Serves LoRA models on `base`.
+    """Serves LoRA models on `base`, with checkpoints in the folder `output`.
 
     Args:
-        output: the folder of checkpoints. key: what clients must send as their API key; None: any. is_local: answer
-            programs on this machine alone.
+        key: what clients must send as their API key; None: any. is_local: answer programs on this machine alone.
     """
 
     def __init__(self, base: Base, output: Path, key: str | None = None, is_local: bool = True) -> None:
