@@ -1,6 +1,6 @@
 """The basics of tinker-cookbook against `posttrain serve-training`: sl_basic, then rl_basic from what that saved.
 
-    python3 -m venv env && env/bin/pip install tinker-cookbook
+    python3 -m venv env && env/bin/pip install "tinker-cookbook[math-rl]"
     python benchmarks/tinker_cookbook.py env/bin/python MODEL_FOLDER
 
 The recipes are unchanged and find the server by TINKER_BASE_URL. Their table of models has none that a laptop trains,

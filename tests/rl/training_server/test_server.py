@@ -146,6 +146,22 @@ def test_of_tied_embeddings_the_adapter_alone_is_saved(tmp_path):
     client.close()
 
 
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma2", "qwen3_moe"])
+def test_models_of_other_kinds_are_trained_and_sampled_from_as_they_are_trained(tmp_path, arch):
+    client = Client(tmp_path, tiny.causal_lm(arch))
+    if arch == "qwen3_moe":
+        assert "The experts of tiny are no linear layers" in client.create()["error"]
+    model = client.create(train_mlp=arch != "qwen3_moe")["model_id"]
+    before, _ = client.forward_backward(model, ROWS)
+    client.step(model)
+    assert client.forward_backward(model, ROWS, only=True)[0] < before
+    [(tokens, logps, _)], _ = client.sample(client.sampler(model), [5, 6, 7], 0, max_tokens=5, seed=1, stop=[])
+    text = [5, 6, 7, *tokens]
+    _, (found,) = client.forward_backward(model, [(text[:-1], text[1:], [1.0] * (len(text) - 1))], only=True)
+    assert found[2:] == pytest.approx(logps, abs=1e-5)
+    client.close()
+
+
 # -------------------------------------------------------------------------------------------------------------- order
 
 
