@@ -263,6 +263,12 @@ def test_a_killed_save_leaves_the_old_one(client, monkeypatch):
         client.do("save_weights", model_id=model, path="a", overwrite=True)
     client.do("load_weights", model_id=model, path=path, optimizer=True)
     assert client.forward_backward(model, ROWS, only=True) == new
+    client.do("save_weights", model_id=model, path="a", overwrite=True)
+    place = folder_of(client, path)  # killed between the two renames by which one takes the place of another
+    hidden = Store(place.parent)._hidden("old", 2).name.rpartition(".")[0]
+    place.rename(place.with_name(f"{hidden}.0dead"))
+    assert client.do("load_weights", model_id=model, path=path, optimizer=True)["path"] == path
+    assert client.forward_backward(model, ROWS, only=True) == new
 
 
 def test_what_cannot_be_saved_or_loaded_is_named(client):

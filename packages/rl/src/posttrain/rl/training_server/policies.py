@@ -259,6 +259,7 @@ def newest(folder: Path) -> Path:
         CheckpointError: there is none, or it is damaged.
     """
     store = Store(folder)
+    store.clean()  # what was killed while it took the place of another gives that its name back
     if not (found := store.manifests()):
         raise CheckpointError(f"There is no checkpoint in {folder}. Save one under that name first.")
     return store.resolve(max(found, key=lambda path: found[path]["written"]))
