@@ -77,7 +77,7 @@ test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine o
 	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
 
 test-agents: $(STAMP) $(AGENTS_STAMP) ## Train agents of others unchanged: SDKs of OpenAI and Anthropic, and what is built on them.
-	$(PYTEST) -n 0 tests/rl/agents tests/core/cli/tools/test_own_rows.py
+	$(PYTEST) -n 0 tests/rl/agents tests/rl/training_server tests/core/cli/tools/test_own_rows.py
 
 test-browser: $(STAMP) ## Open the site and the reports of runs in Chromium, where it is installed.
 	$(PYTEST) -n 0 tests/browser

@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": "Complete the prompts of a JSONL file.",
     "evaluate": "Evaluate a model or an adapter on rows of yours, or on tasks of lm-eval.",
     "serve": "Serve a model on this machine, through vLLM where it is installed.",
+    "serve-training": "Train LoRA models on this machine through the SDK tinker.",
     "export": "Write one model for other programs: safetensors, or GGUF for llama.cpp.",
     "consolidate": "Make one model of weights that were saved in parts.",
     "merge": "Add an adapter into the weights it was trained on, and compare.",

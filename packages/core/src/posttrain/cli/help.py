@@ -30,10 +30,10 @@ def overview(commands: dict[str, str]) -> str:
         "",
         "methods:",
     ]
-    lines += [f"  {method.name:<13} {method.help}" for method in methods().values()]
+    lines += [f"  {method.name:<14} {method.help}" for method in methods().values()]
     if not methods():
         lines.append("  none is installed; pip install posttrain-sft adds one")
-    lines += ["", "commands:", *(f"  {name:<13} {help}" for name, help in commands.items())]
+    lines += ["", "commands:", *(f"  {name:<14} {help}" for name, help in commands.items())]
     lines += ["", "posttrain <method> --help lists every argument of a method, with its default."]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -80,15 +81,7 @@ class Endpoint:
         self._server = None
 
     def _serve(self) -> None:
-        uvicorn = require("uvicorn", "posttrain-rl[agents]", "agents that speak HTTP")
-        kind = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        listening = socket.socket(kind, socket.SOCK_STREAM)
-        listening.bind((self.host, 0))
-        listening.listen(self.max_requests)  # before the loop serves it, so that no first request is refused
-        name = f"[{self.host}]" if kind is socket.AF_INET6 else self.host
-        self._address = f"http://{name}:{listening.getsockname()[1]}"
-        config = uvicorn.Config(self.app(), log_config=None, access_log=False, lifespan="off")
-        self._server = uvicorn.Server(config)
+        self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
         asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
 
     def app(self) -> Any:
@@ -125,7 +118,7 @@ class Endpoint:
             access = self._access(http)
             if path not in PATHS:
                 raise RequestError(f"There is no /v1/{path} here; there are {', '.join(PATHS)}.", 404, "not_found")
-            request = _request(api, await self._body(http))
+            request = _request(api, await body_of(http, self.max_bytes))
             reply = await self._reply(http, access, request)
         except RequestError as error:
             return _refusal(api, error)
@@ -149,14 +142,6 @@ class Endpoint:
             raise RequestError("This key is of another trajectory than this URL.", 403)
         return access
 
-    async def _body(self, http: Any) -> bytes:
-        found = bytearray()
-        async for chunk in http.stream():
-            found += chunk
-            if len(found) > self.max_bytes:
-                raise RequestError(f"The request has more than {self.max_bytes} bytes.", 413)
-        return bytes(found)
-
     async def _reply(self, http: Any, access: Access, request: Request) -> Reply | None:
         """The reply; None where the agent has hung up, whose place in the engine is then free."""
         if self._running >= self.max_requests:
@@ -172,6 +157,30 @@ class Endpoint:
             self._running -= 1
             answering.cancel()
             leaving.cancel()
+
+
+def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[Any, socket.socket, str]:
+    """(a server of uvicorn for `app`, its socket, to which clients can connect by now, its address); port 0: any."""
+    uvicorn = require("uvicorn", "posttrain-rl[agents]", "a server over HTTP")
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(kind, socket.SOCK_STREAM)
+    if os.name == "posix":  # elsewhere it would let two programs listen at one port
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((host, port))
+    listening.listen(backlog)
+    name = f"[{host}]" if kind is socket.AF_INET6 else host
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+    return uvicorn.Server(config), listening, f"http://{name}:{listening.getsockname()[1]}"
+
+
+async def body_of(http: Any, most: int) -> bytes:
+    """The body of a request; a RequestError where it has more than `most` bytes."""
+    found = bytearray()
+    async for chunk in http.stream():
+        found += chunk
+        if len(found) > most:
+            raise RequestError(f"The request has more than {most} bytes.", 413)
+    return bytes(found)
 
 
 async def _left(http: Any) -> None:
