@@ -35,9 +35,6 @@ def run(words: list[str]) -> None:
         ConfigError: the words are not those of `HELP`, or nothing can listen there. CheckpointError: the model cannot
             be loaded, or is an adapter.
     """
-    if {"-h", "--help"} & set(words):
-        print(HELP)
-        return
     names, given = parse.typed_flags(
         "serve-training", words, KINDS, names=1, what="a model: its folder or its name", least={"batch_tokens": 1}
     )

@@ -178,12 +178,15 @@ class Source:
             if (read := next(batches, None)) is None:
                 return None
             begun, rollouts = self.begun(read), self.rollouts
+
+            def sample() -> list[Sample]:
+                return rollouts.sample_to_score(self.begin(*begun))
+
             if self.sampler.can.has_own_weights:
                 rollouts.sync()  # not below: an engine that stays away is waited for once
-                sample = lambda: rollouts.sample_to_score(self.begin(*begun))  # noqa: E731
                 samples = self.sampler.with_attempts(sample, rollouts.sync)
             else:
-                samples = rollouts.sample_to_score(self.begin(*begun))
+                samples = sample()
             scores = rollouts.score(samples)
         if self.curriculum is not None:
             self._count(self.curriculum, samples, scores)
