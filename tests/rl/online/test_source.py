@@ -72,8 +72,8 @@ def test_a_seed_depends_on_the_rollout_and_the_place_in_it_alone():
 
 def test_an_engine_of_the_trainers_weights_is_asked_once():
     class Gone(Scripted):
-        def sample(self, samples):
-            super().sample(samples)
+        def sample_to_score(self, samples):
+            super().sample_to_score(samples)
             raise ConnectionError("it is gone")
 
     rollouts = Gone()
