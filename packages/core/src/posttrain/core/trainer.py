@@ -759,7 +759,7 @@ class Trainer(TrainerNames):
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write this process' files of a checkpoint. Extend it for files of your own."""
-        self.saving.files(directory)
+        self.checkpoints.write(directory, self.state, self.save_model, self.saving.beside)
 
     def load_checkpoint(self, checkpoint: str | Path, model: nn.Module | None = None) -> None:
         """Load the weights of `checkpoint`, and the state of `checkpoint_parts`."""

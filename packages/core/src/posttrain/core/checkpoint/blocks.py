@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import contextvars
 import errno
+import functools
 import hashlib
 import itertools
 import mmap
@@ -320,6 +321,7 @@ def digests_of_files(
     return digests
 
 
+@functools.cache
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -51,6 +51,7 @@ class Contents:
         lr_scheduler, ema: have the same state on every process.
         scaler: of a mixed-precision run in float16.
         rows_per_step: rows of an optimizer step, over all processes.
+        callbacks: those, and other objects, whose state `TrainerState` holds.
         parts: more objects by the name of their file; the same state on every process.
     """
 
@@ -61,6 +62,7 @@ class Contents:
     trainer: Stateful
     scaler: Any
     rows_per_step: int
+    callbacks: list[Any] = field(default_factory=list)
     parts: dict[str, Stateful] = field(default_factory=dict)
 
     def position(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class CheckpointManager:
         if (problem := check_space(self.store.output_dir, each * count, count, least)) is not None:
             logger.warning("%s", problem)
 
-    def check_state(self, contents: Contents, state: TrainerState, callbacks: list[Any]) -> None:
+    def check_state(self, contents: Contents, state: TrainerState) -> None:
         """Raise before training, rather than at the first save, where a state cannot be saved."""
         if not self.args.save_only_model:
             self.check_optimizer_state(contents.optimizer)
@@ -167,7 +169,7 @@ class CheckpointManager:
             except (AttributeError, KeyError):
                 mine = None  # that of a subclass may hold what its first step makes
             codec.check_tree(mine, _name("trainer", contents.trainer))
-        state.collect(callbacks)
+        state.collect(contents.callbacks)
         for where, value in lossy(state.stateful_callbacks):
             logger.warning(
                 f"The state of the callback {where} is of type {type(value).__name__}, which JSON cannot hold: a "
@@ -209,14 +211,13 @@ class CheckpointManager:
         self,
         directory: Path,
         state: TrainerState,
-        callbacks: list[Any],
-        save_model: Callable[[str], None],
+        save_model: Callable[..., None],
         save_beside: Callable[[Path], None],
     ) -> None:
         """Write this process' files of the checkpoint that `save` saves into `directory`.
 
         Args:
-            save_model: writes the weights as ``from_pretrained`` reads them. save_beside: what belongs to them.
+            save_model: the trainer's. save_beside: writes what belongs to the weights.
 
         Raises:
             RuntimeError: no checkpoint is being saved.
@@ -236,7 +237,7 @@ class CheckpointManager:
                 codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
             if contents.ema is not None:
                 codec.save_tree(contents.ema.state_dict(), directory / AVERAGED_WEIGHTS)
-            state.collect(callbacks)
+            state.collect(contents.callbacks)
             state.save_to_json(directory / "trainer_state.json")
         if self.dist.is_main:
             for name, part in self._parts.items():
@@ -295,7 +296,7 @@ class CheckpointManager:
                 weights.save_description(model, directory)
                 save_beside(directory)
             return
-        save_model(str(directory))
+        save_model(str(directory), _internal_call=True)
         if is_peft and weights.has_encoder(model):
             whole = self.dist.whole_state_dict(model, weights.is_saved(model), lambda name: self.should_save)
             if self.should_save:

@@ -117,7 +117,7 @@ def new_state(owner: Trainer) -> TrainerState:
     return TrainerState(
         is_local_process_zero=owner.dist.is_local_main,
         is_world_process_zero=owner.dist.is_main,
-        stateful_callbacks=owner.saving.stateful(),
+        stateful_callbacks=[*owner.callback_handler.callbacks, owner.control],
     )
 
 

@@ -135,7 +135,7 @@ class Run:
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
         if preemption.may_save(args):
-            owner.checkpoints.check_state(owner.saving.contents(), owner.state, owner.saving.stateful())
+            owner.checkpoints.check_state(owner.saving.contents(), owner.state)
         self.meet("what callbacks do when training begins")
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:

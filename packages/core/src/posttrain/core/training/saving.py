@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import operator
 from pathlib import Path
@@ -61,18 +60,9 @@ class Saving:
             trainer=owner,
             scaler=owner.dist.scaler,
             rows_per_step=owner.get_total_train_batch_size(owner.args),
+            callbacks=[*owner.callback_handler.callbacks, owner.control],
             parts=owner.checkpoint_parts(),
         )
-
-    def stateful(self) -> list[Any]:
-        """The objects with states that `TrainerState` collects: the callbacks and the control."""
-        return [*self.owner.callback_handler.callbacks, self.owner.control]
-
-    def files(self, directory: Path) -> None:
-        """Write this process' files of a checkpoint into `directory`."""
-        owner = self.owner
-        save_model = functools.partial(owner.save_model, _internal_call=True)
-        owner.checkpoints.write(directory, owner.state, self.stateful(), save_model, self.beside)
 
     def settle(self, wait: bool = True) -> None:
         """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks.
