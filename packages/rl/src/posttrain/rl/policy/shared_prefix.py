@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,14 +166,13 @@ def encoded_rows(
     rows = [(list(prompt), list(completion)) for prompt, completions in groups for completion in completions]
     prompts = [[*prompt, *encoder.end] for prompt, _ in rows]
     completions = [completion for _, completion in rows]
+    pad = partial(pad_rows, pad_to_multiple_of=multiple)
     return {
-        "input_ids": pad_rows(prompts, pad_token_id, pad_to_multiple_of=multiple),
-        "attention_mask": pad_rows([[1] * len(p) for p in prompts], 0, pad_to_multiple_of=multiple),
-        "decoder_input_ids": pad_rows(
-            [[encoder.start, *c[:-1]] for c in completions], pad_token_id, pad_to_multiple_of=multiple
-        ),
-        "completion_mask": pad_rows([[1] * len(c) for c in completions], 0, pad_to_multiple_of=multiple),
-        "shift_labels": pad_rows(completions, IGNORE_INDEX, pad_to_multiple_of=multiple),
+        "input_ids": pad(prompts, pad_token_id),
+        "attention_mask": pad([[1] * len(p) for p in prompts], 0),
+        "decoder_input_ids": pad([[encoder.start, *c[:-1]] for c in completions], pad_token_id),
+        "completion_mask": pad([[1] * len(c) for c in completions], 0),
+        "shift_labels": pad(completions, IGNORE_INDEX),
     }
 
 
@@ -190,14 +190,11 @@ def padded_rows(
     if encoder is not None:
         return encoded_rows(groups, pad_token_id, encoder, pad_to_multiple_of)
     rows = [(list(prompt), list(completion)) for prompt, completions in groups for completion in completions]
+    pad = partial(pad_rows, pad_to_multiple_of=pad_to_multiple_of)
     return {
-        "input_ids": pad_rows([p + c for p, c in rows], pad_token_id, pad_to_multiple_of=pad_to_multiple_of),
-        "attention_mask": pad_rows(
-            [[1] * (len(p) + len(c)) for p, c in rows], 0, pad_to_multiple_of=pad_to_multiple_of
-        ),
-        "completion_mask": pad_rows(
-            [[0] * len(p) + [1] * len(c) for p, c in rows], 0, pad_to_multiple_of=pad_to_multiple_of
-        ),
+        "input_ids": pad([p + c for p, c in rows], pad_token_id),
+        "attention_mask": pad([[1] * (len(p) + len(c)) for p, c in rows], 0),
+        "completion_mask": pad([[0] * len(p) + [1] * len(c) for p, c in rows], 0),
     }
 
 
