@@ -38,7 +38,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "kto": {},
     "orpo": {},
     "reward": {},
-    "grpo": {"num_generations": 2},
+    "grpo": {"num_generations": 2, "share_prompts": False},
     "distillation": {},
     "seq2seq": {},
 }

@@ -549,3 +549,48 @@ def test_a_plan_does_not_hang_on_the_process_groups_of_another(folder, tmp_path)
                 torch.distributed.new_group([0, 1])
             plans.append(memory_plan.measure(run, workload(run)))
     assert plans[0] == plans[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shares", [None, False])
+def test_pairs_behind_one_copy_of_their_prompt_are_planned(shares, folder, tmp_path):
+    """Two completions of 32 tokens for each prompt of 64, whose length the config does not know."""
+    from posttrain.rl.algorithms.dpo import DPOConfig, DPOTrainer
+
+    run = a_run(folder)
+    options = {"max_length": 96, "per_device_train_batch_size": ROWS, "shared_prefix": shares, "max_steps": 3}
+    options |= {"save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
+    run.config = DPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    work = registry.method("dpo").workload(run, None)
+    assert work.group == (2 if shares is None else 1) and work.prompt == 0
+    plan = memory_plan.measure(run, dataclasses.replace(work, prompt=64 if shares is None else 0))
+    whole = memory_plan.measure(run, work)
+    texts = {"prompt": "a" * 64, "chosen": "b" * 31, "rejected": "c" * 31}
+    later = Later()
+    trainer = DPOTrainer(
+        load_causal_lm(folder), args=run.config, train_dataset=Dataset.from_list([texts] * 32), callbacks=[later],
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    assert plan.peak == pytest.approx(later.peak + held(trainer.ref_model), rel=0.07)
+    if shares is None:
+        assert plan.activations == pytest.approx(whole.activations * 64 / 96, rel=0.05)
+
+
+def test_the_attention_of_completions_to_a_shared_prompt_is_computed():
+    """8 completions of 100 tokens behind 300: of each token with itself and those before it."""
+    work = memory_plan.Workload(16, 400, "logps", group=8, prompt=300)
+    assert work.computed == 100 + 38
+    pairs = 2 * (300**2 / 2 + 8 * (100 * 300 + 100**2 / 2))
+    assert work.unseen == pytest.approx(pairs - 16 * 138**2 / 2)
+    assert memory_plan.Workload(16, 400, "logps").unseen == 0
+
+
+def test_prompts_of_the_plan(folder, capsys):
+    words = ["plan", "dpo", "--model_name_or_path", folder, "--use_cpu", "--max_length", "96", "--dataset_name", "x"]
+    assert main([*words, "--prompt_length", "64"]) == 0
+    assert "16 rows of 96 tokens, of which 2 share one copy of 64 tokens" in capsys.readouterr().out
+    assert main([*words, "--prompt_length", "96"]) == 2
+    assert "rows have 96 tokens" in capsys.readouterr().err
+    assert main([*words, "--prompt_length", "64", "--shared_prefix", "false"]) == 2
+    assert "no row shares its prompt" in capsys.readouterr().err

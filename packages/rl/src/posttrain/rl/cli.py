@@ -40,7 +40,7 @@ def _prompts(run: Run, rows: Any, name: str) -> Any:
 
 
 def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> Callable[[Run, int | None], Any]:
-    """A method's `workload`: `sides` completions of each row, each with its own copy of the prompt."""
+    """A method's `workload`: `sides` completions of each row, behind one copy of the prompt where they can share it."""
 
     def workload(run: Run, length: int | None) -> Any:
         from posttrain.cli.tools.memory_plan import Workload, longest_row, rows_of
@@ -53,6 +53,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
             longest,
             loss,
             reference=reference and not config.precompute_ref_log_probs,
+            group=sides if loss == "logps" and _may_share(run, config.shared_prefix) else 1,
             make=new_reward_model if loss == "score" else None,
         )
 
@@ -66,7 +67,19 @@ def of_rollouts(run: Run, length: int | None) -> Any:
     config = run.config
     size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)
     rows, generated = config.per_device_train_batch_size, _cached_tokens(config, size)
-    return Workload(rows, size, "logps", reference=bool(config.beta), generated=generated)
+    group = min(config.num_generations, rows) if _may_share(run, config.share_prompts) else 1
+    prompt = max(size - config.max_completion_length, 0) if group > 1 else 0
+    return Workload(rows, size, "logps", reference=bool(config.beta), generated=generated, group=group, prompt=prompt)
+
+
+def _may_share(run: Run, wanted: bool | None) -> bool:
+    """Whether completions of a prompt are trained on behind one copy of it, if the attention of the model can."""
+    from posttrain.cli.tools.memory_plan import load_config
+
+    balance = run.config.router_aux_loss_coef
+    if balance is None:  # of a mixture, whose config has it
+        balance = load_config(run).to_dict().get("router_aux_loss_coef")
+    return wanted is not False and not run.config.torch_compile and not balance
 
 
 def _cached_tokens(config: Any, size: int) -> int:

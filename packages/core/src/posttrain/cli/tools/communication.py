@@ -41,6 +41,16 @@ def _of_its_gradients(grad: Any, query: Any, key: Any, value: Any, out: Any, sum
     return 2.5 * _of_attention(query, key, value, *rule)  # five products, of which one is computed again
 
 
+def head_size(text: Any) -> int:
+    """Of attention; `text` is a config of transformers."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def of_pairs(text: Any, pairs: float, forwards: int) -> int:
+    """Operations of attention for `pairs` of tokens, in so many forward passes and one backward pass."""
+    return int(4 * (forwards + 2.5) * text.num_hidden_layers * text.num_attention_heads * head_size(text) * pairs)
+
+
 #: Floating-point operations of an operation on tensors; torch's table leaves out the product that is added in place,
 #: and attention on the CPU.
 FLOPS: dict[Any, Callable[..., float]] = {

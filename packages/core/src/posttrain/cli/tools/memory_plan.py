@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from posttrain.cli.tools import memory_mesh
-from posttrain.cli.tools.communication import Exchange, Traffic
+from posttrain.cli.tools.communication import Exchange, Traffic, head_size, of_pairs
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
 from posttrain.core.data.collators import IGNORE_INDEX
@@ -59,6 +59,7 @@ class Workload:
             model's own loss, which does; "score": one number a row.
         target_length: tokens of an encoder-decoder's output.
         reference: a frozen copy of the model is evaluated too, if there is no adapter to disable.
+        group, prompt: so many rows of a forward share one copy of their first tokens, `prompt` of them.
         generated: tokens in the key/value cache, if the model itself generates between optimizer steps.
         auto_class: of transformers, with which the method loads models.
         make: ``(config, **keywords of from_config)``, what makes its models where no such class does.
@@ -69,9 +70,22 @@ class Workload:
     loss: str = "logits"
     target_length: int | None = None
     reference: bool = False
+    group: int = 1
+    prompt: int = 0
     generated: int = 0
     auto_class: str = "AutoModelForCausalLM"
     make: Callable[..., nn.Module] | None = None
+
+    @property
+    def computed(self) -> int:
+        """Tokens of a row, of those that it shares its part alone. Rows of so many are measured."""
+        return self.length - self.prompt + math.ceil(self.prompt / self.group)
+
+    @property
+    def unseen(self) -> float:
+        """Pairs of tokens that attention computes for a micro-batch beyond those of the rows that are measured."""
+        own, prompt = self.length - self.prompt, self.prompt
+        return self.rows * (own * prompt + own**2 / 2 + prompt**2 / 2 / self.group - self.computed**2 / 2)
 
 
 @dataclass(frozen=True)
@@ -159,7 +173,7 @@ def measure(run: Run, work: Workload) -> Footprint:
             model, quantized = _make(run, work, config)
         # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
         # device.
-        varlen_attention.tiles_of(_rows(work.rows, work.length))  # kept, because it hangs on numbers
+        varlen_attention.tiles_of(_rows(work.rows, work.computed))  # kept, because it hangs on numbers
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             torch.device(device),
@@ -302,6 +316,10 @@ def _measure(
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
+        if work.unseen:
+            forwards = 1 + bool(args.activation_checkpointing) + work.reference
+            pairs = work.unseen / memory_mesh.peers(args)
+            left_out += of_pairs(wrapping.base_model(model).config.get_text_config(), pairs, forwards)
         operations = (traffic.operations + left_out) * args.gradient_accumulation_steps
         early, in_pass, host = _state_bytes(optimizer), live.peak, live.host_peak
         with live.on_host() if mesh.offloads else contextlib.nullcontext():
@@ -414,16 +432,13 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
 
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int, int]:
-    """One micro-batch forward and backward: (activations, head) of `Footprint`, and the operations of tiles that are
-    left out.
-
-    Leaves the gradients at the parameters.
-    """
+    """One micro-batch forward and backward, whose gradients stay: (activations, head) of `Footprint`, and operations of
+    tiles that are left out."""
     before = reached = live.now
     left_out = 0
     head = wrapping.output_embedding(model)
-    inputs = {"input_ids": torch.zeros(work.rows, work.length, dtype=torch.long)}
-    labels = torch.zeros(work.rows, work.target_length or work.length, dtype=torch.long)
+    inputs = {"input_ids": torch.zeros(work.rows, work.computed, dtype=torch.long)}
+    labels = torch.zeros(work.rows, work.target_length or work.computed, dtype=torch.long)
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     in_tiles = plain and work.loss in ("tokens", "logps")
     if not in_tiles and work.loss != "score":
@@ -480,6 +495,5 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
     """Of the keys and values of `tokens` in each layer."""
     text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads_kept = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads_kept * width * tokens * itemsize
+    return 2 * text.num_hidden_layers * heads_kept * head_size(text) * tokens * itemsize

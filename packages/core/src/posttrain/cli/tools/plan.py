@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,8 +16,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Method, Run
 
 HELP = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
-                      [--image_size WIDTHxHEIGHT] [--per_machine N] [--bandwidth INSIDE,BETWEEN] [--tflops N]
-                      [--name value ...]
+                      [--prompt_length N] [--image_size WIDTHxHEIGHT] [--per_machine N] [--bandwidth INSIDE,BETWEEN]
+                      [--tflops N] [--name value ...]
 
 Estimates the peak memory of one process of a run and suggests changes if it does not fit, and says what an optimizer
 step computes and sends. Takes all arguments of the method (posttrain <method> --help); nothing is loaded, trained or
@@ -27,6 +28,9 @@ written.
   --cards N      propose how to divide the model over N cards, each with so much memory: measures the ways there are,
                  first those that compute most rows at a time and divide least, until one fits
   --length N     tokens of each row, if rows are shorter than the config allows or it sets no limit
+  --prompt_length N
+                 tokens of a row's prompt, of which completions share one copy [default: none, for preferences; what
+                 max_completion_length leaves of --length, for rollouts]
   --image_size WIDTHxHEIGHT
                  says how many of a row's tokens an image of that size in pixels becomes
   --per_machine N
@@ -72,6 +76,7 @@ def _plan(
     looks: bool,
     memory: int | None,
     length: int | None,
+    prompt_length: int | None,
     image_size: tuple[int, int] | None,
     **links: Any,
 ) -> None:
@@ -84,7 +89,13 @@ def _plan(
     workload_of: Any = method.workload
 
     def workload(run: Run) -> Any:
-        return workload_of(run, length)
+        work = workload_of(run, length)
+        if prompt_length is None:
+            return work
+        if work.group == 1 or prompt_length >= work.length:
+            why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
+            raise ConfigError("posttrain plan", [f"--prompt_length {prompt_length}: {why}; leave it out"])
+        return dataclasses.replace(work, prompt=prompt_length)
 
     if looks:
         _choose(asked, workload, memory, device)
@@ -134,8 +145,13 @@ def _show(
     work, processes = workload(asked), memory_mesh.processes()
     plan = memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
+    shared = ""
+    if work.prompt:
+        shared = (
+            f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
+        )
     where = "in one process" if processes == 1 else f"in each of {processes} processes"
-    print(f"A micro-batch of {tokens} tokens, {where} on the {device}:\n")
+    print(f"A micro-batch of {tokens} tokens{shared}, {where} on the {device}:\n")
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
         print(f"  {name:<{width}}  {in_words(size):>12}")
@@ -280,7 +296,7 @@ def _bandwidths(word: str) -> tuple[float, float] | None:
 
 OPTIONS: dict[str, tuple[Any, Callable[[str], Any], str]] = {
     name: (None, parse.whole(), "a number above 0")
-    for name in ("length", "processes", "cards", "per_machine", "tflops")
+    for name in ("length", "prompt_length", "processes", "cards", "per_machine", "tflops")
 } | {
     "memory": (None, _bytes, "a size such as 24GiB"),
     "bandwidth": (None, _bandwidths, "a pair of numbers such as 450,50, in GB a second"),
