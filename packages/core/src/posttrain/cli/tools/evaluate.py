@@ -163,8 +163,7 @@ def _evaluate_environment(name: str, given: dict[str, Any]) -> None:
             print(f"  {metric:<24} {value:.4f}{interval}")
     print(f"{len(episodes)} episodes, {metrics['completions/mean_length']:.0f} sampled tokens each.")
     if output is not None:
-        kept = {"model": name, "environment": spec, "results": metrics, "episodes": episodes}
-        _write(output, kept)
+        _write(output, {"model": name, "environment": spec, "results": metrics, "episodes": episodes})
 
 
 def _split_of(data: str) -> Any:
