@@ -30,6 +30,7 @@ from posttrain.rl.agents.recorder import next_ids
 from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
+from posttrain.rl.online.ledger import audit
 from posttrain.rl.samples.prompts import PromptCodec
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
@@ -361,6 +362,52 @@ def test_rollouts_of_agents_are_made_while_the_policy_is_trained(tmp_path, is_co
     assert run.state.global_step == 3 and {0, 1} <= {*order} and (not is_concurrent or second.is_set())
     logged = [record["staleness/max"] for record in run.state.log_history if "staleness/max" in record]
     assert logged and max(logged) <= 2
+
+
+def of_two_rollouts(numbers):
+    """An async tool that is asked for one of two `numbers`, and waits until it was asked for the other."""
+    asked, met = {number: threading.Event() for number in numbers}, []
+
+    async def look(number: int) -> str:
+        """Look.
+
+        Args:
+            number: of the question.
+        """
+        asked[number].set()
+        met.append(await asyncio.to_thread(asked[sum(numbers) - number].wait, 60))
+        return "."
+
+    return look, met
+
+
+@pytest.mark.parametrize("where", ["here", "other-process"])
+def test_rollouts_of_conversations_overlap_where_their_tools_run_beside_each_other(tmp_path, where):
+    look, met = of_two_rollouts((0, 1))
+
+    def answer(prompt):
+        number, *answers = prompt.split("What is ")[1].split("<tool_response>")
+        return "Done" if answers else call("look", number=int(number.split()[0]))
+
+    engine = CopiedGenerator(ScriptedEngine(TOKENIZER, answer))
+    engine.is_concurrent = engine.updates_in_flight = True
+    rows = [{"prompt": [{"role": "user", "content": f"What is {i} ?"}]} for i in range(2)]
+    args = dict(max_staleness=1, shuffle_dataset=False, max_completion_length=400, sample_ledger=True,
+                rollout_process=where == "other-process")  # fmt: skip
+    run = trainer(tmp_path, spread, tools=[look], generator=engine, args=args, rows=rows)
+    run.train()
+    tools = [
+        [record[f"tools/{name}_frequency"] for name in ("call", "failure")] for record in run.state.log_history[:2]
+    ]
+    assert run.state.global_step == 2 and tools == [[1.0, 0.0]] * 2 and audit(tmp_path).problems == []
+    assert where == "other-process" or met == [True] * 8
+
+
+def test_rollouts_with_plain_tools_follow_each_other(tmp_path):
+    engine = CopiedGenerator(scripted())
+    engine.is_concurrent = engine.updates_in_flight = True
+    run = trainer(tmp_path, spread, tools=[add], generator=engine, args=dict(max_staleness=1))
+    assert run.sampler.may_overlap and not run.rollout_maker.overlap
 
 
 @pytest.mark.parametrize("is_concurrent", [False, True])

@@ -50,7 +50,6 @@ class Environments:
 
     Attributes:
         reward_functions: one for each class of environments with a ``get_reward``.
-        counts: tool calls and failed ones since the counts were last read.
         overlaps: completions begin before others are scored, which `give_back` ends. Else all are over when the next
             ones begin.
     """
@@ -69,7 +68,7 @@ class Environments:
             self.factories = {name: process.factory(make) for name, make in self.factories.items()}
         self.by_name = isinstance(factory, Mapping)
         self.pools: dict[Any, list[Any]] = {name: [make()] for name, make in self.factories.items()}
-        self.counts = {"calls": 0, "failures": 0}
+        self._counts = _Counts()
         self.overlaps = False
         self._busy: set[int] = set()
         self._lock = threading.Lock()
@@ -79,6 +78,17 @@ class Environments:
                 raise TypeError(f"{type(instance).__name__} has no reset(), which begins each completion.")
             if callable(getattr(instance, "get_reward", None)):
                 self.reward_functions.append(_reward_of(type(instance)))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tool calls and failed ones of conversations in this thread, since they were last set to 0."""
+        return self._counts.numbers
+
+    @property
+    def run_beside(self) -> bool:
+        """Whether tools and environments run beside each other: all of them are async, or in another process."""
+        resets = [pool[0].reset for pool in self.pools.values()]
+        return self.process is not None or all(map(background.is_async, [*self.all_tools(), *resets]))
 
     def set_tools(self, tools: Sequence[Callable[..., Any]] | None) -> None:
         """Give every completion from the next one on these tools, beside those of its environment."""
@@ -274,6 +284,13 @@ class Environments:
             turn = yield asking, replace(sampling, max_new_tokens=room)
             sample, written = _joined(sample, turn), turn.ids
         return sample
+
+
+class _Counts(threading.local):
+    """Numbers of each thread, in which one rollout is completed at a time."""
+
+    def __init__(self) -> None:
+        self.numbers = {"calls": 0, "failures": 0}
 
 
 def _joined(sample: Sample, turn: Sample) -> Sample:

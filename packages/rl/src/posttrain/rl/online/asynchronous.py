@@ -3,9 +3,10 @@
     prompts -> [generate -> score] -> queue -> advantages -> windows of micro-batches -> loss
 
 The main thread reads the prompts, sends the weights and learns. One thread generates and `reward_concurrency` threads
-score, so that by default no user code is called twice at a time. Rollouts of an agent overlap where the engine can. A
-batch of prompts is handed over at the earliest optimizer step from which its completions are at most `max_staleness`
-steps old when they are learned from. So the bound holds without dropping a completion, and it limits the queue.
+score, so that by default no user code is called twice at a time. Where the engine can, rollouts of an agent overlap,
+and those with tools and environments that run beside each other: async ones, or ones in a process of their own. A batch
+of prompts is handed over at the earliest optimizer step from which its completions are at most `max_staleness` steps
+old when they are learned from. So the bound holds without dropping a completion, and it limits the queue.
 
 Each token keeps the log-probability under the weights that wrote it, and completions are weighted by the ratio of the
 policy at the beginning of their rollout to it: decoupled PPO, Hilton et al. 2021, https://arxiv.org/abs/2110.00641, as

@@ -69,7 +69,9 @@ class Rollouts:
     @property
     def overlap(self) -> bool:
         """Whether rollouts may be completed at the same time."""
-        return self.owner.episodes is not None and self.owner.sampler.may_overlap
+        owner, environments = self.owner, self.owner.environments
+        talks = owner.rollout_func is None and owner.sampler.has_tools and environments.run_beside
+        return (owner.episodes is not None or talks) and owner.sampler.may_overlap
 
     def sync(self) -> None:
         """Send the weights to the engine, if they have changed."""
