@@ -95,7 +95,8 @@ def put_model(folder: str | None) -> None:
 
 
 def lines_of(file: str) -> list[dict]:
-    return [json.loads(line) for line in (HOME / file).read_text().splitlines()]
+    found = (HOME / file).read_text() if (HOME / file).exists() else ""
+    return [json.loads(line) for line in found.splitlines()]
 
 
 def main(python: str, folder: str | None = None) -> None:
@@ -115,7 +116,8 @@ def main(python: str, folder: str | None = None) -> None:
 
     try:
         assert server.stdout is not None and "until Ctrl-C" in server.stdout.readline()
-        recipe(SUPERVISED, *supervised.split(), f"log_path={HOME / 'sl'}")
+        if "final" not in [line["name"] for line in lines_of("sl/checkpoints.jsonl")]:
+            recipe(SUPERVISED, *supervised.split(), f"log_path={HOME / 'sl'}")
         state = lines_of("sl/checkpoints.jsonl")[-1]["state_path"]
         more = "max_tokens=24", f"load_checkpoint_path={state}", f"log_path={HOME / 'rl'}"
         recipe(REINFORCED, *reinforced.split(), *more)
