@@ -182,3 +182,17 @@ def test_the_counts_of_a_step_are_made_for_a_tiny_model(counts, monkeypatch):
 def test_a_step_takes_less_of_everything_than_one_of_trl(task, counts):
     ratio = counts.compare(task, 16)["ratio"]
     assert ratio["flops"] < 0.6 and ratio["operations"] <= 1 and ratio["bytes"] < 0.3 and ratio["waits"] == 0
+
+
+def test_the_gap_between_engine_and_trainer_is_rounding(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    numerics = importlib.import_module("numerics")
+    words = ["--architectures", "qwen3", "--prompts", "2", "--new", "8", "--output", ""]
+    runs = numerics.main(words)
+    gaps = {(run["adapter"], run["precision"]): run["mean"] for run in runs}
+    assert len(runs) == 6 and all(run["tokens"] > 8 and run["logp"] < -1 for run in runs)
+    for adapter in numerics.ADAPTERS:
+        assert gaps[adapter, "float32"] < 1e-5 < gaps[adapter, "bfloat16"] < 0.1
+        assert 1e-5 < gaps[adapter, "autocast"] < 0.1
+    rows = columns(capsys.readouterr().out)
+    assert [row[:2] for row in rows] == [["qwen3", "none"], ["qwen3", "lora"]] and "-" not in rows[0][2:]

@@ -48,6 +48,7 @@ def test_training_is_that_of_gloo_bit_for_bit(label, trained):
     assert one["log"] == other["log"] and one["eval"].keys() == other["eval"].keys()
 
 
+@pytest.mark.slow
 def test_a_signal_or_a_flag_stops_all_processes_together(tmp_path, monkeypatch):
     together = programs.together
     monkeypatch.setattr(test_leaving, "together", lambda n, words, **named: together(n, [NCCL_LIKE, *words], **named))
