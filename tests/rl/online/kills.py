@@ -9,17 +9,20 @@ environments. The victim is killed with SIGKILL at a random moment, then started
 from its last checkpoint. The server stands in for vLLM unless ``--vllm`` is given. Where the victim is ``rollout``, the
 trainer has a process of its own for reward functions and environments; where it is ``agent``, each episode is a program
 that asks the trainer's endpoint twice; where it is ``episode``, episodes are functions in the process of ``rollout``:
-these are killed as they are found, and the trainer starts others.
+these are killed as they are found, and the trainer starts others. ``engine``, with ``--vllm``, is the process behind
+vLLM's server, which then stops listening, and is killed and started again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +38,7 @@ from tests import programs
 
 VICTIMS = ("server", "trainer", "reward", "environment", "rollout", "agent", "episode")
 CHILDREN = {"rollout": "posttrain.rl.rewards.process", "agent": "agent.py"}  # of the trainer, by words of their command
-CHILDREN |= {"episode": CHILDREN["rollout"]}
+CHILDREN |= {"episode": CHILDREN["rollout"], "engine": "VLLM::EngineCore"}  # and of the server
 AGENT = """
 import json, os, time, urllib.request
 messages = json.load(open("row.json"))["prompt"]
@@ -219,6 +222,7 @@ class Run:
 
     def start(self, name: str) -> None:
         """Start a process, which has ended or never was; the trainer starts its own."""
+        name = "server" if name == "engine" else name
         if name in CHILDREN:
             return
         if name == "server" and self.vllm:
@@ -236,22 +240,31 @@ class Run:
 
     def kill(self, name: str) -> None:
         """As `kill -9` does. vLLM's engine and worker are processes of their own, and go with the server."""
+        if name == "engine":
+            self.until(lambda: self.has_ended() or self.kill_child(CHILDREN[name], "server"))
+            self.until(lambda: self.has_ended() or not self.is_listening("server"))
+            name = "server"  # its process may wait for the engine for ever; whoever looks after it ends it
         if name in CHILDREN:
             self.until(lambda: self.has_ended() or self.kill_child(CHILDREN[name]))
             return
         pid = self.processes[name].pid
         if name == "server" and self.vllm:
-            os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGKILL)
         self.processes[name].wait()
 
-    def kill_child(self, words: str) -> bool:
+    def is_listening(self, name: str) -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.ports[name])) == 0
+
+    def kill_child(self, words: str, of: str = "trainer") -> bool:
         """Kill a process of the trainer that has these words in its command; whether there was one."""
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 parent = path.joinpath("stat").read_text().rpartition(")")[2].split()[1]
-                if int(parent) == self.processes["trainer"].pid and words in path.joinpath("cmdline").read_text():
+                if int(parent) == self.processes[of].pid and words in path.joinpath("cmdline").read_text():
                     os.kill(int(path.name), signal.SIGKILL)
                     return True
             except (FileNotFoundError, ProcessLookupError):
@@ -334,7 +347,7 @@ def judged(run: Run) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS))
+    parser.add_argument("--victims", nargs="+", choices=[*VICTIMS, "engine"], default=list(VICTIMS))
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--bound", type=int, default=2, help="max_staleness")
     parser.add_argument("--seed", type=int, default=0)
