@@ -442,7 +442,7 @@ def test_the_cache_of_the_local_engine_is_bounded_in_tokens():
 )
 def test_the_plan_counts_a_prompt_once_for_all_its_completions(given, prompts):
     usual = dict(output_dir="out", use_cpu=True, per_device_train_batch_size=8, steps_per_generation=4)
-    args = GRPOConfig(**usual, num_generations=8, max_completion_length=50, **given)
+    args = GRPOConfig(**usual, num_generations=8, max_completion_length=50, share_prompts=False, **given)
     planned = of_rollouts(SimpleNamespace(config=args), 250).generated
     assert planned == Block([200] * prompts, 8, torch.device("cpu"), max_new=50).reserved == prompts * (200 + 8 * 50)
 
@@ -461,5 +461,5 @@ def test_the_plan_counts_a_prompt_once_for_all_its_completions(given, prompts):
 )
 def test_the_plan_counts_the_cache_of_the_engine_that_is_used(given, planned):
     usual = dict(output_dir="out", use_cpu=True, per_device_train_batch_size=8, steps_per_generation=4)
-    args = GRPOConfig(**usual, num_generations=8, max_completion_length=50, **given)
+    args = GRPOConfig(**usual, num_generations=8, max_completion_length=50, share_prompts=False, **given)
     assert of_rollouts(SimpleNamespace(config=args), 250).generated == planned

@@ -238,7 +238,9 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         yield f"{field.name}={shown(field.name, value)} must be of type {names}"
         return
-    if field.type == "JSONObject" and isinstance(value, str):  # what could be read as JSON is a dict by now
+    if field.type in ("JSONObject", JSONObject) and isinstance(
+        value, str
+    ):  # what could be read as JSON is a dict by now
         yield f"{field.name}={shown(field.name, value)} is not a JSON object; give a dict, or one written as JSON"
     if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
         near = did_you_mean(value, bounds["choices"])

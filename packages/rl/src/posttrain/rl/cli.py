@@ -76,10 +76,12 @@ def _may_share(run: Run, wanted: bool | None) -> bool:
     """Whether completions of a prompt are trained on behind one copy of it, if the attention of the model can."""
     from posttrain.cli.tools.memory_plan import load_config
 
+    if wanted is False or run.config.torch_compile:
+        return False
     balance = run.config.router_aux_loss_coef
     if balance is None:  # of a mixture, whose config has it
         balance = load_config(run).to_dict().get("router_aux_loss_coef")
-    return wanted is not False and not run.config.torch_compile and not balance
+    return not balance
 
 
 def _cached_tokens(config: Any, size: int) -> int:

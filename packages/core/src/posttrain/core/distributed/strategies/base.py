@@ -181,6 +181,13 @@ class Distributed(Collectives):
         """
         return None
 
+    def engine_state(self) -> dict[str, Any] | None:
+        """The state of DeepSpeed's engine on this process, for a checkpoint; None without DeepSpeed."""
+        return None
+
+    def load_engine_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `engine_state`."""
+
     # ---- one step ----
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
