@@ -50,6 +50,16 @@ def test_naming_a_compile_backend_or_mode_compiles():
     assert not Arguments().torch_compile
 
 
+def test_text_for_an_object_is_refused_also_where_a_parser_of_transformers_has_read_the_class():
+    from transformers import HfArgumentParser
+
+    from posttrain.core import TrainingArguments
+
+    HfArgumentParser(TrainingArguments)
+    with pytest.raises(ConfigError, match="activation_checkpointing_kwargs='reentrant' is not a JSON object"):
+        TrainingArguments("out", activation_checkpointing_kwargs="reentrant")
+
+
 def test_bad_model_arguments_are_reported_together():
     with pytest.raises(ConfigError, match=r"(?s)activation_checkpointing_kwargs='reentrant'.*neftune_noise_alpha=-1"):
         Arguments(neftune_noise_alpha=-1, activation_checkpointing_kwargs="reentrant")

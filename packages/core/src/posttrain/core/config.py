@@ -217,6 +217,12 @@ def _is_ours(config_class: type, name: str) -> bool:
     return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
 
 
+@cache
+def _is_object(config_class: type, name: str) -> bool:
+    """Whether a field was written as a `JSONObject`. HfArgumentParser of transformers changes its `type`."""
+    return any(inspect.get_annotations(owner).get(name) == "JSONObject" for owner in config_class.__mro__)
+
+
 #: torch cannot hold larger integers.
 LARGEST = 2**63
 
@@ -238,9 +244,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         yield f"{field.name}={shown(field.name, value)} must be of type {names}"
         return
-    if field.type in ("JSONObject", JSONObject) and isinstance(
-        value, str
-    ):  # what could be read as JSON is a dict by now
+    if isinstance(value, str) and _is_object(config_class, field.name):  # what could be read as JSON is a dict by now
         yield f"{field.name}={shown(field.name, value)} is not a JSON object; give a dict, or one written as JSON"
     if "choices" in bounds and isinstance(value, str) and value not in bounds["choices"]:
         near = did_you_mean(value, bounds["choices"])
