@@ -64,6 +64,14 @@ def test_an_error_for_want_of_memory_names_what_held_it(tmp_path):
     assert entry["step"] == 2 and entry["when"].startswith("OutOfMemoryError")
 
 
+def test_a_tensor_that_vmap_has_left_behind_is_no_error():
+    kept = []
+    torch.func.vmap(lambda row: kept.append(row) or row.sum())(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="storage"):
+        kept[0].untyped_storage()
+    assert memory.live(None, None, "cpu")["owners"]
+
+
 def test_memory_that_tensors_share_counts_once():
     layer = nn.Linear(100, 100, bias=False)
     model = nn.ModuleDict({"a": layer, "b": nn.Linear(100, 100, bias=False)})

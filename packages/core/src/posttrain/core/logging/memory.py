@@ -166,10 +166,10 @@ def live(model: Any, optimizer: Any, device: torch.device | str) -> dict[str, An
             tensor = local_part(tensor)
             if tensor.device.type != device.type or tensor.layout != torch.strided:
                 continue
-            storage = tensor.untyped_storage()
             try:
+                storage = tensor.untyped_storage()
                 key = storage.data_ptr()
-            except RuntimeError:  # of a tensor without memory, such as those that a compiler traces with
+            except RuntimeError:  # of a tensor without memory, such as those that a compiler or vmap traces with
                 continue
             if key in seen or not key:
                 continue
