@@ -56,7 +56,7 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     pad_token: str | None = opt(None, "Token that fills batches up, instead of the tokenizer's own.")
 
     dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
-    dataset_weights: Resolved[dict[str, float] | str | None, dict[str, float] | None] = opt(
+    dataset_weights: JSONObject = opt(
         None,
         'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
         "once an epoch.",
@@ -167,8 +167,6 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
                 if name not in ("skip_prepare_dataset", *NO_EFFECT):
                     near = did_you_mean(name, ("skip_prepare_dataset",))
                     yield f"dataset_kwargs: {name!r} has no effect; it may hold skip_prepare_dataset alone{near}"
-        if isinstance(self.dataset_weights, str):  # what could be read as JSON is a dict by now
-            yield f"dataset_weights={self.dataset_weights!r} is not a JSON object; give a dict, or one written as JSON"
 
 
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:

@@ -64,11 +64,6 @@ def cp_size(args: Any) -> int:
     return shard_settings.sizes_of(args.parallelism_config).get("cp_size", 1)
 
 
-def peers(args: Any) -> int:
-    """Processes that read the same rows."""
-    return cp_size(args) * shard_settings.sizes_of(args.parallelism_config).get("tp_size", 1)
-
-
 @dataclass(frozen=True)
 class Mesh:
     """How a run's processes divide its model; see `Distributed`.

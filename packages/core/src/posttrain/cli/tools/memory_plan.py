@@ -27,7 +27,7 @@ from posttrain.cli.tools.communication import Exchange, Traffic, head_size, of_p
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.distributed import environment
+from posttrain.core.distributed import environment, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, wrapping
@@ -318,7 +318,7 @@ def _measure(
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
         if work.unseen:
             forwards = 1 + bool(args.activation_checkpointing) + work.reference
-            pairs = work.unseen / memory_mesh.peers(args)
+            pairs = work.unseen / shard_settings.peers(shard_settings.sizes_of(args.parallelism_config))
             left_out += of_pairs(wrapping.base_model(model).config.get_text_config(), pairs, forwards)
         operations = (traffic.operations + left_out) * args.gradient_accumulation_steps
         early, in_pass, host = _state_bytes(optimizer), live.peak, live.host_peak

@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.memory_plan import Footprint, Workload, load_config, measure
-from posttrain.core.distributed import expert_parallel
+from posttrain.core.distributed import expert_parallel, shard_settings
 from posttrain.core.distributed.accelerator_config import DEFAULTS
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
@@ -92,7 +92,7 @@ def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Choice]:
     """
     cards, accumulation = memory_mesh.processes(), run.config.gradient_accumulation_steps
     for name, sizes in _ways(load_config(run), cards):
-        peers = sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+        peers = shard_settings.peers(sizes)
         changes: dict[str, Any] = {"parallelism_config": sizes or None, "gradient_accumulation_steps": accumulation}
         changes["fsdp"] = "full_shard" if name != "copies" and cards > sizes.get("tp_size", 1) else None
         if peers > 1:  # an optimizer step of the same rows

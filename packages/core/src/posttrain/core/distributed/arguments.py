@@ -110,8 +110,7 @@ class DistributedArguments:
     @property
     def data_parallel_size(self) -> int:
         """Parts into which rows are dealt: the processes, but those that split a matrix or a row share theirs."""
-        sizes = shard_settings.sizes_of(self.parallelism_config)
-        return world_size() // (sizes.get("tp_size", 1) * sizes.get("cp_size", 1))
+        return world_size() // shard_settings.peers(shard_settings.sizes_of(self.parallelism_config))
 
     def _normalize(self) -> None:
         if isinstance(self.fsdp, bool):

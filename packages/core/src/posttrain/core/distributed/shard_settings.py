@@ -139,6 +139,11 @@ def sizes_of(parallelism: Any) -> dict[str, int]:
     return parallel_sizes(sizes_from_environment() if parallelism is None else parallelism, [])
 
 
+def peers(sizes: Mapping[str, int]) -> int:
+    """Processes that read the same rows, by the `sizes` of groups: those that split a matrix or a row."""
+    return sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+
+
 def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding | None, list[str]]:
     """The settings that ``accelerate launch`` left in the environment (FSDP_..., PARALLELISM_CONFIG_...), as `read`."""
     sizes = sizes_from_environment(environ)
@@ -295,13 +300,13 @@ def world_problems(sizes: dict[str, int], processes: int) -> Iterator[str]:
                 f"{name}={size} does not divide the {processes} process{'es' if processes > 1 else ''} of this run; "
                 f"start it with torchrun --nproc_per_node {size} or a multiple of that, or set {name}=1"
             )
-    peers = sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+    sharing = peers(sizes)
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
-    if processes % peers == 0 and processes // peers % (replicas * shards):
+    if processes % sharing == 0 and processes // sharing % (replicas * shards):
         yield (
-            f"dp_replicate_size={replicas} times dp_shard_size={shards} does not divide the {processes // peers} parts "
-            f"into which rows are dealt ({processes} processes, {peers} with the same rows); change these sizes, or "
-            "the number of processes"
+            f"dp_replicate_size={replicas} times dp_shard_size={shards} does not divide the {processes // sharing} "
+            f"parts into which rows are dealt ({processes} processes, {sharing} with the same rows); change these "
+            "sizes, or the number of processes"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.config import JSONObject, opt
 from posttrain.core.data import accelerator
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.models.gradient_checkpointing import CHECKPOINT_OPTIONS
@@ -43,7 +43,7 @@ class ModelSideArguments:
     use_liger_kernel: bool = opt(
         False, "Replace layers by Liger's Triton kernels where the package, the GPU and the architecture allow it."
     )
-    liger_kernel_config: Resolved[dict[str, bool] | str | None, dict[str, bool] | None] = opt(
+    liger_kernel_config: JSONObject = opt(
         None, 'Which kernels Liger applies, e.g. {"rope": true, "fused_linear_cross_entropy": false}.'
     )
     use_cache: bool = opt(False, "Keep the key/value cache on in training, which costs memory and helps no loss.")
@@ -84,12 +84,7 @@ class ModelSideArguments:
                     f"activation_checkpointing_kwargs (or gradient_checkpointing_kwargs): {name!r} is not one of "
                     f"{', '.join(CHECKPOINT_OPTIONS)}{did_you_mean(name, CHECKPOINT_OPTIONS)}"
                 )
-        if isinstance(self.liger_kernel_config, str):
-            yield (
-                f"liger_kernel_config={self.liger_kernel_config!r} is not a JSON object; give a dict, or one written "
-                "as JSON"
-            )
-        elif self.liger_kernel_config and not self.use_liger_kernel:
+        if isinstance(self.liger_kernel_config, dict) and self.liger_kernel_config and not self.use_liger_kernel:
             yield "liger_kernel_config has no effect without use_liger_kernel=True; set that, or leave it out"
         if self.torch_compile_mode is not None and self.torch_compile_mode not in COMPILE_MODES:
             near = did_you_mean(self.torch_compile_mode, COMPILE_MODES)
