@@ -597,20 +597,20 @@ class _OneKernel(torch.autograd.Function):
     """A function of host tensors that the device runs as one operation, in the forward and in the backward pass."""
 
     @staticmethod
-    def forward(ctx, function, pairs, *tensors):
-        ctx.kept, ctx.pairs = [tensor.host.detach().requires_grad_() for tensor in tensors], pairs
+    def forward(ctx, name, function, pairs, *tensors):
+        ctx.kept, ctx.name, ctx.pairs = [tensor.host.detach().requires_grad_() for tensor in tensors], name, pairs
         with torch.enable_grad():
             ctx.out = function(*ctx.kept)
-        _active.ran("attention", 2.0 * pairs)
-        _active.order.work("attention", map(_key, tensors), [])
+        _active.ran(name, 2.0 * pairs)
+        _active.order.work(name, map(_key, tensors), [])
         return _active._wrap(ctx.out.detach().contiguous(), {})
 
     @staticmethod
     def backward(ctx, gradient):
         with torch.enable_grad():
             found = torch.autograd.grad(ctx.out, ctx.kept, gradient.host)
-        _active.ran("attention_backward", 5.0 * ctx.pairs)
-        return None, None, *(_active._wrap(part.contiguous(), {}) for part in found)
+        _active.ran(f"{ctx.name}_backward", 5.0 * ctx.pairs)
+        return None, None, None, *(_active._wrap(part.contiguous(), {}) for part in found)
 
 
 def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable_gqa=False, kernel_options=None):
@@ -635,7 +635,7 @@ def _flex(query, key, value, block_mask=None, score_mod=None, scale=None, enable
             scores = types.FunctionType(*rule, held)(scores, None, None, None, None)
         return torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype), value)
 
-    return _OneKernel.apply(attend, pairs, query, key, value)
+    return _OneKernel.apply("attention", attend, pairs, query, key, value)
 
 
 def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -659,12 +659,22 @@ def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, windo
             done.append(out.transpose(0, 1))
         return torch.cat(done)
 
-    return _OneKernel.apply(attend, pairs, query, key, value)
+    return _OneKernel.apply("attention", attend, pairs, query, key, value)
+
+
+def _rms_norm(x, shape, weight=None, eps=None, _original=F.rms_norm):
+    """What is one kernel on a GPU and several on the CPU."""
+    if not isinstance(x, CudaTensor):
+        return _original(x, shape, weight, eps)
+    tensors = (x,) if weight is None else (x, weight)
+    return _OneKernel.apply("rms_norm", lambda x, weight=None: _original(x, shape, weight, eps), 0, *tensors)
 
 
 def _captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
     """A graph that does the work again; tests/rl/generation/test_step_graph.py has the addresses."""
+    counts = _active.dispatched, _active.flops
     result = work()
+    _active.dispatched, _active.flops = counts  # a capture launches nothing
     return lambda: result.copy_(work()), result
 
 
@@ -728,6 +738,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         for method in (torch.autocast.__enter__, torch.autocast.__exit__):
             stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
+        stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
         stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda kind: _flex))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
         stack.enter_context(mock.patch("posttrain.core.data.accelerator.CaptureGraphs", lambda: _captured))
