@@ -8,13 +8,12 @@ Everything runs on the emulated GPU of `tests/gpu_rehearsal/emulated_cuda.py`, s
 Counted is one optimizer step after the first, or one evaluation: multiplications and additions of matrix products and
 attention, operations dispatched to the device (views included), bytes of the device above those that weights and
 optimizer take, and how often the host waited. Kernels are those of the CPU. Attention over segments counts as one
-operation, and so does PyTorch's own; what a Triton kernel would do in one operation elsewhere is several, for both.
+operation, and so do PyTorch's own and its `rms_norm`; what a Triton kernel would do in one operation elsewhere is
+several, for both.
 
 Graph breaks are those of `torch_compile=True`, as each library compiles, in one step on the CPU that traces alone.
 
-Tasks: `sft`, padded; `sft-packed`; `sft-20`, a fifth of the tokens labelled; `dpo-40` and `dpo-77`, the share of the
-prompt in a pair's tokens; `grpo-256` and `grpo-1024`, 8 completions of one prompt of so many tokens, 32 each;
-`seq2seq`, an evaluation that generates.
+The table goes into docs/speed.md as it is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-TASKS = ("sft", "sft-packed", "sft-20", "dpo-40", "dpo-77", "grpo-256", "grpo-1024", "seq2seq")
+TASKS = {
+    "sft": "SFT, padded, batch 4",
+    "sft-packed": "SFT, packed, batch 4",
+    "sft-20": "SFT, a fifth of the tokens labelled",
+    "dpo-40": "DPO, prompts 40% of the tokens",
+    "dpo-77": "DPO, prompts 77% of the tokens",
+    "grpo-256": "GRPO, a prompt of 256 x 8 completions of 32, generated",
+    "grpo-1024": "GRPO, a prompt of 1,024 x 8 completions of 32, generated",
+    "seq2seq": "an evaluation that generates, T5, 32 rows (transformers)",
+}
 VOCABULARY = 8192
 
 
@@ -266,7 +274,7 @@ def table(figures: dict[str, Any]) -> str:
             continue
         cells = [f"{ours[name] / unit:{form}} / {theirs[name] / unit:{form}}" for name, unit, form in columns]
         cells.append(f"{ours['breaks']} / {theirs['breaks']}" if "breaks" in ours and "breaks" in theirs else "-")
-        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+        lines.append(f"| {TASKS[task]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -174,7 +176,25 @@ def test_the_counts_of_a_step_are_made_for_a_tiny_model(counts, monkeypatch):
     assert found["flops"] == pytest.approx(8 * tokens * weights + head + attention, rel=0.1)
     assert found["operations"] < 1900
     [row] = columns(counts.table({"dpo-40": {"posttrain": found, "trl": found}}))
-    assert row[0] == "dpo-40" and row[4:] == ["0 / 0", "0 / 0"]
+    assert row[0] == counts.TASKS["dpo-40"] and row[4:] == ["0 / 0", "0 / 0"]
+
+
+def test_the_counts_of_the_page_are_those_on_record(counts):
+    recorded = json.loads((FOLDER / "results" / "counts.json").read_text())
+    assert counts.table(recorded["tasks"]) in (FOLDER.parent / "docs" / "speed.md").read_text()
+    assert list(recorded["tasks"]) == list(counts.TASKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sft-packed", "dpo-77", "grpo-256", "seq2seq"])
+def test_the_counts_on_record_are_those_of_a_run(task, counts):
+    recorded = json.loads((FOLDER / "results" / "counts.json").read_text())
+    command = [sys.executable, counts.__file__, "--one", "posttrain", task, "--size", str(recorded["size"])]
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    expected = recorded["tasks"][task]["posttrain"]
+    assert json.loads(found.stdout.split("RESULT")[1]) == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.slow
