@@ -263,6 +263,48 @@ def test_an_agent_that_fails_is_treated_as_a_reward_function_that_does(tmp_path,
     assert [one.finished for one in done] == [False] * 3  # 4 tokens are no end
 
 
+async def exits(episode, row):
+    await episode.generate(row["prompt"], max_tokens=4)
+    sys.exit(3)
+
+
+def exits_plainly(episode, row):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("agent", [exits, exits_plainly])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_script_that_exits_has_failed(tmp_path, agent, apart):
+    run = trainer(tmp_path, agent=agent, args=dict(rollout_process=apart))
+    with pytest.raises(RuntimeError, match=r"failed on the row .*it called sys.exit\(3\). Mend it"):
+        run.rollout_maker.sample(run.new_samples(ROWS[:2]))
+
+
+async def leaves_a_task_that_exits(episode, row):
+    async def other():
+        sys.exit(4)
+
+    task = asyncio.create_task(other())
+    await asyncio.wait([task])
+    await episode.generate(row["prompt"], max_tokens=4)
+    return 1.0 if isinstance(task.exception(), SystemExit) else 0.0
+
+
+def test_what_exits_beside_an_agent_does_not_end_the_event_loop(tmp_path):
+    run = trainer(tmp_path, agent=leaves_a_task_that_exits)
+    done = run.rollout_maker.sample(run.new_samples(ROWS[:2]))
+    assert run.rollout_maker.score(done).rewards.tolist() == [[1.0], [1.0]]
+
+
+async def asks_elsewhere(episode, row):
+    return 1.0
+
+
+def test_an_agent_that_never_asks_the_policy_is_named(tmp_path, caplog):
+    trainer(tmp_path, agent=asks_elsewhere, args=dict(max_steps=1)).train()
+    assert "No episode has asked the policy" in caplog.text and "all rewards were equal" not in caplog.text
+
+
 async def slow_or_long(episode, row):
     if row["sum"] == 0:
         await asyncio.sleep(60)
@@ -498,6 +540,9 @@ def test_agents_do_not_go_with_other_ways_to_complete(tmp_path):
         trainer(tmp_path, spread, agent=asks_once, tools=[add])
     with pytest.raises(TypeError, match="pass a function"):
         trainer(tmp_path, agent=3)
+    with pytest.raises(TypeError, match="agent is of type int"):
+        Agent(3, seconds=1.0)
+    assert Agent("sleep 9", seconds=1.0).name == "sleep"
 
 
 async def returns_a_text(episode, row):

@@ -1,7 +1,9 @@
 """The endpoint: what each API answers, whose key opens what, and what a request may not be."""
 
 import asyncio
+import itertools
 import json
+from collections import Counter
 
 import pytest
 
@@ -215,6 +217,61 @@ def test_what_a_request_may_not_be(agents):
     assert made.post(access, "chat/completions", {"messages": ASKED}).status_code == 200
     assert refused({"messages": ASKED}) == (400, "This trajectory has had its 1 turns.")
     assert made.recorders[0].cut == "turns"
+
+
+BODIES = {
+    "chat/completions": {
+        "model": "policy", "messages": [
+            {"role": "user", "content": "2 and 3?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": {
+                "name": "add", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "5"},
+        ], "tools": TOOLS, "max_tokens": 3, "stop": ["q"], "stream_options": {"include_usage": True}, "n": 1,
+    },
+    "completions": {"model": "policy", "prompt": [5, 6, 7], "max_tokens": 3, "stop": "q"},
+    "responses": {
+        "model": "policy", "instructions": "Be short.", "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "2 and 3?"}]},
+            {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "5"},
+        ], "tools": [{"type": "function"} | FUNCTION], "max_output_tokens": 3, "previous_response_id": None,
+    },
+    "messages": {
+        "model": "policy", "system": "Be short.", "max_tokens": 3, "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "2 and 3?"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "5"}]},
+        ], "tools": [{"name": "add", "input_schema": FUNCTION["parameters"]}], "stop_sequences": ["q"],
+    },
+}  # fmt: skip
+WRONG = (None, True, 0, -1, 1.5, "", [], {}, [1], ["a"], {"a": 1}, [None], [[1]], 10**6, [10**6], [5, True], "\ud800",
+         float("inf"))  # fmt: skip
+
+
+def changed(value, wrong):
+    """`value` with one part of it wrong, for each part."""
+    yield next(wrong)
+    if isinstance(value, dict):
+        yield from (value | {name: part} for name in value for part in changed(value[name], wrong))
+    elif isinstance(value, list):
+        yield from ([*value[:i], part, *value[i + 1 :]] for i in range(len(value)) for part in changed(value[i], wrong))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(WRONG)))])
+def test_no_request_reaches_the_engine_that_it_cannot_write(path, first, agents):
+    """An error of the engine ends the run; what an agent sends wrongly is the agent's."""
+    made = agents(lambda prompt: "Yes")
+    access, statuses = made.open(), Counter()
+    with httpx.Client(headers={"authorization": f"Bearer {access.key}"}, timeout=20) as client:
+        for body in changed(BODIES[path], itertools.cycle([*WRONG[first:], *WRONG[:first]])):
+            answer = client.post(f"{access.url}/v1/{path}", content=json.dumps(body))
+            statuses[answer.status_code] += 1
+            assert answer.status_code < 500, (body, answer.text)
+    assert statuses[400]
+    assert made.recorders[0].error is None and len(made.recorders[0].turns) == statuses[200]
+    for turn in made.recorders[0].turns:
+        assert turn.ids and all(type(token) is int and 0 <= token < len(TOKENIZER) for token in turn.asked)
 
 
 def test_a_conversation_that_has_no_room_left_is_refused_with_the_code_of_length(agents):

@@ -189,6 +189,31 @@ def test_a_call_that_cannot_be_made_is_answered(text, says):
     assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
 
 
+def leave(code: int):
+    """Leave.
+
+    Args:
+        code: Any.
+    """
+    raise SystemExit(code)
+
+
+async def leave_later(code: int):
+    """Leave.
+
+    Args:
+        code: Any.
+    """
+    raise SystemExit(code)
+
+
+@pytest.mark.parametrize("tool", [leave, leave_later])
+def test_a_tool_that_exits_has_failed(tool):
+    one, (go_on, _) = sample(call(tool.__name__, code=3)), writer("oh")
+    [one] = converse(Environments([tool]), [one], CODEC, go_on, 500)
+    assert one.completion[1]["content"] == "error: RuntimeError: it called sys.exit(3)"
+
+
 @pytest.mark.parametrize(("result", "read"), [
     (7, "7"), ({"type": "image", "title": "a"}, "{'type': 'image', 'title': 'a'}"), ("<x at 0x7f>", "<x at 0x7f>"),
     ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"), ([], "[]"), (None, "None"),

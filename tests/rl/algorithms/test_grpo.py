@@ -756,6 +756,7 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     assert re.search(says, learning_problem(logs)) and learning_problem({"reward": 0.5, "entropy": 2.0}) is None
     assert learning_problem({"sampling/sampling_logp_difference/mean": 0.2, "staleness/max": 2.0}) is None
     assert learning_problem({"completions/clipped_ratio": 1.0, "agent/cut/tokens": 0.0}) is None  # it asked for less
+    assert learning_problem({"frac_reward_zero_std": 1.0, "rewards/none": 1.0}) is None  # which is told by itself
 
 
 # ------------------------------------------------------------------------------------------------------- arguments

@@ -190,6 +190,19 @@ def test_an_async_function_that_hangs_is_cancelled():
         score(hangs, reward_timeout=0.05)
 
 
+@pytest.mark.parametrize("timeout", [None, 9.0])
+def test_a_function_that_exits_has_failed(timeout):
+    def exits(completions):
+        sys.exit()
+
+    async def exits_later(completions):
+        sys.exit()
+
+    for function in (exits, exits_later):
+        with pytest.raises(RewardError, match=r"RuntimeError: it called sys.exit\(\)"):
+            score(function, reward_timeout=timeout)
+
+
 def test_functions_can_run_in_threads():
     together = []
 

@@ -51,11 +51,14 @@ class Agent:
     """An agent to train, and the bounds of its episodes.
 
     Args:
-        run: ``async (episode, row)``, or a plain function, which runs in a thread, or an `AgentCommand`. It returns its
-            reward, a dict with ``reward`` and further columns for reward functions, or None.
+        run: ``async (episode, row)``, or a plain function, which runs in a thread, or a command, a text or a list of
+            words. It returns its reward, a dict with ``reward`` and further columns for reward functions, or None.
         seconds: of an episode at most; None: no limit. turns: of the policy at most; None: any number.
         inflight: episodes that run at a time; None: all of a rollout.
         host: the address that the endpoint listens at.
+
+    Raises:
+        TypeError: `run` is none of these.
     """
 
     run: Callable[..., Any]
@@ -64,20 +67,16 @@ class Agent:
     inflight: int | None = None
     host: str = "127.0.0.1"
 
+    def __post_init__(self) -> None:
+        if isinstance(self.run, (str, list, tuple)):
+            object.__setattr__(self, "run", AgentCommand(self.run))
+        if not callable(self.run):
+            raise TypeError(f"agent is of type {type(self.run).__name__}; pass a function (episode, row) or a command.")
+
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """`given`, an agent, a function, or a command as a text or a list, as an agent.
-
-        Raises:
-            TypeError: it is none of these.
-        """
-        if isinstance(given, (str, list, tuple)):
-            given = AgentCommand(given)
-        if isinstance(given, cls):
-            return given
-        if not callable(given):
-            raise TypeError(f"agent is of type {type(given).__name__}; pass a function (episode, row) or a command.")
-        return cls(given)
+        """`given`, which may be what it runs, as an agent."""
+        return given if isinstance(given, cls) else cls(given)
 
     @property
     def name(self) -> str:
@@ -293,9 +292,8 @@ class Episodes:
     def _report(self, error: Exception, sample: Sample) -> None:
         what = f"The agent {self.agent.name!r} failed on the row {reprlib.repr(sample.row)}"
         if self.options.reward_on_error == "raise":
-            raise RuntimeError(
-                f"{what}: {type(error).__name__}: {error}. Mend it, or set reward_on_error to 'mask' or 'value'."
-            ) from error
+            why = f"{type(error).__name__}: {error}".rstrip(".")
+            raise RuntimeError(f"{what}: {why}. Mend it, or set reward_on_error to 'mask' or 'value'.") from error
         logger.warning("%s.", what, exc_info=error)
 
     def _sample(self, sample: Sample, ended: Ended) -> Sample:

@@ -191,7 +191,9 @@ async def _left(http: Any) -> None:
 
 def _request(api: API, body: bytes) -> Request:
     try:
-        return api.read(json.loads(body))
+        document = json.loads(body)
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # else no answer could repeat it
+        return api.read(document)
     except RequestError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:

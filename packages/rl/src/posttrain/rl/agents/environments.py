@@ -349,7 +349,7 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
     if is_remote(tool):  # it waits in another thread, and this one goes on
         return _finish(call.name, partial(asyncio.to_thread, tool), call.arguments)
     try:
-        with _naming_slow(call.name):
+        with background.exit_is_error(), _naming_slow(call.name):
             result = tool(**call.arguments)
     except Exception as error:
         return _failure(error)
@@ -363,7 +363,7 @@ def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
 
 async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
     try:
-        with _naming_slow(name):
+        with background.exit_is_error(), _naming_slow(name):
             result = await tool(**arguments)
     except Exception as error:
         return _failure(error)

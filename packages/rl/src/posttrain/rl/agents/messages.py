@@ -41,6 +41,9 @@ class Request:
         stream: as events. wants_usage: the last of them has the number of tokens. wants_logprobs: of each token.
         model: the name that the agent has for the policy. previous: the id of the answer that `history` follows.
         ignored: arguments that were set and change nothing.
+
+    Raises:
+        RequestError: `max_tokens` is no number above 0, or `stop` holds something other than texts.
     """
 
     history: list[Message] | str | list[int]
@@ -54,6 +57,12 @@ class Request:
     model: str = ""
     previous: str | None = None
     ignored: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and not (type(self.max_tokens) is int and self.max_tokens > 0):
+            raise RequestError(f"An answer of at most {self.max_tokens!r} tokens: send a whole number above 0.")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestError(f"stop holds {list(self.stop)}: send texts that end the answer.")
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,12 @@ class Recorder:
             self.cut = "turns"
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
         number, self._begun = self._begun, self._begun + 1
-        request = self._whole(request)
-        before, asked = self._continued(request)
+        try:
+            request = self._whole(request)
+            before, asked = self._continued(request)
+        except (DataError, ValueError, TypeError, KeyError, AttributeError) as error:  # it comes as JSON of any kind
+            why = str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
+            raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
         sampling = self._with_room(request, before, asked, len(ids))
         try:
@@ -181,26 +185,24 @@ class Recorder:
 
     def _continued(self, request: Request) -> tuple[Written | None, list[int]]:
         """(the turn that `request` goes on from, the tokens behind it)."""
-        key = _key(request.history)
+        key, known = _key(request.history), range(len(self.codec.tokenizer))
+        if are_ids(request.history) and not all(type(token) is int and token in known for token in request.history):
+            raise RequestError(f"prompt holds something other than token ids, which are below {known.stop}.")
         fitting = [
             turn
             for turn in self.turns
             if turn.tools == request.tools and len(turn.key) < len(key) and key[: len(turn.key)] == turn.key
         ]
         before = max(reversed(fitting), key=lambda turn: len(turn.key), default=None)
-        try:
-            if before is None:
-                tools = list(request.tools) or None
-                first: Any = request.history
-                return None, first if are_ids(first) else self.codec.encode(first, tools)
-            more: Any = request.history[len(before.history) :]
-            if isinstance(more, str):
-                return before, encode_texts(self.codec.tokenizer, [more])[0].ids
-            if are_ids(more):
-                return before, more
-            return before, next_ids(self.codec, before.ids, more, request.tools)
-        except (DataError, ValueError) as error:
-            raise RequestError(f"The conversation cannot be read: {error}") from error
+        if request.tools and request.calls_tools:
+            self.codec.protocol(request.tools)  # by which the answer is read
+        if before is None:
+            first: Any = request.history
+            return None, first if are_ids(first) else self.codec.encode(first, list(request.tools) or None)
+        more: Any = request.history[len(before.history) :]
+        if isinstance(more, str):
+            return before, encode_texts(self.codec.tokenizer, [more])[0].ids
+        return before, more if are_ids(more) else next_ids(self.codec, before.ids, more, request.tools)
 
     def _with_room(self, request: Request, before: Written | None, asked: list[int], length: int) -> Sampling:
         """How this turn is drawn, within what is left for its sequence."""

@@ -37,9 +37,10 @@ class RemoteEpisode:
 
 async def called(run: Callable[..., Any], episode: Any, row: dict[str, Any]) -> Any:
     """What an agent, an async function or a plain one, returns."""
-    if background.is_async(run):
-        return await run(episode, row)
-    return await asyncio.to_thread(run, episode, row)
+    with background.exit_is_error():
+        if background.is_async(run):
+            return await run(episode, row)
+        return await asyncio.to_thread(run, episode, row)
 
 
 class AgentThere:

@@ -168,7 +168,12 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     Args:
         from_rewards: what is learned comes from rewards.
     """
-    if from_rewards and logs.get("frac_reward_zero_std") == 1:
+    if logs.get("agent/turns") == logs.get("agent/failed") == logs.get("agent/cut/tokens") == 0:
+        return (
+            "No episode has asked the policy, so there was nothing to learn. The agent must send its requests to "
+            "episode.base_url with episode.api_key, and a command to OPENAI_BASE_URL with OPENAI_API_KEY."
+        )
+    if from_rewards and logs.get("frac_reward_zero_std") == 1 and logs.get("rewards/none") != 1:
         return (
             f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
             "nothing to learn. Make the prompts easier or harder, sample more completions (do_sample=False makes those "

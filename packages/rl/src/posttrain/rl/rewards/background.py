@@ -45,8 +45,27 @@ _MAKING_LOOP = threading.Lock()
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="posttrain-async", daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of one task, which asyncio lets end the loop
+                loop.run_forever()
+
+    threading.Thread(target=run, name="posttrain-async", daemon=True).start()
     return loop
+
+
+@contextlib.contextmanager
+def exit_is_error() -> Iterator[None]:
+    """Makes a ``sys.exit()`` of the user's code, which ends a script and not a run, an error as any other.
+
+    Raises:
+        RuntimeError: it was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({'' if error.code is None else repr(error.code)})") from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -70,14 +89,16 @@ def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
 
     Raises:
         TimeoutError: after `timeout`.
+        RuntimeError: it called ``sys.exit()``.
     """
-    if timeout is None:
-        result = function()
-    elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
-        with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
+    with exit_is_error():
+        if timeout is None:
             result = function()
-    else:
-        result = call_with_limit(function, timeout)
+        elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
+            with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
+                result = function()
+        else:
+            result = call_with_limit(function, timeout)
     return wait_for(result, timeout) if inspect.isawaitable(result) else result
 
 
@@ -122,7 +143,8 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
     """The result of a coroutine, run on `event_loop`."""
 
     async def run() -> Any:
-        return await asyncio.wait_for(awaitable, timeout)
+        with exit_is_error():
+            return await asyncio.wait_for(awaitable, timeout)
 
     return asyncio.run_coroutine_threadsafe(run(), event_loop()).result()
 
