@@ -296,6 +296,17 @@ def test_what_exits_beside_an_agent_does_not_end_the_event_loop(tmp_path):
     assert run.rollout_maker.score(done).rewards.tolist() == [[1.0], [1.0]]
 
 
+def test_plain_agents_wait_side_by_side_however_many(tmp_path):
+    together = threading.Barrier(40, timeout=60)
+
+    def meets(episode, row):
+        return float(together.wait() >= 0)
+
+    run = trainer(tmp_path, agent=meets)
+    done = run.rollout_maker.sample(run.new_samples(ROWS * 5))
+    assert run.rollout_maker.score(done).rewards.sum() == 40
+
+
 async def asks_elsewhere(episode, row):
     return 1.0
 

@@ -5,6 +5,7 @@ import logging
 import math
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from posttrain.core.errors import DataError
 from posttrain.rl import rewards
+from posttrain.rl.rewards import background
 from posttrain.rl.rewards import scoring as rw
 from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
@@ -201,6 +203,28 @@ def test_a_function_that_exits_has_failed(timeout):
     for function in (exits, exits_later):
         with pytest.raises(RewardError, match=r"RuntimeError: it called sys.exit\(\)"):
             score(function, reward_timeout=timeout)
+
+
+def test_what_holds_the_event_loop_is_named_with_its_place(monkeypatch):
+    told, is_told = [], threading.Event()
+
+    async def holds():
+        is_told.wait()  # which awaits nothing
+
+    def warn(text, seconds, place):
+        told.append(text % (seconds, place))
+        is_told.set()
+
+    loop = background.event_loop()
+    (thread,) = (one for one in threading.enumerate() if one.name == "posttrain-async")
+    monkeypatch.setattr(background.logger, "warning", warn)
+    background.name_holder(loop, thread)
+    assert not told
+    monkeypatch.setattr(background, "SLOW", 0.05)
+    held = background.begin([holds()])
+    background.name_holder(loop, thread)
+    assert held.result() == [None]
+    assert "not awaited anything for 0.05 seconds" in told[0] and "is_told.wait()" in told[0]
 
 
 def test_functions_can_run_in_threads():

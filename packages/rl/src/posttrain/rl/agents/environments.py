@@ -5,7 +5,6 @@ A tool's answer is part of the completion but not trained on: `Sample.learn` is 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -347,7 +346,7 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
     if background.is_async(tool):
         return _finish(call.name, tool, call.arguments)
     if is_remote(tool):  # it waits in another thread, and this one goes on
-        return _finish(call.name, partial(asyncio.to_thread, tool), call.arguments)
+        return _finish(call.name, partial(background.awaited, tool), call.arguments)
     try:
         with background.exit_is_error(), _naming_slow(call.name):
             result = tool(**call.arguments)

@@ -40,7 +40,7 @@ async def called(run: Callable[..., Any], episode: Any, row: dict[str, Any]) -> 
     with background.exit_is_error():
         if background.is_async(run):
             return await run(episode, row)
-        return await asyncio.to_thread(run, episode, row)
+        return await background.awaited(run, episode, row)
 
 
 class AgentThere:

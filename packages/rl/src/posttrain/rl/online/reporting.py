@@ -168,7 +168,7 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
     Args:
         from_rewards: what is learned comes from rewards.
     """
-    if logs.get("agent/turns") == logs.get("agent/failed") == logs.get("agent/cut/tokens") == 0:
+    if not any(logs.get(f"agent/{name}", 1) for name in ("turns", "failed", "cut/tokens", "cut/seconds")):
         return (
             "No episode has asked the policy, so there was nothing to learn. The agent must send its requests to "
             "episode.base_url with episode.api_key, and a command to OPENAI_BASE_URL with OPENAI_API_KEY."

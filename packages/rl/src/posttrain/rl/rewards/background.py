@@ -9,10 +9,11 @@ import logging
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cache, partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,32 @@ def _event_loop() -> asyncio.AbstractEventLoop:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of one task, which asyncio lets end the loop
                 loop.run_forever()
 
-    threading.Thread(target=run, name="posttrain-async", daemon=True).start()
+    thread = threading.Thread(target=run, name="posttrain-async", daemon=True)
+    thread.start()
+
+    def watch() -> None:
+        while True:
+            time.sleep(SLOW)
+            name_holder(loop, thread)
+
+    threading.Thread(target=watch, name="posttrain-watch", daemon=True).start()
     return loop
+
+
+def name_holder(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Warn where a function holds the event loop of `thread` for `SLOW` seconds: not even a time limit ends it then."""
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    if answered.wait(SLOW):
+        return
+    logger.warning(
+        "An async function has not awaited anything for %g seconds: no other goes on, and no time limit ends it. Await "
+        "what takes long, make it a plain function, or set rollout_process=True, where it is interrupted. It is here:"
+        "\n%s",
+        SLOW,
+        "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0])[-4:]),
+    )
+    answered.wait()
 
 
 @contextlib.contextmanager
@@ -151,24 +176,32 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
 
 def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
     """``function()`` in a thread that the program does not wait for when it ends."""
-    results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    done = in_thread(function)
+    if not wait({done}, timeout).done:
+        raise TimeoutError(too_long(timeout))
+    return done.result()
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """The result of ``function()`` in a thread of its own, which the program does not wait for when it ends."""
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # who waits may stop to, and the function goes on
     on_device = keep_device()
 
     def work() -> None:
         try:
             on_device()
-            results.put((function(), None))
+            done.set_result(function())
         except BaseException as error:
-            results.put((None, error))
+            done.set_exception(error)
 
     threading.Thread(target=work, name="posttrain-call", daemon=True).start()
-    try:
-        result, error = results.get(timeout=timeout)
-    except Empty:
-        raise TimeoutError(too_long(timeout)) from None
-    if error is not None:
-        raise error
-    return result
+    return done
+
+
+async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a plain function returns, whose thread waits beside any number of others, and not this one."""
+    return await asyncio.wrap_future(in_thread(partial(function, *args, **kwargs)))
 
 
 def begin(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
