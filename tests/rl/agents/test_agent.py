@@ -280,6 +280,19 @@ def test_a_script_that_exits_has_failed(tmp_path, agent, apart):
         run.rollout_maker.sample(run.new_samples(ROWS[:2]))
 
 
+async def awaits_what_it_cancelled(episode, row):
+    turn = asyncio.create_task(episode.generate(row["prompt"], max_tokens=4))
+    turn.cancel()
+    await turn
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_agent_that_awaits_what_it_cancelled_has_failed(tmp_path, apart):
+    run = trainer(tmp_path, agent=awaits_what_it_cancelled, args=dict(rollout_process=apart))
+    with pytest.raises(RuntimeError, match="failed on the row .*it awaited something that was cancelled. Mend it"):
+        run.rollout_maker.sample(run.new_samples(ROWS[:2]))
+
+
 async def leaves_a_task_that_exits(episode, row):
     async def other():
         sys.exit(4)

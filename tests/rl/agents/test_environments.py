@@ -207,11 +207,25 @@ async def leave_later(code: int):
     raise SystemExit(code)
 
 
-@pytest.mark.parametrize("tool", [leave, leave_later])
-def test_a_tool_that_exits_has_failed(tool):
+async def is_cut_off(code: int):
+    """Ask a server that hangs up.
+
+    Args:
+        code: Any.
+    """
+    raise asyncio.CancelledError
+
+
+LEFT = "it called sys.exit(3)"
+
+
+@pytest.mark.parametrize(
+    ("tool", "why"), [(leave, LEFT), (leave_later, LEFT), (is_cut_off, "it awaited something that was cancelled")]
+)
+def test_a_tool_that_exits_or_is_cut_off_has_failed(tool, why):
     one, (go_on, _) = sample(call(tool.__name__, code=3)), writer("oh")
     [one] = converse(Environments([tool]), [one], CODEC, go_on, 500)
-    assert one.completion[1]["content"] == "error: RuntimeError: it called sys.exit(3)"
+    assert one.completion[1]["content"] == f"error: RuntimeError: {why}"
 
 
 @pytest.mark.parametrize(("result", "read"), [

@@ -215,15 +215,18 @@ def test_what_holds_the_event_loop_is_named_with_its_place(monkeypatch):
         told.append(text % (seconds, place))
         is_told.set()
 
-    loop = background.event_loop()
-    (thread,) = (one for one in threading.enumerate() if one.name == "posttrain-async")
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
     monkeypatch.setattr(background.logger, "warning", warn)
     background.name_holder(loop, thread)
     assert not told
     monkeypatch.setattr(background, "SLOW", 0.05)
-    held = background.begin([holds()])
+    asyncio.run_coroutine_threadsafe(holds(), loop)
     background.name_holder(loop, thread)
-    assert held.result() == [None]
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
     assert "not awaited anything for 0.05 seconds" in told[0] and "is_told.wait()" in told[0]
 
 

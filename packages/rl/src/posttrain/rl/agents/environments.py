@@ -362,8 +362,8 @@ def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
 
 async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
     try:
-        with background.exit_is_error(), _naming_slow(name):
-            result = await tool(**arguments)
+        with _naming_slow(name):
+            result = await background.outcome(tool(**arguments))
     except Exception as error:
         return _failure(error)
     return _as_text(name, result), False

@@ -37,10 +37,8 @@ class RemoteEpisode:
 
 async def called(run: Callable[..., Any], episode: Any, row: dict[str, Any]) -> Any:
     """What an agent, an async function or a plain one, returns."""
-    with background.exit_is_error():
-        if background.is_async(run):
-            return await run(episode, row)
-        return await background.awaited(run, episode, row)
+    is_async = background.is_async(run)
+    return await background.outcome(run(episode, row) if is_async else background.awaited(run, episode, row))
 
 
 class AgentThere:

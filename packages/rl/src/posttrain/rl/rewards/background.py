@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from typing import Any
@@ -168,10 +168,24 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
     """The result of a coroutine, run on `event_loop`."""
 
     async def run() -> Any:
-        with exit_is_error():
-            return await asyncio.wait_for(awaitable, timeout)
+        return await asyncio.wait_for(outcome(awaitable), timeout)
 
     return asyncio.run_coroutine_threadsafe(run(), event_loop()).result()
+
+
+async def outcome(awaitable: Awaitable[Any]) -> Any:
+    """What the user's code gives.
+
+    Raises:
+        RuntimeError: it called ``sys.exit()``, or awaited what was cancelled, while no one has cancelled this.
+    """
+    with exit_is_error():
+        try:
+            return await awaitable
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise RuntimeError("it awaited something that was cancelled") from error
 
 
 def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
