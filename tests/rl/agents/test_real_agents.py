@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.rl import AgentCommand, GRPOConfig, GRPOTrainer
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.generation.local_steps import LocalSteps
+from posttrain.rl.generation.local_steps import Call
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
 
@@ -72,13 +72,13 @@ def test_it_is_trained_on_what_was_sampled(tmp_path, program):
 def test_so_it_is_with_the_trainers_own_engine(tmp_path, monkeypatch):
     written, engine = [], LocalGenerator(TOKENIZER)
 
-    class Recorded(LocalSteps):
-        def step(self):
-            ended = super().step()
-            written.extend(call.completion(row).ids[0] for call, rows in ended for row in rows)
-            return ended
+    class Recorded(Call):
+        def completion(self, row):
+            done = super().completion(row)
+            written.extend(done.ids)
+            return done
 
-    monkeypatch.setattr("posttrain.rl.generation.local.LocalSteps", Recorded)
+    monkeypatch.setattr("posttrain.rl.generation.local_steps.Call", Recorded)
     run, learned = trained_on(tmp_path, PROGRAMS[0].with_name("openai_turns.py"), engine)
     assert learned == sorted(written) and len(written) == 4 and not run.old_logps.recomputes
 
