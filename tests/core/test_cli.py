@@ -472,6 +472,12 @@ def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(name, text
         DataSource(dataset_name=str(tmp_path / name)).load()
 
 
+def test_a_file_that_no_reader_takes_is_not_looked_for_on_the_hub(tmp_path):
+    (tmp_path / "rows.xlsx").write_text("")
+    with pytest.raises(ConfigError, match="rows.xlsx' is no file of rows; convert it to one that ends in .json, "):
+        DataSource(dataset_name=str(tmp_path / "rows.xlsx"))
+
+
 def test_no_kind_of_files_of_a_folder_is_left_out(tmp_path):
     """`datasets` reads the kind of which there are most files: here the licence."""
     for name, text in (("rows.jsonl", '{"text": "row"}\n'), ("LICENSE.txt", "yours"), ("more/notes.txt", "a note")):

@@ -83,6 +83,8 @@ class DataSource(metaclass=ConfigMeta):
             for name in names:
                 if _is_file_name(name) and not Path(name).expanduser().exists():
                     yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
+                elif Path(name).expanduser().is_file() and _builder(name) is None:
+                    yield f"{field}={name!r} is no file of rows; convert it to one that ends in {', '.join(BUILDERS)}"
             if len(names) > 1 and (None in (kinds := {_builder(name) for name in names}) or len(kinds) > 1):
                 yield f"{field} mixes kinds of files ({', '.join(names)}); give files of one kind, or one folder"
         if isinstance(self.rename_columns, str):
@@ -315,8 +317,9 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         )
     if builder:
         where = {"data_files": names}
-    if builder == "tsv":
-        builder, where = "csv", where | {"sep": "\t"}
+    if builder in ("csv", "tsv"):  # "007" and "True" are texts
+        where |= {"converters": dict.fromkeys(layouts.TEXTS, str)} | ({"sep": "\t"} if builder == "tsv" else {})
+        builder = "csv"
     reader, config = (builder, None) if builder else (names[0], config)
     try:
         with nullcontext() if builder else cache_where_unknown(reader):
