@@ -147,7 +147,7 @@ def _dispatch(words: list[str]) -> int:
             return 0
         makes_runs: dict[str, tuple[Any, ...]] = {
             "check": (_read_and_check,),
-            "preview": (functools.partial(_read, needs=("model_name_or_path", "dataset_name|datasets")),),
+            "preview": (_read,),
             "plan": (functools.partial(_read, needs=("model_name_or_path",)),),
             "bench": (_read,),
             "sweep": (_settings, _checked),
