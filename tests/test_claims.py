@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "claims"
-SCRIPTS = ("completion_only", "distillation", "dpo", "kto", "length_bias", "lora", "packing", "sampling_mismatch")
+SCRIPTS = ("completion_only", "distillation", "dpo", "kto", "lora", "packing")
 #: Its smoke run takes about two seconds.
 QUICK = "completion_only"
 

@@ -159,7 +159,7 @@ def measure(
     """Operations until the goal, or all that were spent; the accuracies of the teacher and of the student before and at
     its best.
     """
-    first, tokenizer, _, held_out = arithmetic.fine_tuned(seed, student_epochs, marks=1, width=STUDENT)
+    first, tokenizer, _, held_out = arithmetic.fine_tuned(seed, student_epochs, width=STUDENT)
     teacher, new, held_out = teacher_of(teacher_epochs), new_problems(), held_out.select(range(problems))
     of_teacher, before = (accuracy(model, tokenizer, held_out) for model in (teacher, first))
     student = copy.deepcopy(first)
@@ -168,14 +168,24 @@ def measure(
         (distillation_batch, distillation_rate, distillation_updates) if arm == "distillation"
         else (grpo_batch, grpo_rate, grpo_updates)
     )  # fmt: skip
-    usual: dict[str, Any] = arithmetic.POLICY | {
-        "per_device_train_batch_size": batch, "learning_rate": rate, "max_steps": updates, "seed": seed,
-        "lr_scheduler_type": "linear", "max_completion_length": DIGITS + 1, "logging_strategy": "no",
-    }  # fmt: skip
+    usual: dict[str, Any] = {
+        "per_device_train_batch_size": batch,
+        "learning_rate": rate,
+        "max_steps": updates,
+        "seed": seed,
+        "warmup_steps": 5,
+        "num_generations": 1 if arm == "distillation" else 8,
+        "max_completion_length": DIGITS + 1,
+        "gradient_checkpointing": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     trainer: Any
     with tempfile.TemporaryDirectory() as out:
         if arm == "distillation":
-            args = DistillationConfig(out, **usual | {"num_generations": 1})
+            args = DistillationConfig(out, **usual)
             rows = new.remove_columns("result")
             trainer = DistillationTrainer(
                 student, copy.deepcopy(teacher), args, rows, processing_class=tokenizer, callbacks=[race]

@@ -31,7 +31,7 @@ def backwards(rows: Dataset) -> Dataset:
 
 
 def measure(
-    arm: str, seed: int, steps: int, batch: int, epochs: float = arithmetic.EPOCHS, rates: int | None = None
+    arm: str, seed: int, steps: int, batch: int, epochs: float = 30.0, rates: int | None = None
 ) -> arms.Figures:
     """The best learning rate (log10) and its held-out loss in nats a token."""
     known, tokenizer, train, held_out = arithmetic.fine_tuned(seed, epochs)

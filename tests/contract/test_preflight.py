@@ -15,6 +15,8 @@ from posttrain.core import EarlyStoppingCallback, Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError, ConfigError, DataError
 from posttrain.core.training.preflight import PreflightError
 from posttrain.rl import (
+    Agent,
+    AgentCommand,
     CPOTrainer,
     DPOTrainer,
     GRPOTrainer,
@@ -73,6 +75,7 @@ def make(folder, tmp_path, monkeypatch):
 PARTS = (
     "model", "train_dataset", "eval_dataset", "peft_config", "callbacks", "optimizers", "reward_funcs",
     "compute_metrics", "quantization_config", "data_collator", "processing_class", "optimizer_cls_and_kwargs",
+    "agent",
 )  # fmt: skip
 
 
@@ -161,6 +164,13 @@ def test_flash_attention_that_is_not_there_is_said_before_a_model_is_loaded(make
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match="flash_attention_2.*sdpa"):
         make(SFTTrainer, model_init_kwargs={"attn_implementation": "flash_attention_2"})
+
+
+@pytest.mark.parametrize("agent", ["python agent.py", ["python", "agent.py"], Agent(AgentCommand(["python"]))])
+def test_a_program_that_cannot_reach_the_policy_is_said_before_a_model_is_loaded(agent, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(ImportError, match=r"pip install 'posttrain-rl\[agents\]'"):
+        make(GRPOTrainer, agent=agent)
 
 
 @pytest.mark.parametrize("trainer_class", ONLINE)

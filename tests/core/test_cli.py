@@ -449,6 +449,7 @@ def test_a_split_that_does_not_exist_names_those_that_do(tmp_path):
     [
         ({"dataset_name": "./nowhere"}, "does not exist"),
         ({"dataset_name": ["a.csv", "b.jsonl"]}, "mixes kinds of files"),
+        ({"dataset_name": ["hub/a", "hub/b"]}, "mixes kinds of files"),  # the second would not be read
         ({"dataset_name": "hub/d", "eval_share": 0.1, "dataset_streaming": True}, "cannot be taken from a stream"),
     ],
 )
@@ -469,6 +470,23 @@ def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(name, text
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=f"{name} cannot be read: {said}"):
         DataSource(dataset_name=str(tmp_path / name)).load()
+
+
+def test_a_file_that_no_reader_takes_is_not_looked_for_on_the_hub(tmp_path):
+    (tmp_path / "rows.xlsx").write_text("")
+    with pytest.raises(ConfigError, match="rows.xlsx' is no file of rows; convert it to one that ends in .json, "):
+        DataSource(dataset_name=str(tmp_path / "rows.xlsx"))
+
+
+def test_no_kind_of_files_of_a_folder_is_left_out(tmp_path):
+    """`datasets` reads the kind of which there are most files: here the licence."""
+    for name, text in (("rows.jsonl", '{"text": "row"}\n'), ("LICENSE.txt", "yours"), ("more/notes.txt", "a note")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match="several kinds, and only one .* more.notes.txt, rows.jsonl"):
+        DataSource(dataset_name=str(tmp_path)).load()
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: all\n  data_files: rows.jsonl\n---\n")
+    assert DataSource(dataset_name=str(tmp_path)).load()[0]["text"] == ["row"]
 
 
 def test_a_dataset_with_several_configs_names_them(tmp_path):

@@ -336,7 +336,7 @@ def test_a_run_ends_with_its_folder_its_report_and_the_commands_that_fit(run_fil
     assert commands == [
         "posttrain chat out",
         "posttrain evaluate out --data rows.jsonl",
-        "posttrain export out out.gguf",
+        "posttrain export out out.gguf --llama_cpp llama.cpp",
         "posttrain sft run.yaml --resume_from_checkpoint true",
     ]
 

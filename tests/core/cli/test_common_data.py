@@ -44,6 +44,12 @@ FILES = {
         ["[<|system|>Be brief.</s><|user|>2 + 3?</s><|assistant|>5</s>]"],
     ),
     "two-columns.csv": ([{"question": "What is 2 + 3?", "answer": "5"}], [f"{SUM}[5</s>]"]),
+    "spreadsheet.csv": (  # the empty cell makes floats of the column
+        [{"Question": "What is 2 + 3?", "Answer": "5"}, {"Question": "Why?", "Answer": ""}],
+        [f"{SUM}[5</s>]"],
+    ),
+    "codes.csv": ([{"prompt": "Agent?", "completion": "007"}], ["Agent?[007<|endoftext|>]"]),
+    "truths.csv": ([{"question": "What is 2 + 3?", "answer": "True"}], [f"{SUM}[True</s>]"]),
     "two-columns.tsv": ([{"prompt": "What is 2 + 3?", "response": "5"}], [f"{SUM}[5</s>]"]),
     "lines.txt": (
         [{"text": "2 and 3 are 5."}, {"text": "1 and 1 are 2."}],

@@ -8,11 +8,10 @@ import sys
 import termios
 import threading
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
-from posttrain.core import Trainer, TrainerCallback, TrainingArguments
+from posttrain.core import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from posttrain.core.callbacks import PrinterCallback
 from posttrain.core.logging import noise, terminal
 from posttrain.core.logging.trackers import set_verbosity
@@ -107,11 +106,11 @@ def test_a_record_of_many_numbers_is_shown_by_those_that_people_read():
     assert terminal.line({"train_runtime": 2.0}) == "train_runtime 2"  # there is nothing else to show
 
 
-def test_lines_without_a_bar_end_with_the_pace(capsys):
-    state = SimpleNamespace(is_local_process_zero=True)
+def test_lines_without_a_bar_begin_with_the_step_and_end_with_the_pace(capsys):
+    state = TrainerState(global_step=3, max_steps=4)
     logs = {"loss": 2.0, "perf/tokens_per_second": 1234.0, "perf/time_left_seconds": 61.0, "perf/step_seconds": 0.1}
     PrinterCallback().on_log(None, state, None, logs=logs)
-    assert capsys.readouterr().out == "loss 2  (1,234 tok/s, 1:01 left)\n"
+    assert capsys.readouterr().out == "step 3/4  loss 2  (1,234 tok/s, 1:01 left)\n"
 
 
 def test_a_warning_that_repeats_is_written_once_and_counted(capsys, monkeypatch):

@@ -143,7 +143,7 @@ def test_the_lines_say_what_bounds_the_step():
     links = Links(per_machine=8, inside=450e9, between=50e9, operations=400e12)
     lines = communication.table((fast, slow), 4e13, links).splitlines()
     assert lines[0].startswith(
-        "In an optimizer step each process computes 40 TFLOP, which takes 100 ms at 400 TFLOP/s."
+        "In an optimizer step each process computes 40 TFLOP, which takes 100 ms at 400 TFLOP/s (--tflops)."
     )
     assert "all-gather" in lines[3] and "16 processes, between machines" in lines[3] and "300 ms" in lines[3]
     assert "2 processes, in one machine" in lines[4] and "20 ms" in lines[4]

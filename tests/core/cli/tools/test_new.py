@@ -85,6 +85,18 @@ def test_a_recipe_trains(name, model, tmp_path, monkeypatch):
     assert "loss" in logged and ("eval_loss" in logged or "eval_strategy" not in settings)
 
 
+@pytest.mark.long
+def test_a_plan_needs_no_rewards(model, tmp_path, monkeypatch, capsys):
+    """The reward of this recipe is in its train.py."""
+    new.write("grpo-tools", tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    words = ["grpo", "run.yaml", "--model_name_or_path", model("grpo-tools"), "--dtype", "float32", "--use_cpu"]
+    assert main(["plan", *words]) == 0
+    assert "peak (estimate)" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "reward_funcs is needed" in capsys.readouterr().err
+
+
 def test_recipes_are_listed_and_written_out(tmp_path, monkeypatch, capsys):
     assert main(["new"]) == 0
     listed = capsys.readouterr().out

@@ -148,7 +148,7 @@ def _dispatch(words: list[str]) -> int:
         makes_runs: dict[str, tuple[Any, ...]] = {
             "check": (_read_and_check,),
             "preview": (_read,),
-            "plan": (_read,),
+            "plan": (functools.partial(_read, needs=("model_name_or_path",)),),
             "bench": (_read,),
             "sweep": (_settings, _checked),
             "rerun": (functools.partial(_train, words=words), _checked),
@@ -243,9 +243,9 @@ def _classes(method: Any) -> tuple[type, type, type]:
     return method.config_class, ModelConfig, CommandSource
 
 
-def _read(method: Any, words: list[str]) -> Any:
-    """The `Run` of a method from `words`, its files and flags."""
-    return _configs(method, *_settings(method, words))
+def _read(method: Any, words: list[str], needs: tuple[str, ...] = ()) -> Any:
+    """The `Run` of a method from `words`, its files and flags; `needs`: in place of what training needs."""
+    return _configs(dataclasses.replace(method, needs=needs or method.needs), *_settings(method, words))
 
 
 def _settings(method: Any, words: list[str]) -> tuple[dict[str, Any], list[str]]:

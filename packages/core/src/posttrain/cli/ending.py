@@ -69,7 +69,8 @@ def _commands(folder: Path, is_adapter: bool) -> list[tuple[str, str]]:
             (f"posttrain evaluate {name} --data rows.jsonl", "measure it on rows of yours"),
         ]
         made += [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
-        return [*made, (f"posttrain export {name} {name}.gguf", "for llama.cpp and Ollama")]
+        export = f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp"
+        return [*made, (export, "for Ollama; llama.cpp is a clone of its repository")]
     return [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
 
 

@@ -83,8 +83,10 @@ class DataSource(metaclass=ConfigMeta):
             for name in names:
                 if _is_file_name(name) and not Path(name).expanduser().exists():
                     yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
-            if len(names) > 1 and len({_builder(name) for name in names}) > 1:
-                yield f"{field} mixes kinds of files ({', '.join(names)}); give files of one kind"
+                elif Path(name).expanduser().is_file() and _builder(name) is None:
+                    yield f"{field}={name!r} is no file of rows; convert it to one that ends in {', '.join(BUILDERS)}"
+            if len(names) > 1 and (None in (kinds := {_builder(name) for name in names}) or len(kinds) > 1):
+                yield f"{field} mixes kinds of files ({', '.join(names)}); give files of one kind, or one folder"
         if isinstance(self.rename_columns, str):
             yield f"rename_columns={self.rename_columns!r} is not a mapping of names to names"
         if self.eval_share and self.dataset_streaming:
@@ -308,10 +310,16 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         raise DataError(f"{path} was written by save_to_disk, which can only be read whole; name a split, not {part!r}")
     if saved:
         return datasets.load_from_disk(names[0])
+    if Path(names[0]).is_dir() and not where and len(kinds := _kinds(names[0])) > 1:
+        raise DataError(
+            f"{names[0]} holds files of several kinds, and only one kind would be read: {', '.join(kinds.values())}. "
+            "Set dataset_name to the files of one kind, or dataset_mixture to files of each."
+        )
     if builder:
         where = {"data_files": names}
-    if builder == "tsv":
-        builder, where = "csv", where | {"sep": "\t"}
+    if builder in ("csv", "tsv"):  # "007" and "True" are texts
+        where |= {"converters": dict.fromkeys(layouts.TEXTS, str)} | ({"sep": "\t"} if builder == "tsv" else {})
+        builder = "csv"
     reader, config = (builder, None) if builder else (names[0], config)
     try:
         with nullcontext() if builder else cache_where_unknown(reader):
@@ -346,6 +354,18 @@ def _builder(name: str) -> str | None:
     """The reader for a file called `name`, by its ending: ``rows.jsonl.gz`` is read as json."""
     endings = [ending.lower() for ending in Path(name).suffixes]
     return next((BUILDERS[ending] for ending in reversed(endings) if ending in BUILDERS), None)
+
+
+def _kinds(folder: str) -> dict[str, str]:
+    """{reader: one of its files} of what `datasets` would take for rows in a folder whose card names no files."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    card = Path(folder, "README.md")
+    if card.is_file() and "data_files:" in card.read_text(encoding="utf-8"):
+        return {}
+    files = (file.relative_to(folder) for file in sorted(Path(folder).rglob("*")) if file.name not in FILES_TO_IGNORE)
+    shown = (file for file in files if not any(part.startswith((".", "__")) for part in file.parts))
+    return {reader: str(file) for file in shown if (reader := _builder(file.name))}
 
 
 def _is_file_name(name: str) -> bool:

@@ -475,9 +475,7 @@ class ProgressCallback(TrainerCallback):
         elif self.training_bar is not None and logs:
             terminal.write(terminal.line(logs, self.max_str_len))
         elif state.is_world_process_zero and logs and not terminal.draws_bars():
-            total = "" if state.known_steps is None else f"/{state.known_steps}"
-            step = f"step {state.global_step}{total}  " if state.max_steps else ""  # outside of training there is none
-            terminal.write(f"{step}{terminal.with_speed(logs)}")
+            terminal.write(terminal.with_speed(logs, state))
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.training_bar is not None:
@@ -496,4 +494,4 @@ class PrinterCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if state.is_local_process_zero and logs:
-            terminal.write(terminal.with_speed(logs))
+            terminal.write(terminal.with_speed(logs, state))

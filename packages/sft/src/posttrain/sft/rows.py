@@ -122,7 +122,7 @@ class Preparation(RowPreparation):
         """
         if self.formatting_func is not None:
             return None
-        known = {"text" if c == self.text_field else c for c in columns if c != "text" or c == self.text_field}
+        known = ["text" if c == self.text_field else c for c in columns if c != "text" or c == self.text_field]
         try:
             kind = chat_template.detect_format(known, among=FORMATS)
         except DataError as error:

@@ -168,7 +168,7 @@ def table(exchanges: tuple[Exchange, ...], operations: float, links: Links) -> s
     computing, sending = operations / links.operations, sum(map(links.seconds, exchanges))
     lines = [
         f"In an optimizer step each process computes {_number(operations, 1e12)} TFLOP, which takes "
-        f"{_seconds(computing)} at {_number(links.operations, 1e12)} TFLOP/s."
+        f"{_seconds(computing)} at {_number(links.operations, 1e12)} TFLOP/s (--tflops)."
     ]
     if not exchanges:
         return lines[0] + "\n"

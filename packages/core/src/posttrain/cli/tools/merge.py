@@ -160,9 +160,9 @@ def merge(
         outcome = Merge(base, dtype, *map(float, sizes))
         if not outcome.mean <= max(tolerance * outcome.effect, ROUNDING * outcome.spread):
             raise CheckpointError(
-                f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Is {base} the "
-                "model that it was trained on (--base)? Does --dtype=float32 help? --tolerance sets how much may be "
-                "lost."
+                f"{outcome} More than {tolerance:.0%} of the adapter is lost, so nothing was written. Set --dtype "
+                f"float32 if {dtype} rounds it away, --base if it was trained on another model than {base}, or "
+                "--tolerance to accept the loss."
             )
         beside.chmod(0o755)
         if folder.exists():

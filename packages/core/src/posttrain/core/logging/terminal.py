@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from posttrain.core.state import TrainerState
+
 #: How many numbers of a record a line shows.
 SHOWN = 8
 _MACHINE = ("perf/", "total_flos", "step_time")
@@ -99,10 +101,12 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
     return "  ".join(parts + [f"({len(names) - len(parts)} more in log.jsonl)"] * (len(names) > len(parts)))
 
 
-def with_speed(logs: dict[str, Any]) -> str:
-    """The line of a log record, with the speed at its end."""
+def with_speed(logs: dict[str, Any], state: TrainerState) -> str:
+    """The line of a log record behind the step that it is of, with the speed at its end."""
+    total = "" if state.known_steps is None else f"/{state.known_steps}"
+    step = f"step {state.global_step}{total}  " if state.max_steps else ""  # outside of training there is none
     progress = f"  ({summary(logs).partition(', ')[2]})" if "perf/tokens_per_second" in logs else ""
-    return line(logs) + progress
+    return step + line(logs) + progress
 
 
 def summary(logs: dict[str, Any]) -> str:

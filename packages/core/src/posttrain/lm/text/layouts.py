@@ -22,6 +22,8 @@ NAMES = {
     "context": ("input", "context"),
     "system": ("system", "system_prompt"),
 }
+#: Columns that hold texts and nothing else; reward functions may read answers and solutions as numbers.
+TEXTS = sorted({"text", "chosen", "rejected", *(n for names in NAMES.values() for n in names)} - {"answer", "solution"})
 #: {format: the columns that its rows need}.
 KINDS = {
     "prompt_completion": ("prompt", "completion"),
@@ -50,16 +52,18 @@ def find(columns: Iterable[str], kind: str) -> dict[str, str] | None:
     Args:
         kind: the format that the trainer reads, one of `KINDS`.
     """
-    names, found = list(columns), {}
+    columns, found = list(columns), {}
+    names = {name.strip().lower(): name for name in columns} | {name: name for name in columns}
     for wanted in KINDS[kind]:
-        column = next((name for name in NAMES.get(wanted, (wanted,)) if name in names), None)
+        column = next((names[name] for name in NAMES.get(wanted, (wanted,)) if name in names), None)
         if column is None:
             return None
         found[wanted] = column
-    if all(wanted == column for wanted, column in found.items()) or WITHOUT_PROMPT & set(names):
+    if all(wanted == column for wanted, column in found.items()) or WITHOUT_PROMPT & set(columns):
         return None
     for extra in ("context", "system"):
-        column = next((name for name in NAMES[extra] if name in names and name not in found.values()), None)
+        others = (names[name] for name in NAMES[extra] if name in names)
+        column = next((name for name in others if name not in found.values()), None)
         found |= {extra: column} if column is not None else {}
     return found
 
@@ -142,8 +146,11 @@ def _converted(layout: Mapping[str, str], chats: bool, row: Mapping[str, Any]) -
 
 
 def _as_text(value: Any) -> Any:
-    """A number as its text: columns of CSV that hold nothing else are read as numbers."""
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    """A number as its text: columns of CSV that hold nothing else are read as numbers, and whole ones beside an empty
+    cell as floats.
+    """
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    return str(value) if isinstance(value, (int, float)) else value
 
 
 def _turns(text: str, role: str) -> list[dict[str, str]]:

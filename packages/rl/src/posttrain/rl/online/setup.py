@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from posttrain.core.data.samplers import is_stream
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, missing
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
 from posttrain.lm.preparation.rows import is_invoked
 from posttrain.rl.agents.agent import Agent, within
+from posttrain.rl.agents.command import AgentCommand
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
@@ -43,6 +44,10 @@ def problems(args: RolloutConfig, parts: Parts, trainer: type[RolloutTrainer]) -
     yield from image_problems(args, parts, trainer.reads_images)
     names = [name for name in ("rollout_func", "tools", "environment_factory", "agent") if parts.others[name]]
     yield from turn_problems(args, names)
+    run = agent.run if isinstance(agent := parts.others["agent"], Agent) else agent
+    if isinstance(run, (AgentCommand, str, list, tuple)):  # a program, which reaches the policy over HTTP alone
+        if error := missing("starlette", "posttrain-rl[agents]", "agents that speak HTTP"):
+            yield error
     if parts.compute_metrics is not None:
         yield (
             f"compute_metrics is never called by {name}: its evaluations sample and score completions, and log the "
