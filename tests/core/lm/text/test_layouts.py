@@ -95,3 +95,10 @@ def test_every_kind_of_file_is_read(tmp_path):
     folder.mkdir()
     (tmp_path / "rows.jsonl").rename(folder / "rows.jsonl")
     assert len(DataSource(dataset_name=str(folder)).load()[0]) == 3
+
+
+@pytest.mark.parametrize("talk", ["messages", "conversations"])
+def test_a_system_prompt_beside_conversations_is_not_lost_in_silence(talk, caplog):
+    rows = [{"system": "Be kind.", talk: [turn("user", "Hi"), turn("assistant", "Hello")]}]
+    assert layouts.canonical(rows, CHATS, SFT) is rows
+    assert "does not read the column 'system'" in caplog.text

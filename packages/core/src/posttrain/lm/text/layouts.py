@@ -91,6 +91,9 @@ def how_read(dataset: Any, tokenizer: Any, kinds: Sequence[str]) -> str:
     if layout := _layout(names, kinds):
         parts = ", ".join(f"{column} as {wanted}" for wanted, column in layout.items())
         return f"reads {parts}, {'in messages of the chat template' if chats else 'as plain text'}."
+    unread = [name for name in NAMES["system"] if name in names]
+    if unread and {"messages", "conversations"}.intersection(names):
+        return f"does not read the column {unread[0]!r}. Put it into the conversations, as their first turn."
     return PLAIN if chats and any(_is_text(dataset, kind, names) for kind in kinds) else ""
 
 
