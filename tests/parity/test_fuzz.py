@@ -23,7 +23,13 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    TrainerCallback,
+)
 
 from tests import tiny
 from tests.contract.trainers import pad, preference_rows, text_rows
@@ -32,6 +38,8 @@ from tests.parity.test_online_preferences import generated
 from tests.parity.test_preference_family import unpaired
 
 DRAWS = 40
+#: By `Peer.model`; else a causal language model.
+AUTO = {"reward": AutoModelForSequenceClassification, "seq2seq": AutoModelForSeq2SeqLM}
 Settings = dict[str, Any]
 USUAL = dict(
     per_device_train_batch_size=4,
@@ -100,6 +108,8 @@ COMMON = [
     ways("average_tokens_across_devices", False),
     ways("torch_empty_cache_steps", 2),
 ]
+#: A sixth of our runs is stopped after a step and resumed from a checkpoint; the peer's are not interrupted.
+RESUMED = [{"stopped_after": step, "save_strategy": "steps", "save_steps": step - 1} for step in (2, 3)]
 PREFERENCE = [ways("max_length", 32, None), ways("disable_dropout", False), ways("pad_to_multiple_of", 8)]
 SYNC = [[{"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}]]
 SAMPLED = [
@@ -135,7 +145,8 @@ class Peer:
     sampled: Callable[[Any, bool], None] | None = None
 
     def config(self, module: Any) -> Any:
-        return module.TrainingArguments if self.name == "" else getattr(module, f"{self.name}Config")
+        arguments = f"{self.name}TrainingArguments" if self.model == "seq2seq" else f"{self.name}Config"
+        return getattr(module, arguments if self.name else "TrainingArguments")
 
 
 def prompts(number: int) -> list[Settings]:
@@ -155,6 +166,14 @@ def referenced(folder: Path, settings: Settings) -> Settings:
 
 def taught(folder: Path, settings: Settings) -> Settings:
     return {"teacher_model": AutoModelForCausalLM.from_pretrained(folder / "teacher")}
+
+
+def translated(folder: Path, settings: Settings) -> Settings:
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "seq2seq")
+    given: Settings = {"data_collator": DataCollatorForSeq2Seq(tiny.tokenizer(), model)}
+    if settings.get("predict_with_generate"):
+        given["compute_metrics"] = lambda found: {"written": int(found.predictions[found.predictions > 0].sum())}
+    return given
 
 
 def grpo_rollouts(trainer: Any, is_theirs: bool) -> None:
@@ -190,6 +209,21 @@ PEERS = {
         [ways("label_smoothing_factor", 0.1), ways("remove_unused_columns", False)],
         tiny.token_rows,
         given=lambda *_: {"data_collator": pad},
+    ),
+    "seq2seq": Peer(
+        "transformers",
+        "posttrain.seq2seq",
+        "Seq2Seq",
+        [
+            ways("label_smoothing_factor", 0.1),
+            [
+                {"predict_with_generate": True, "generation_max_length": 24, "generation_num_beams": beams}
+                for beams in (1, 2)
+            ],
+        ],
+        tiny.token_rows,
+        given=translated,
+        model="seq2seq",
     ),
     "sft": Peer(
         "trl",
@@ -375,7 +409,18 @@ def draw(name: str, seed: int) -> Settings:
     drawn: Settings = {}
     for line in lines:
         drawn |= {key: value for key, value in chance.choice(line).items() if line in peer.own or key not in peer.usual}
-    return drawn
+    return drawn | chance.choice([*RESUMED, *[{}] * 10])
+
+
+class Stop(TrainerCallback):
+    """Ends a run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
 
 
 class Events(TrainerCallback):
@@ -417,27 +462,33 @@ class Outcome:
 
 
 def run(name: str, is_theirs: bool, settings: Settings, folder: Path, output: Path) -> Outcome:
-    peer, events = PEERS[name], Events()
+    """A run with `settings`; with "stopped_after" ours ends after that step, and another one resumes it."""
+    peer, settings = PEERS[name], dict(settings)
     module = importlib.import_module(peer.theirs if is_theirs else peer.ours)
-    auto = AutoModelForSequenceClassification if peer.model == "reward" else AutoModelForCausalLM
     # Where the loss is a mean over rows, trl takes the mean of micro-batches' means: equal ones are compared.
-    means = accumulates(settings) and name not in ("trainer", "sft")
+    means = accumulates(settings) and name not in ("trainer", "seq2seq", "sft")
     rows = 24 if means or name in ONLINE else 22
+    stopped_after = settings.pop("stopped_after", None)
     try:
-        args = peer.config(module)(str(output), **(USUAL | peer.usual | settings))
-        torch.manual_seed(0)
-        trainer = getattr(module, f"{peer.name}Trainer")(
-            model=auto.from_pretrained(folder / peer.model),
-            args=args,
-            callbacks=[events],
-            train_dataset=Dataset.from_list(peer.rows(rows)),
-            eval_dataset=Dataset.from_list(peer.rows(7)),
-            processing_class=tiny.tokenizer(),
-            **peer.given(folder, settings),
-        )
-        if peer.sampled:
-            peer.sampled(trainer, is_theirs)
-        trainer.train()
+        for stop in [stopped_after, None] if stopped_after and not is_theirs else [None]:
+            events = Events()
+            args = peer.config(module)(str(output), **(USUAL | peer.usual | settings))
+            torch.manual_seed(0)
+            trainer = getattr(module, f"{peer.name}Trainer")(
+                model=AUTO.get(peer.model, AutoModelForCausalLM).from_pretrained(folder / peer.model),
+                args=args,
+                callbacks=[events, *([Stop(stop)] if stop else [])],
+                train_dataset=Dataset.from_list(peer.rows(rows)),
+                eval_dataset=Dataset.from_list(peer.rows(7)),
+                processing_class=tiny.tokenizer(),
+                **peer.given(folder, settings),
+            )
+            if peer.sampled:
+                peer.sampled(trainer, is_theirs)
+            resumes = stopped_after and not is_theirs and not stop
+            trainer.train(resume_from_checkpoint=str(max(output.glob("checkpoint-*"))) if resumes else None)
+            if stop and trainer.state.max_steps <= stop:
+                break
     except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, IndexError) as error:
         return Outcome([], [], f"{type(error).__name__}: {error}")
     return Outcome(copy.deepcopy(trainer.state.log_history), events.seen)
@@ -449,6 +500,7 @@ def folder(tmp_path_factory):
     tiny.causal_lm(initializer_range=0.1).save_pretrained(path / "model")
     tiny.causal_lm(seed=5, initializer_range=0.3, hidden_size=48).save_pretrained(path / "teacher")
     tiny.reward_model(pad_token_id=0).save_pretrained(path / "reward")
+    tiny.seq2seq_lm().save_pretrained(path / "seq2seq")
     return path
 
 
@@ -499,6 +551,7 @@ ONLINE = ["gkd", "online-dpo"]
 SAMPLING = ["grpo", "rloo", "distillation"]
 DOCUMENTED = [
     Documented([*PEERS], ["metrics"], "Metrics of a record are means over all its tokens or rows", split),
+    Documented(["seq2seq"], ["refused: predict_with_generate"], "`prediction_loss_only=True` beside"),
     Documented([*PEERS], ["num_input_tokens_seen"], "`num_input_tokens_seen` counts what the model reads"),
     Documented([*PEERS], ["order"], "is a function of `data_seed`", lambda s: "group_by_length" in s.values()),
     Documented(SAMPLING, ["order"], "is a function of `data_seed`", shuffles_anew),
@@ -513,7 +566,7 @@ DOCUMENTED = [
     Documented(["rloo"], ["frac_reward_zero_std"], "RLOO: `frac_reward_zero_std`"),
     Documented(["online-dpo"], ["objective/kl"], "`objective/kl` of online DPO"),
     Documented(["online-dpo"], ["grad_norm", "order"], "Online DPO takes the mean of the gradients", accumulates),
-    Documented(["tpo"], ["order"], "A `compute_loss` that returns a mean is weighted", accumulates),
+    Documented(["seq2seq", "tpo"], ["order"], "A `compute_loss` that returns a mean is weighted", accumulates),
     Documented(["tpo"], ["eval_loss", "entropy"], "TPO: `eval_loss`"),
     Documented([*PEERS], ["eval_loss"], "`eval_loss` is the exact mean", lambda s: "per_device_eval_batch_size" in s),
     Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
@@ -548,6 +601,7 @@ WHOLE = {
     "eval_loss",
     "num_input_tokens_seen",
     "num_tokens",
+    "eval_written",
 }
 #: Not a result of training.
 CLOCK = ("runtime", "per_second", "total_flos", "step_time")
@@ -604,7 +658,7 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         expected, got = ([record[key] for record in side] for side in logged)
         if got and got != pytest.approx(expected, nan_ok=True, **near):
             found[key] = f"{expected} there, {got} here"
-    if theirs.events != ours.events and not explained(name, "events", everything):
+    if "stopped_after" not in settings and theirs.events != ours.events and not explained(name, "events", everything):
         pairs = zip_longest(theirs.events, ours.events)
         at = next(i for i, pair in enumerate(pairs) if pair[0] != pair[1])
         found["events"] = f"{theirs.events[at : at + 3]} there, {ours.events[at : at + 3]} here"
@@ -627,7 +681,7 @@ def check(name: str, seed: int, folder: Path, tmp: Path) -> None:
         raise AssertionError(f"{name} with {least} (of {settings}): {found}")
 
 
-@pytest.mark.parametrize("name", ["trainer", "sft", "dpo", "grpo"])
+@pytest.mark.parametrize("name", ["trainer", "seq2seq", "sft", "dpo", "grpo"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_few_random_settings(name, seed, folder, tmp_path):
     check(name, seed, folder, tmp_path)

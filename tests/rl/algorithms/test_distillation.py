@@ -451,6 +451,7 @@ def test_trls_trainers_of_teachers_behind_servers(server, tmp_path):
     ({"sync_ref_model": True}, "a teacher stays as it is"),
     ({"loss_type": "policy_gradient", "lmbda": 0.5}, "set lmbda=1"),
     ({"beta": 1.5}, "beta=1.5"),
+    ({"reverse_kl_top_1_mode": "argmax"}, "reverse_kl_top_1_mode='argmax' has no effect"),
     ({"max_staleness": 1, "lmbda": 0.5, "seq_kd": True}, "the teacher writes too"),
     ({"teacher_model_server_url": "http://x", "temperature": 0.5}, "loss_temperature=1"),
     ({"teacher_model_server_url": "http://x", "seq_kd": True}, "in this process"),

@@ -107,7 +107,9 @@ class DistillationConfig(RolloutConfig):
     )
 
     OLD_NAMES = {
-        "reverse_kl_top_1_mode": Removed("the token that was written is always among those compared.", harmless=None),
+        "reverse_kl_top_1_mode": Removed(
+            "the token that was written is always among those compared.", harmless=("sampled",)
+        ),
         "use_uld_loss": Removed("set teacher_tokenizer_name_or_path.", harmless=(None, False)),
     }
 

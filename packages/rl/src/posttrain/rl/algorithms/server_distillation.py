@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from posttrain.core.config import JSONObject, opt, other_default
-from posttrain.core.fields.old_names import Removed
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.async_grpo import AsyncArguments, refuse_loop_of_trl
 from posttrain.rl.algorithms.distillation import BEHIND_SERVERS, TOP_K, DistillationConfig, DistillationTrainer
@@ -27,12 +26,6 @@ class ServerDistillationConfig(DistillationConfig):
 
     vllm_server_port: int = opt(8001, "Port of the student's server.", min=1, max=65535, needs=SERVER)
     loss_top_k: int = opt(1, TOP_K, min=0, needs=BEHIND_SERVERS)
-
-    OLD_NAMES = {
-        "reverse_kl_top_1_mode": Removed(
-            "the token that was written is always among those compared.", harmless=("sampled",)
-        ),
-    }
 
 
 class ServerDistillationTrainer(DistillationTrainer):
