@@ -314,6 +314,7 @@ def test_each_completion_has_an_environment_of_its_own():
         assert answered(environments, [(one, [Call("step", {"by": number})])])[0][0]["role"] == "tool"
     rewards = environments.reward_functions[0]
     assert rewards.__name__ == "Counter" and rewards([s.environment for s in samples]) == [0, 1, 7]
+    assert list(environments) == [s.environment for s in samples]  # as trl's list of them
     made = Counter.made
     environments.begin(samples)
     assert Counter.made == made, "environments are reset, not made again"

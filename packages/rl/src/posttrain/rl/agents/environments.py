@@ -96,6 +96,10 @@ class Environments:
         for tool in self.tools.values():
             schema_of(tool)
 
+    def __getitem__(self, place: int) -> Any:
+        """An environment that was made, the first of each kind at first."""
+        return [one for pool in self.pools.values() for one in pool][place]
+
     def begin(self, samples: Sequence[Sample]) -> list[Sample]:
         """`samples`, each with a reset environment, and the output of ``reset()`` added to its prompt."""
         if not self.overlaps:
