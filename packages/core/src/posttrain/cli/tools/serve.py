@@ -112,7 +112,7 @@ def make_server(model: Any, tokenizer: Any, name: str, port: int = 0) -> Threadi
                 answer = Answer(json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), LONGEST))))
                 with lock:
                     body = answer.write(model, tokenizer, name, chats, self._stream if answer.streams else None)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # it is JSON of any kind
                 self._fail(400, f"the request cannot be answered: {type(error).__name__}: {error}")
                 return
             except ConnectionError:  # the program has what it wanted, or has ended
@@ -176,7 +176,8 @@ class Answer:
         from transformers import TextStreamer
 
         asked = self.asked
-        prompt = load.encode(tokenizer, asked["messages" if chats else "prompt"])
+        if not (prompt := load.encode(tokenizer, asked["messages" if chats else "prompt"])):
+            raise ValueError("the prompt is empty")
         if asked.get("seed") is not None:
             torch.manual_seed(int(asked["seed"]))
         most = int(asked.get("max_completion_tokens") or asked.get("max_tokens") or 256)
