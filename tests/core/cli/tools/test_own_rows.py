@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import threading
 import urllib.error
@@ -117,7 +118,8 @@ def test_a_model_answers_as_the_api_of_openai_does_and_only_to_this_machine(base
         assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
         assert json.loads(usage[6:])["usage"] == counted and counted["completion_tokens"] == 4
         assert "text" in json.loads(ask("/v1/completions", {"prompt": "a", "max_tokens": 1}))["choices"][0]
-        refused = {"prompt": 3}, {"prompt": "a", "stop": ["x"]}, {"prompt": "a", "n": 2}, {"stream": True}
+        refused = [{"prompt": 3}, {"prompt": "a", "stop": ["x"]}, {"prompt": "a", "n": 2}, {"stream": True}]
+        refused += [{"prompt": ""}, {"prompt": [1]}, {"prompt": "a", "max_tokens": math.inf}]
         elsewhere = ({"prompt": "a"}, {"Host": "evil.example:80"}, 404)
         for body, headers, status in (*((body, {}, 400) for body in refused), elsewhere):
             with pytest.raises(urllib.error.HTTPError) as raised:
