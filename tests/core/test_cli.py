@@ -483,7 +483,12 @@ def test_no_kind_of_files_of_a_folder_is_left_out(tmp_path):
     for name, text in (("rows.jsonl", '{"text": "row"}\n'), ("LICENSE.txt", "yours"), ("more/notes.txt", "a note")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match="several kinds, and only one .* more.notes.txt, rows.jsonl"):
+    with pytest.raises(DataError, match="several kinds, and only one .* rows.jsonl, LICENSE.txt"):
+        DataSource(dataset_name=str(tmp_path)).load()
+    (tmp_path / "more" / "notes.txt").rename(tmp_path / "more" / "notes")
+    assert DataSource(dataset_name=str(tmp_path)).load()[0]["text"] == ["row"]  # and one licence is no rows
+    (tmp_path / "rows.csv").write_text("text\nother\n", encoding="utf-8")
+    with pytest.raises(DataError, match="several kinds"):
         DataSource(dataset_name=str(tmp_path)).load()
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: all\n  data_files: rows.jsonl\n---\n")
     assert DataSource(dataset_name=str(tmp_path)).load()[0]["text"] == ["row"]

@@ -377,7 +377,7 @@ def test_an_adapter_that_rounding_would_lose_is_exported_if_that_is_tolerated(ba
     model.save_pretrained(tmp_path / "adapter")
     words = ["export", str(tmp_path / "adapter"), str(tmp_path / "whole"), "--dtype", "bfloat16"]
     assert main(words) == 1
-    assert "--tolerance sets how much may be lost" in capsys.readouterr().err
+    assert "--tolerance to accept the loss" in capsys.readouterr().err
     assert main([*words, "--tolerance", "1e6"]) == 0
     assert (tmp_path / "whole" / "config.json").is_file()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -310,11 +311,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         raise DataError(f"{path} was written by save_to_disk, which can only be read whole; name a split, not {part!r}")
     if saved:
         return datasets.load_from_disk(names[0])
-    if Path(names[0]).is_dir() and not where and len(kinds := _kinds(names[0])) > 1:
-        raise DataError(
-            f"{names[0]} holds files of several kinds, and only one kind would be read: {', '.join(kinds.values())}. "
-            "Set dataset_name to the files of one kind, or dataset_mixture to files of each."
-        )
+    if Path(names[0]).is_dir() and not where:
+        _check_kinds(names[0])
     if builder:
         where = {"data_files": names}
     if builder in ("csv", "tsv"):  # "007" and "True" are texts
@@ -356,16 +354,27 @@ def _builder(name: str) -> str | None:
     return next((BUILDERS[ending] for ending in reversed(endings) if ending in BUILDERS), None)
 
 
-def _kinds(folder: str) -> dict[str, str]:
-    """{reader: one of its files} of what `datasets` would take for rows in a folder whose card names no files."""
+def _check_kinds(folder: str) -> None:
+    """Reject a folder of rows of several kinds, of which `datasets` reads the commonest, where its card names no files.
+
+    Texts beside rows, no more of them than of rows, are a licence or notes.
+    """
     from datasets.data_files import FILES_TO_IGNORE
 
-    card = Path(folder, "README.md")
+    card, kinds = Path(folder, "README.md"), dict[str, list[Path]]()
     if card.is_file() and "data_files:" in card.read_text(encoding="utf-8"):
-        return {}
-    files = (file.relative_to(folder) for file in sorted(Path(folder).rglob("*")) if file.name not in FILES_TO_IGNORE)
-    shown = (file for file in files if not any(part.startswith((".", "__")) for part in file.parts))
-    return {reader: str(file) for file in shown if (reader := _builder(file.name))}
+        return
+    for file in (file.relative_to(folder) for file in sorted(Path(folder).rglob("*"))):
+        is_hidden = file.name in FILES_TO_IGNORE or any(part.startswith((".", "__")) for part in file.parts)
+        if not is_hidden and (reader := _builder(file.name)):
+            kinds.setdefault(reader, []).append(file)
+    notes = kinds.pop("text", []) if len(kinds) == 2 else []
+    if len(kinds) > 1 or any(len(notes) > max(Counter(f.suffix for f in files).values()) for files in kinds.values()):
+        shown = ", ".join(str(files[0]) for files in [*kinds.values(), notes] if files)
+        raise DataError(
+            f"{folder} holds files of several kinds, and only one kind would be read: {shown}. Set dataset_name to the "
+            "files of one kind, or dataset_mixture to files of each."
+        )
 
 
 def _is_file_name(name: str) -> bool:
