@@ -70,7 +70,7 @@ def _commands(folder: Path, is_adapter: bool) -> list[tuple[str, str]]:
         ]
         made += [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
         export = f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp"
-        return [*made, (export, "for Ollama; llama.cpp is a clone of its repository")]
+        return [*made, (export, "with a clone of llama.cpp")]
     return [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
 
 
