@@ -79,6 +79,20 @@ def test_each_dataset_is_prepared_by_its_own_format_and_reported(tmp_path, caplo
     assert tok.decode([label for label in row["labels"] if label != -100]).startswith(" ")  # the completion alone
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_weights_can_be_shares_of_the_tokens_that_are_trained_on(tmp_path, packing):
+    parts = {"maths": MATHS * 8, "tales": TALES * 8}
+    options = {"dataset_weights": {"maths": 3, "tales": 1}, "dataset_weights_of": "tokens", "packing": packing}
+    made = trainer(
+        tmp_path, parts, max_length=48, num_train_epochs=1, max_steps=-1, logging_strategy="epoch", **options
+    )
+    made.train()
+    shares = [record["token_share/maths"] for record in records(made)]
+    assert shares == [pytest.approx(0.75, abs=0.02)]
+    by_rows = trainer(tmp_path, parts, **(options | {"dataset_weights_of": "rows"}))
+    assert made.mixture.drawn[0] > by_rows.mixture.drawn[0]  # their completions are short
+
+
 def source_losses(made):
     """The loss of each source under the weights of now, on whole logits, over the rows of the next batch."""
     batch = next(iter(made.get_train_dataloader()))
@@ -263,6 +277,13 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
         (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),
         ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
         (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),
+        (MATHS, {"dataset_weights_of": "tokens"}, "dataset_weights_of='tokens' mixes several datasets"),
+        (PARTS, {"dataset_weights_of": "tokens"}, "says what dataset_weights are shares of"),
+        (
+            {"maths": stream(MATHS), "tales": TALES},
+            {"dataset_weights": {"maths": 1, "tales": 1}, "dataset_weights_of": "tokens"},
+            "needs the tokens of 'maths', a stream",
+        ),
         (PARTS, {"dataset_kwargs": {"skip_prepare_dataset": True}}, "takes the rows without preparation"),
     ],
 )  # fmt: skip

@@ -61,6 +61,11 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
         'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
         "once an epoch.",
     )
+    dataset_weights_of: str = opt(
+        "rows",
+        "What dataset_weights are shares of: rows, or tokens that are trained on.",
+        choices=("rows", "tokens"),
+    )
     dataset_kwargs: JSONObject = opt(None, '{"skip_prepare_dataset": True} takes the rows as they are.')
     dataset_num_proc: int | None = opt(
         None, "Processes that tokenise; None: one, with the tokenizer's own threads.", min=1

@@ -76,10 +76,10 @@ def prepare_sets(
         DataError: as `prepare_dataset` and `mix_datasets`.
     """
     several = isinstance(dataset, Mapping)
-    if args.dataset_weights is not None and name == "train" and not several:
-        raise DataError(
-            "dataset_weights mixes several datasets, and train_dataset is one. Pass a dict of datasets by name."
-        )
+    by_tokens = args.dataset_weights_of == "tokens"
+    if (args.dataset_weights is not None or by_tokens) and name == "train" and not several:
+        given = "dataset_weights_of='tokens'" if by_tokens else "dataset_weights"
+        raise DataError(f"{given} mixes several datasets, and train_dataset is one. Pass a dict of datasets by name.")
     # The wrapped strategy cuts rows when packing, so they must stay whole before.
     max_length = None if packing and args.packing_strategy != "bfd" else args.max_length
     parts, reports = {}, {}
@@ -101,7 +101,9 @@ def prepare_sets(
     done = Prepared(next(iter(parts.values())), reports)
     if several:
         done.sources = tuple(parts)
-        done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed)
+        row_tokens = [report.trained_tokens / max(report.rows_kept, 1) for report in reports.values()]
+        weights = args.dataset_weights
+        done.dataset, done.mixture = mix_datasets(parts, weights, args.seed, row_tokens if by_tokens else None)
     if args.shuffle_dataset and name == "train":
         done.dataset = shuffled(done.dataset, args.seed)
     if not packing or args.max_length is None:

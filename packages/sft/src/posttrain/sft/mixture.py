@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,13 +120,17 @@ def mix_rows(
 
 
 def mix_datasets(
-    parts: Mapping[str, Any], weights: Mapping[str, float] | None = None, seed: int = 0
+    parts: Mapping[str, Any],
+    weights: Mapping[str, float] | None = None,
+    seed: int = 0,
+    row_tokens: Sequence[float] | None = None,
 ) -> tuple[Any, Mixture | None]:
     """Prepared datasets as one, with a column ``source``.
 
     Args:
         parts: `datasets.Dataset` of ``input_ids`` and ``labels`` by name, or streams, or both.
         weights: name -> weight, for `shares`; a mixture with a stream in it needs them.
+        row_tokens: (G,) trained tokens of a mean row of each, 0 of a stream, where weights are shares of tokens.
 
     Returns:
         A `datasets.Dataset` and how it is made up; or an `IterableDataset`, which draws each row's dataset by its
@@ -134,6 +138,16 @@ def mix_datasets(
     """
     names = tuple(parts)
     given = None if weights is None else shares(names, weights)
+    if row_tokens is not None:
+        if given is None:
+            raise DataError("dataset_weights_of='tokens' says what dataset_weights are shares of; set these too.")
+        if 0 in row_tokens:
+            raise DataError(
+                f"dataset_weights_of='tokens' needs the tokens of {names[row_tokens.index(0)]!r}, a stream, before it "
+                "is read. Set 'rows', and divide its weight by the tokens of a mean row."
+            )
+        given = given / row_tokens
+        given /= given.sum()
     if any(is_stream(part) for part in parts.values()):
         if given is None:
             raise DataError("A mixture with a stream needs dataset_weights, because a stream has no known length.")
