@@ -195,13 +195,13 @@ def test_an_async_function_that_hangs_is_cancelled():
 @pytest.mark.parametrize("timeout", [None, 9.0])
 def test_a_function_that_exits_has_failed(timeout):
     def exits(completions):
-        sys.exit()
+        sys.exit(3)
 
     async def exits_later(completions):
-        sys.exit()
+        sys.exit(3)
 
     for function in (exits, exits_later):
-        with pytest.raises(RewardError, match=r"RuntimeError: it called sys.exit\(\)"):
+        with pytest.raises(RewardError, match=r"RuntimeError: it called sys.exit\(3\)"):
             score(function, reward_timeout=timeout)
 
 
