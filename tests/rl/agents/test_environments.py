@@ -189,16 +189,7 @@ def test_a_call_that_cannot_be_made_is_answered(text, says):
     assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
 
 
-def leave(code: int):
-    """Leave.
-
-    Args:
-        code: Any.
-    """
-    raise SystemExit(code)
-
-
-async def leave_later(code: int):
+async def leave(code: int):
     """Leave.
 
     Args:
@@ -216,11 +207,9 @@ async def is_cut_off(code: int):
     raise asyncio.CancelledError
 
 
-LEFT = "it called sys.exit(3)"
-
-
 @pytest.mark.parametrize(
-    ("tool", "why"), [(leave, LEFT), (leave_later, LEFT), (is_cut_off, "it awaited something that was cancelled")]
+    ("tool", "why"),
+    [(leave, "it called sys.exit(3)"), (is_cut_off, "it awaited something that was cancelled")],
 )
 def test_a_tool_that_exits_or_is_cut_off_has_failed(tool, why):
     one, (go_on, _) = sample(call(tool.__name__, code=3)), writer("oh")

@@ -193,23 +193,25 @@ def test_an_async_function_that_hangs_is_cancelled():
 
 
 @pytest.mark.parametrize("timeout", [None, 9.0])
-def test_a_function_that_exits_has_failed(timeout):
+def test_an_async_function_that_exits_has_failed_and_a_plain_one_ends_the_program(timeout):
     def exits(completions):
         sys.exit(3)
 
     async def exits_later(completions):
         sys.exit(3)
 
-    for function in (exits, exits_later):
-        with pytest.raises(RewardError, match=r"RuntimeError: it called sys.exit\(3\)"):
-            score(function, reward_timeout=timeout)
+    with pytest.raises(RewardError, match=r"RuntimeError: it called sys.exit\(3\)"):
+        score(exits_later, reward_timeout=timeout)
+    with pytest.raises(SystemExit):  # which may be that of a handler of signals
+        score(exits, reward_timeout=timeout, reward_on_error="mask")
 
 
 def test_what_holds_the_event_loop_is_named_with_its_place(monkeypatch):
-    told, is_told = [], threading.Event()
+    told, has_begun, is_told = [], threading.Event(), threading.Event()
 
     async def holds():
-        is_told.wait()  # which awaits nothing
+        has_begun.set()
+        is_told.wait(60)  # which awaits nothing
 
     def warn(text, seconds, place):
         told.append(text % (seconds, place))
@@ -223,11 +225,12 @@ def test_what_holds_the_event_loop_is_named_with_its_place(monkeypatch):
     assert not told
     monkeypatch.setattr(background, "SLOW", 0.05)
     asyncio.run_coroutine_threadsafe(holds(), loop)
+    has_begun.wait()
     background.name_holder(loop, thread)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-    assert "not awaited anything for 0.05 seconds" in told[0] and "is_told.wait()" in told[0]
+    assert "not awaited anything for 0.05 seconds" in told[0] and "is_told.wait(60)" in told[0]
 
 
 def test_functions_can_run_in_threads():

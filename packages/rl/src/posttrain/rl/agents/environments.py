@@ -352,7 +352,7 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
     if is_remote(tool):  # it waits in another thread, and this one goes on
         return _finish(call.name, partial(background.awaited, tool), call.arguments)
     try:
-        with background.exit_is_error(), _naming_slow(call.name):
+        with _naming_slow(call.name):
             result = tool(**call.arguments)
     except Exception as error:
         return _failure(error)

@@ -82,7 +82,9 @@ def name_holder(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> No
 
 @contextlib.contextmanager
 def exit_is_error() -> Iterator[None]:
-    """Makes a ``sys.exit()`` of the user's code, which ends a script and not a run, an error as any other.
+    """Makes a ``sys.exit()`` of the user's code outside of the main thread, where it ends nothing, an error.
+
+    In the main thread it ends the program, as that of a handler of signals does.
 
     Raises:
         RuntimeError: it was called.
@@ -90,6 +92,8 @@ def exit_is_error() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
+        if threading.current_thread() is threading.main_thread():
+            raise
         raise RuntimeError(f"it called sys.exit({'' if error.code is None else repr(error.code)})") from error
 
 
@@ -114,16 +118,14 @@ def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
 
     Raises:
         TimeoutError: after `timeout`.
-        RuntimeError: it called ``sys.exit()``.
     """
-    with exit_is_error():
-        if timeout is None:
+    if timeout is None:
+        result = function()
+    elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
+        with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
             result = function()
-        elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
-            with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
-                result = function()
-        else:
-            result = call_with_limit(function, timeout)
+    else:
+        result = call_with_limit(function, timeout)
     return wait_for(result, timeout) if inspect.isawaitable(result) else result
 
 
