@@ -1,7 +1,7 @@
 """Agents in the rollout process: they train as in the trainer's process, and what happens to them there reaches it."""
 
 import asyncio
-import importlib.util
+import importlib.machinery
 import os
 import signal
 import time
@@ -98,7 +98,7 @@ def test_it_asks_over_http_too(tmp_path, how):
         httpx.post(f"{episode.base_url}/chat/completions", json=asked, headers=headers).raise_for_status()
         episode.reward(4)
 
-    if how == "client" and importlib.util.find_spec("openai") is None:
+    if how == "client" and importlib.machinery.PathFinder.find_spec("openai") is None:
         pytest.skip("openai is not installed")
     done, rewards = rewards_of(made(tmp_path, locals()[how]))
     assert rewards == [4.0, 4.0] and [sum(one.learn) for one in done] == [4, 4]

@@ -369,7 +369,8 @@ def _check_kinds(folder: str) -> None:
         if not is_hidden and (reader := _builder(file.name)):
             kinds.setdefault(reader, []).append(file)
     notes = kinds.pop("text", []) if len(kinds) == 2 else []
-    if len(kinds) > 1 or any(len(notes) > max(Counter(f.suffix for f in files).values()) for files in kinds.values()):
+    endings = Counter(file.suffix for files in kinds.values() for file in files)
+    if len(kinds) > 1 or len(notes) > max(endings.values(), default=0):
         shown = ", ".join(str(files[0]) for files in [*kinds.values(), notes] if files)
         raise DataError(
             f"{folder} holds files of several kinds, and only one kind would be read: {shown}. Set dataset_name to the "

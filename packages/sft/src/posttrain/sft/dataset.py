@@ -101,9 +101,10 @@ def prepare_sets(
     done = Prepared(next(iter(parts.values())), reports)
     if several:
         done.sources = tuple(parts)
-        row_tokens = [report.trained_tokens / max(report.rows_kept, 1) for report in reports.values()]
-        weights = args.dataset_weights
-        done.dataset, done.mixture = mix_datasets(parts, weights, args.seed, row_tokens if by_tokens else None)
+        row_tokens = None
+        if by_tokens:
+            row_tokens = [report.trained_tokens / max(report.rows_kept, 1) for report in reports.values()]
+        done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed, row_tokens)
     if args.shuffle_dataset and name == "train":
         done.dataset = shuffled(done.dataset, args.seed)
     if not packing or args.max_length is None:

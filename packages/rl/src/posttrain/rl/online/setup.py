@@ -44,8 +44,8 @@ def problems(args: RolloutConfig, parts: Parts, trainer: type[RolloutTrainer]) -
     yield from image_problems(args, parts, trainer.reads_images)
     names = [name for name in ("rollout_func", "tools", "environment_factory", "agent") if parts.others[name]]
     yield from turn_problems(args, names)
-    run = agent.run if isinstance(agent := parts.others["agent"], Agent) else agent
-    if isinstance(run, (AgentCommand, str, list, tuple)):  # a program, which reaches the policy over HTTP alone
+    agent = parts.others["agent"]
+    if agent and isinstance(Agent.of(agent).run, AgentCommand):  # which reaches the policy over HTTP alone
         if error := missing("starlette", "posttrain-rl[agents]", "agents that speak HTTP"):
             yield error
     if parts.compute_metrics is not None:

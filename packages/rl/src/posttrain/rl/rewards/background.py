@@ -80,23 +80,6 @@ def name_holder(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> No
     answered.wait()
 
 
-@contextlib.contextmanager
-def exit_is_error() -> Iterator[None]:
-    """Makes a ``sys.exit()`` of the user's code outside of the main thread, where it ends nothing, an error.
-
-    In the main thread it ends the program, as that of a handler of signals does.
-
-    Raises:
-        RuntimeError: it was called.
-    """
-    try:
-        yield
-    except SystemExit as error:
-        if threading.current_thread() is threading.main_thread():
-            raise
-        raise RuntimeError(f"it called sys.exit({'' if error.code is None else repr(error.code)})") from error
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling `function` gives a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -176,18 +159,19 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
 
 
 async def outcome(awaitable: Awaitable[Any]) -> Any:
-    """What the user's code gives.
+    """What the user's code gives on `event_loop`, which a ``sys.exit()`` would end, and not the program.
 
     Raises:
-        RuntimeError: it called ``sys.exit()``, or awaited what was cancelled, while no one has cancelled this.
+        RuntimeError: it called that, or awaited what was cancelled, while no one has cancelled this.
     """
-    with exit_is_error():
-        try:
-            return await awaitable
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            raise RuntimeError("it awaited something that was cancelled") from error
+    try:
+        return await awaitable
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({'' if error.code is None else repr(error.code)})") from error
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise RuntimeError("it awaited something that was cancelled") from error
 
 
 def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
