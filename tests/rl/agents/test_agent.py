@@ -286,10 +286,16 @@ async def awaits_what_it_cancelled(episode, row):
     await turn
 
 
+async def cancels_itself(episode, row):
+    asyncio.current_task().cancel()
+    await episode.generate(row["prompt"], max_tokens=4)
+
+
+@pytest.mark.parametrize("agent", [awaits_what_it_cancelled, cancels_itself])
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_agent_that_awaits_what_it_cancelled_has_failed(tmp_path, apart):
-    run = trainer(tmp_path, agent=awaits_what_it_cancelled, args=dict(rollout_process=apart))
-    with pytest.raises(RuntimeError, match="failed on the row .*it awaited something that was cancelled. Mend it"):
+def test_an_agent_that_cancels_has_failed(tmp_path, agent, apart):
+    run = trainer(tmp_path, agent=agent, args=dict(rollout_process=apart))
+    with pytest.raises(RuntimeError, match="failed on the row .*it cancelled itself, or what it awaited. Mend it"):
         run.rollout_maker.sample(run.new_samples(ROWS[:2]))
 
 

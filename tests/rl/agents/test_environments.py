@@ -209,7 +209,7 @@ async def is_cut_off(code: int):
 
 @pytest.mark.parametrize(
     ("tool", "why"),
-    [(leave, "it called sys.exit(3)"), (is_cut_off, "it awaited something that was cancelled")],
+    [(leave, "it called sys.exit(3)"), (is_cut_off, "it cancelled itself, or what it awaited")],
 )
 def test_a_tool_that_exits_or_is_cut_off_has_failed(tool, why):
     one, (go_on, _) = sample(call(tool.__name__, code=3)), writer("oh")

@@ -162,16 +162,21 @@ async def outcome(awaitable: Awaitable[Any]) -> Any:
     """What the user's code gives on `event_loop`, which a ``sys.exit()`` would end, and not the program.
 
     Raises:
-        RuntimeError: it called that, or awaited what was cancelled, while no one has cancelled this.
+        RuntimeError: it called that, or was cancelled, itself or what it awaited, while no one has cancelled this.
     """
+
+    async def own() -> Any:
+        try:
+            return await awaitable
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({'' if error.code is None else repr(error.code)})") from error
+
     try:
-        return await awaitable
-    except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({'' if error.code is None else repr(error.code)})") from error
+        return await asyncio.create_task(own())  # it may cancel its task
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
-        raise RuntimeError("it awaited something that was cancelled") from error
+        raise RuntimeError("it cancelled itself, or what it awaited") from error
 
 
 def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
