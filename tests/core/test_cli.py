@@ -494,6 +494,17 @@ def test_no_kind_of_files_of_a_folder_is_left_out(tmp_path):
     assert DataSource(dataset_name=str(tmp_path)).load()[0]["text"] == ["row"]
 
 
+@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cells_of_a_folder_are_texts_as_those_of_a_file(tmp_path, ending, separator, streaming):
+    cells = [("007", "NA"), ("True", ""), ("null", "1")]
+    lines = [separator.join(row) for row in [("prompt", "completion"), *cells]]
+    (tmp_path / f"rows.{ending}").write_text("\n".join(lines), encoding="utf-8")
+    for name in (tmp_path, tmp_path / f"rows.{ending}"):
+        rows, _ = DataSource(dataset_name=str(name), dataset_streaming=streaming).load()
+        assert [(row["prompt"], row["completion"] or "") for row in rows] == cells
+
+
 def test_a_dataset_with_several_configs_names_them(tmp_path):
     configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("main", "socratic"))
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")

@@ -50,6 +50,7 @@ FILES = {
     ),
     "codes.csv": ([{"prompt": "Agent?", "completion": "007"}], ["Agent?[007<|endoftext|>]"]),
     "truths.csv": ([{"question": "What is 2 + 3?", "answer": "True"}], [f"{SUM}[True</s>]"]),
+    "missing.csv": ([{"prompt": "Symbol of sodium?", "completion": "NA"}], ["Symbol of sodium?[NA<|endoftext|>]"]),
     "two-columns.tsv": ([{"prompt": "What is 2 + 3?", "response": "5"}], [f"{SUM}[5</s>]"]),
     "lines.txt": (
         [{"text": "2 and 3 are 5."}, {"text": "1 and 1 are 2."}],

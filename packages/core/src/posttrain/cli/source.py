@@ -311,14 +311,13 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         raise DataError(f"{path} was written by save_to_disk, which can only be read whole; name a split, not {part!r}")
     if saved:
         return datasets.load_from_disk(names[0])
-    if Path(names[0]).is_dir() and not where:
-        _check_kinds(names[0])
+    kind = _kind(names[0]) if Path(names[0]).is_dir() and not where else builder
     if builder:
         where = {"data_files": names}
-    if builder in ("csv", "tsv"):  # "007" and "True" are texts
-        where |= {"converters": dict.fromkeys(layouts.TEXTS, str)} | ({"sep": "\t"} if builder == "tsv" else {})
-        builder = "csv"
-    reader, config = (builder, None) if builder else (names[0], config)
+    if kind in ("csv", "tsv"):  # "007", "True" and "NA" are texts
+        where |= {"converters": dict.fromkeys(layouts.TEXTS, str), "keep_default_na": False, "na_values": [""]}
+        where |= {"sep": "\t"} if kind == "tsv" else {}
+    reader, config = ("csv" if builder == "tsv" else builder, None) if builder else (names[0], config)
     try:
         with nullcontext() if builder else cache_where_unknown(reader):
             return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
@@ -354,28 +353,31 @@ def _builder(name: str) -> str | None:
     return next((BUILDERS[ending] for ending in reversed(endings) if ending in BUILDERS), None)
 
 
-def _check_kinds(folder: str) -> None:
-    """Reject a folder of rows of several kinds, of which `datasets` reads the commonest, where its card names no files.
+def _kind(folder: str) -> str | None:
+    """The reader for the files of a folder of rows; None where they are of several kinds, and its card names some.
 
     Texts beside rows, no more of them than of rows, are a licence or notes.
+
+    Raises:
+        DataError: they are of several kinds, of which `datasets` would read the commonest.
     """
     from datasets.data_files import FILES_TO_IGNORE
 
     card, kinds = Path(folder, "README.md"), dict[str, list[Path]]()
-    if card.is_file() and "data_files:" in card.read_text(encoding="utf-8"):
-        return
+    is_named = card.is_file() and "data_files:" in card.read_text(encoding="utf-8")
     for file in (file.relative_to(folder) for file in sorted(Path(folder).rglob("*"))):
         is_hidden = file.name in FILES_TO_IGNORE or any(part.startswith((".", "__")) for part in file.parts)
         if not is_hidden and (reader := _builder(file.name)):
             kinds.setdefault(reader, []).append(file)
     notes = kinds.pop("text", []) if len(kinds) == 2 else []
     endings = Counter(file.suffix for files in kinds.values() for file in files)
-    if len(kinds) > 1 or len(notes) > max(endings.values(), default=0):
+    if not is_named and (len(kinds) > 1 or len(notes) > max(endings.values(), default=0)):
         shown = ", ".join(str(files[0]) for files in [*kinds.values(), notes] if files)
         raise DataError(
             f"{folder} holds files of several kinds, and only one kind would be read: {shown}. Set dataset_name to the "
             "files of one kind, or dataset_mixture to files of each."
         )
+    return next(iter(kinds)) if len(kinds) == 1 else None
 
 
 def _is_file_name(name: str) -> bool:
