@@ -86,13 +86,14 @@ def test_a_recipe_trains(name, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_plan_needs_no_rewards(model, tmp_path, monkeypatch, capsys):
+def test_a_plan_and_a_preview_need_no_rewards(model, tmp_path, monkeypatch, capsys):
     """The reward of this recipe is in its train.py."""
     new.write("grpo-tools", tmp_path / "run")
     monkeypatch.chdir(tmp_path / "run")
     words = ["grpo", "run.yaml", "--model_name_or_path", model("grpo-tools"), "--dtype", "float32", "--use_cpu"]
     assert main(["plan", *words]) == 0
     assert "peak (estimate)" in capsys.readouterr().out
+    assert main(["preview", *words]) == 0
     assert main(words) == 2
     assert "reward_funcs is needed" in capsys.readouterr().err
 

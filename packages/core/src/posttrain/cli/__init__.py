@@ -147,7 +147,7 @@ def _dispatch(words: list[str]) -> int:
             return 0
         makes_runs: dict[str, tuple[Any, ...]] = {
             "check": (_read_and_check,),
-            "preview": (_read,),
+            "preview": (_read_rows,),
             "plan": (functools.partial(_read, needs=("model_name_or_path",)),),
             "bench": (_read,),
             "sweep": (_settings, _checked),
@@ -246,6 +246,11 @@ def _classes(method: Any) -> tuple[type, type, type]:
 def _read(method: Any, words: list[str], needs: tuple[str, ...] = ()) -> Any:
     """The `Run` of a method from `words`, its files and flags; `needs`: in place of what training needs."""
     return _configs(dataclasses.replace(method, needs=needs or method.needs), *_settings(method, words))
+
+
+def _read_rows(method: Any, words: list[str]) -> Any:
+    """The `Run` of a method whose rows are to be seen: rewards and a teacher may be missing."""
+    return _read(method, words, tuple(need for need in method.needs if need.startswith(("model_", "dataset_"))))
 
 
 def _settings(method: Any, words: list[str]) -> tuple[dict[str, Any], list[str]]:
