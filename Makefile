@@ -5,7 +5,8 @@ PYTHON    ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.
                $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done) python3)
 # More for pip, e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a PyTorch without CUDA.
 PIP_FLAGS ?=
-WORKERS   ?= 2
+# Three keep two cores busy, because many tests wait for other processes.
+WORKERS   ?= 3
 
 VENV   := .venv
 PY     := $(VENV)/bin/python

@@ -34,6 +34,7 @@ MODELS = {
     "gemma3": ("Gemma3TextConfig", SIZE | SLIDING),
     "gpt2": ("GPT2Config", GPT2),
     "gpt-oss": ("GptOssConfig", SIZE | SLIDING | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": ("MixtralConfig", SIZE | dict(num_local_experts=4, num_experts_per_tok=2)),
     "phi3": ("Phi3Config", SIZE | dict(sliding_window=6)),
 }
 PROMPTS = [
@@ -145,6 +146,33 @@ def test_a_completion_is_that_of_its_seed_whatever_is_written_beside_it():
     alone = make()[0].generate([PROMPTS[1]], 1, sampling, seeds=[3])
     assert together.ids == in_turns.ids and together.finished == in_turns.finished and alone.ids[0] == together.ids[3]
     assert together.ids[0] != together.ids[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gpt2", "gpt-oss", "mixtral"])
+def test_a_completion_is_written_as_it_is_alone_to_the_bit_where_that_is_asked(arch, dtype):
+    """Rows that end at other times, more of them than are read at a time, or than are written at once."""
+    model = make(arch, vocab_size=383)[1].to(dtype)
+    sampling = Sampling(70, temperature=1.3, eos_token_ids=tuple(range(20)))
+    prompts = [[(7 * i + 3 * j) % 383 for j in range(1 + 9 * i)] for i in range(6)]
+
+    def written(prompts, n, seeds, max_rows=256):
+        made = LocalGenerator(tiny.tokenizer(), max_rows, batch_invariant=True)
+        made.sync_weights(model)
+        done = made.generate(prompts, n, sampling, seeds=seeds)
+        return [*zip(done.ids, done.logps, strict=True)]
+
+    together = written(prompts, 3, range(18))
+    assert together == [one for i in range(18) for one in written([prompts[i // 3]], 1, [i])]
+    assert together == written(prompts, 3, range(18), max_rows=4)
+
+
+def test_what_is_not_written_here_is_not_called_batch_invariant(monkeypatch):
+    made = LocalGenerator(tiny.tokenizer(), batch_invariant=True)
+    made.sync_weights(make()[1])
+    monkeypatch.setattr(local, "problem", lambda model, example: "it is another kind.")
+    with pytest.raises(ValueError, match="batch_invariant=True needs the local engine, .*: it is another kind. Set"):
+        made.generate(PROMPTS, 1, Sampling(4))
 
 
 @pytest.mark.parametrize("settings", [

@@ -89,6 +89,13 @@ class Block:
         self._place_rows()
         return order
 
+    def rows(self) -> list[Block]:
+        """A block for each row, of a block of one prompt in which nothing is written. They share what was read."""
+        found = [Block([self.width], 1, self.device, self.max_new) for _ in range(self.num_rows)]
+        for block in found:
+            block.prompts = self.prompts
+        return found
+
     def text(self, row: int, step: int) -> Text:
         """The keys and values of the prompt of `row` and of its first `step` tokens behind it, copied."""
         owner = int(self._owners[row])

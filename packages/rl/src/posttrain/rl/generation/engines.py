@@ -66,6 +66,11 @@ def refused(args: Any) -> Iterator[str]:
     for name, value in settings_of(args).items():
         if (why := REFUSED.get(name)) and value is not None:
             yield f"generation_kwargs: {name}={value!r} is not taken: {why}"
+        elif args.generation_batch_invariant:
+            yield (
+                f"generation_kwargs: {name!r} is followed by transformers' generate alone; leave it out, or set "
+                "generation_batch_invariant=False"
+            )
         elif args.use_transformers_continuous_batching:
             yield (
                 f"generation_kwargs: {name!r} is not followed by transformers' continuous batching; leave it out, or "
@@ -113,7 +118,12 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
 
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config)
     local: Generator = LocalGenerator(
-        tokenizer, args.generation_max_rows, args.generation_cache_tokens, example, args.router_replay
+        tokenizer,
+        args.generation_max_rows,
+        args.generation_cache_tokens,
+        example,
+        args.router_replay,
+        args.generation_batch_invariant,
     )
     if not shares_prompts(args):
         cache = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}

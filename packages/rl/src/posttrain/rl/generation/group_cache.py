@@ -65,12 +65,14 @@ class Decoding:
         blocks: the active ones, in the order of the rows.
         reading: the block in prefill; None in decoding.
         is_fixed: the shapes of a step do not depend on how many tokens are written; by default on a device.
+        filler: rows behind those of the blocks, which attend to nothing.
     """
 
     def __init__(self, device: torch.device, is_fixed: bool | None = None) -> None:
         self.device = device
         self.is_fixed = device.type != "cpu" if is_fixed is None else is_fixed
         self.blocks: list[Block] = []
+        self.filler = 0
         self.reading: Block | None = None
         self._segments: Segments | None = None
         self._known: list[Text | None] = []
@@ -127,11 +129,12 @@ class Decoding:
 
     def attend_rows(self, layer: int, query, key, value, *rule: Any) -> torch.Tensor:
         """(R, H, D) queries and (R, G, D) keys and values of the newest token of all rows -> (R, H * E)."""
-        if len(self.blocks) == 1:
+        if len(self.blocks) == 1 and not self.filler:
             return self.blocks[0].attend(layer, query, key, value, *rule)
-        counts = [block.num_rows for block in self.blocks]
-        parts = zip(self.blocks, query.split(counts), key.split(counts), value.split(counts), strict=True)
-        return torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
+        counts = [*(block.num_rows for block in self.blocks), self.filler]
+        parts = zip(self.blocks, query.split(counts), key.split(counts), value.split(counts), strict=False)
+        out = torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
+        return nn.functional.pad(out, (0, 0, 0, self.filler)) if self.filler else out
 
 
 def _behind(before: Sequence[int], lengths: Sequence[int]) -> Layout:

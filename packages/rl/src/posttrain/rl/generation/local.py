@@ -48,6 +48,7 @@ class LocalGenerator:
         example: of a model that sees, what it is tried with.
         with_routes: return the experts that a mixture chose. Its routers must be those of
             `posttrain.lm.attention.router_replay`.
+        batch_invariant: write each completion as it is written alone, bit for bit.
     """
 
     shares_weights = True
@@ -60,9 +61,10 @@ class LocalGenerator:
         max_tokens: int | None = None,
         example: ImageExample | None = None,
         with_routes: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.tokenizer, self.max_rows, self.max_tokens, self.example = tokenizer, max_rows, max_tokens, example
-        self.with_routes = with_routes
+        self.with_routes, self.batch_invariant = with_routes, batch_invariant
         self.fallback = TransformersGenerator(tokenizer)
         self._told = False
 
@@ -83,12 +85,20 @@ class LocalGenerator:
 
         Args:
             images: those of the prompts.
+
+        Raises:
+            ValueError: completions are to be written as they are alone, which this model cannot do.
         """
         if not prompts:
             return Completions([], [], [])
         why = problem(self.model, None if images is None else self.example)
         if why is None and max(map(len, prompts)) + sampling.max_new_tokens > (limit := rope_limit(self.model)):
             why = f"in a text of more than {limit:,} tokens its rotary embeddings turn all tokens by other angles."
+        if why is not None and self.batch_invariant:
+            raise ValueError(
+                "generation_batch_invariant=True needs the local engine, and these completions would come from "
+                f"transformers' generate: {why} Set generation_batch_invariant=False."
+            )
         if why is not None:
             if not self._told:
                 logger.info("Completions come from transformers' generate, which is slower: %s", why)
@@ -115,8 +125,9 @@ class LocalGenerator:
     def _steps(self, keeps_texts: bool = False) -> Iterator[LocalSteps]:
         model = self.model
         with torch.no_grad(), evaluating(model), decoding_attention(model), packed_head(model):
-            steps = LocalSteps(model, self.tokenizer, _step_of(model), self.max_rows, self.max_tokens or sys.maxsize)
-            steps.texts = {} if keeps_texts else None
+            most = self.max_rows, self.max_tokens or sys.maxsize
+            steps = LocalSteps(model, self.tokenizer, _step_of(model), *most, self.batch_invariant)
+            steps.texts = {} if keeps_texts and not self.batch_invariant else None
             yield steps
 
 

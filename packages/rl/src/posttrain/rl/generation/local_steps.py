@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.data.host_copies import send
+from posttrain.core.distributed.expert_parallel import config_problem
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
@@ -48,6 +50,8 @@ REFILL = 0.25
 """Prompts are read for places that became free when this share of all is: each reading is one more forward."""
 LOOK_EVERY = 16
 """Tokens generated on a GPU between two checks for finished completions: each check waits for the device."""
+TILE = 16
+"""Rows that are read at a time where each is to be written as it is alone. Places without one are filled up."""
 
 
 class LocalSteps:
@@ -59,17 +63,24 @@ class LocalSteps:
                 ids, logps, finished = call.completion(rows[0])
 
     Args:
-        step: reads one token of each row, instead of `model`. max_rows, max_tokens: see
+        step: reads one token of each row, instead of `model`. max_rows, max_tokens, batch_invariant: see
             `posttrain.rl.generation.local.LocalGenerator`.
 
     Attributes:
+        tile: rows that are read at a time, each with a block of its own; 0: all.
         texts: what was read and written, for prompts that go on from it; None: nothing is kept. They and what is being
             written are at most `max_rows` and `max_tokens` together: the oldest are dropped.
         num_read: tokens of prompts that were read.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, step: DecoderStep | None, max_rows: int, max_tokens: int
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        step: DecoderStep | None,
+        max_rows: int,
+        max_tokens: int,
+        batch_invariant: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.texts: dict[tuple[int, ...], Text] | None = None
@@ -77,7 +88,11 @@ class LocalSteps:
         self.is_exact = is_float32(model) and rope_limit(model) == math.inf
         self._step: DecoderStep | StepGraph | None = step
         self.decoding = Decoding(next(model.parameters()).device)
-        if step is not None and self.decoding.device.type == accelerator.CUDA:
+        self.tile = 0
+        if batch_invariant:  # as many tokens as choose an expert are one product
+            has_experts = config_problem(base_model(model).config, size=1) is None
+            self.tile, self.decoding.is_fixed = 1 if has_experts else TILE, False
+        elif step is not None and self.decoding.device.type == accelerator.CUDA:
             self._step = StepGraph(step, self.decoding)
         self._calls: list[Call] = []
 
@@ -137,6 +152,7 @@ class LocalSteps:
         """Read up to `most` of the prompts that wait, and write the first token of each of their completions."""
         numbers = [call.waiting.pop()]
         longest = len(call.prompts[numbers[0]])
+        most = 1 if self.tile else most
         while call.waiting and len(numbers) < most and (len(numbers) + 1) * longest <= MAX_TOKENS_READ:
             if longest > PADDING * len(call.prompts[call.waiting[-1]]):
                 break
@@ -147,7 +163,7 @@ class LocalSteps:
         self.num_read += sum(inputs[0])
         with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:
             logits = read_prompts(self.model, self.decoding, inputs)
-        call.begin(numbers, lengths, block, logits)
+        call.begin(numbers, lengths, block.rows() if self.tile else [block], logits)
         self._look()
 
     def _known(self, prompt: Sequence[int]) -> Known:
@@ -169,10 +185,22 @@ class LocalSteps:
     def _go_on(self, calls: list[Call]) -> None:
         """Write one more token of each row of these calls."""
         tokens, positions = zip(*(call.newest() for call in calls), strict=True)
-        logits = next_logits(self.model, self._step, self.decoding, _joined([*tokens]), _joined([*positions]))
+        read = self._in_tiles if self.tile else partial(next_logits, self.model, self._step, self.decoding)
+        logits = read(_joined([*tokens]), _joined([*positions]))
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
         self._look()
+
+    def _in_tiles(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`next_logits`, of `tile` rows at a time: a product of another size may round otherwise."""
+        decoding, found = self.decoding, []
+        blocks = decoding.blocks
+        for ids, places in zip(torch.split(tokens, self.tile), torch.split(positions, self.tile), strict=True):
+            decoding.filler = self.tile - len(ids)
+            decoding.blocks, blocks = blocks[: len(ids)], blocks[len(ids) :]
+            filled = [nn.functional.pad(each, (0, decoding.filler)) for each in (ids, places)]
+            found.append(next_logits(self.model, self._step, decoding, *filled)[: len(ids)])
+        return torch.cat(found)
 
     def _look(self) -> None:
         """Let rows leave that are done, of all calls at once: each reading waits for the device."""
@@ -259,16 +287,17 @@ class Call:
         check_logps([logps])
         return Completions([tokens], [logps], [self.finished[row]], self.is_exact)
 
-    def begin(self, numbers: list[int], lengths: list[int], block: Block, logits: torch.Tensor) -> None:
-        """Write the first tokens behind prompts that were read as `block`: (P, V) logits."""
+    def begin(self, numbers: list[int], lengths: list[int], blocks: list[Block], logits: torch.Tensor) -> None:
+        """Write the first tokens behind prompts that were read as `blocks`: (P, V) logits."""
         if self.routes is not None:
             self.routes.of_prompts(numbers, lengths)
-        self.blocks.append(block)
-        self.rows.append([number * self.n + copy for number in numbers for copy in range(self.n)])
-        self.looked.append(0)
+        rows = iter([number * self.n + copy for number in numbers for copy in range(self.n)])
+        self.blocks += blocks
+        self.rows += [[*islice(rows, len(block.owners))] for block in blocks]
+        self.looked += [0] * len(blocks)
         self._place()
-        index = self._indices[-1]
-        self._draw(logits[block.owners], index, torch.zeros_like(index))
+        index = _joined([*self._indices[-len(blocks) :]])
+        self._draw(logits[_joined([block.owners for block in blocks])], index, torch.zeros_like(index))
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
@@ -391,7 +420,8 @@ def next_logits(
     """(R, V) logits behind one more token of each row."""
     if step is not None:
         step.prepare(max(block.width + block.step for block in decoding.blocks))
-        attend = decoding.blocks[0].attend if len(decoding.blocks) == 1 else decoding.attend_rows
+        is_one = len(decoding.blocks) == 1 and not decoding.filler
+        attend = decoding.blocks[0].attend if is_one else decoding.attend_rows
         with torch.autocast(tokens.device.type, enabled=False):
             return step(tokens, positions, attend)
     ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)

@@ -85,6 +85,12 @@ class GenerationArguments:
         min=1,
         needs=LOCAL,
     )
+    generation_batch_invariant: bool = opt(
+        False,
+        "The local engine writes each completion as it would alone, bit for bit, whatever is written beside it; "
+        "slower.",
+        needs=LOCAL,
+    )
     cache_implementation: str | None = opt(None, "Cache of transformers' generate, such as static or dynamic.")
     use_transformers_continuous_batching: bool = opt(False, "Generate with transformers' continuous batching.")
     transformers_continuous_batching_config: JSONObject = opt(
@@ -400,6 +406,9 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
             )
         yield from self._staleness_problems()
         yield from self._replay_problems()
+        if self.generation_batch_invariant and (self.router_replay or self.cache_implementation):
+            other = "router_replay" if self.router_replay else "cache_implementation"
+            yield f"generation_batch_invariant=True does not work with {other}; unset one of them"
         if isinstance(self.pad_to_multiple_of, str) and self.pad_to_multiple_of != "auto":
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:
