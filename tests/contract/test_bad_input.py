@@ -22,7 +22,7 @@ from posttrain.core.errors import ConfigError, DataError, NonFiniteError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import embeddings
 from posttrain.lm.loading import arguments
-from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer
+from posttrain.rl import DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer, TPOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 from tests.contract.trainers import pad, preference_rows
@@ -490,13 +490,13 @@ def test_a_nan_in_the_data_stops_the_run_with_the_weights_untouched(tmp_path):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (lambda: tiny.causal_lm(), {"input_ids": 384, "labels": 384, "labels_per_token": 1}),
+        (lambda: tiny.causal_lm(), {"input_ids": 384, "labels": 384, "labels_per_token": 1, "context": 512}),
         (
             lambda: tiny.causal_lm("gpt2", n_positions=64),
-            {"input_ids": 384, "labels": 384, "labels_per_token": 1, "positions": 64},
+            {"input_ids": 384, "labels": 384, "labels_per_token": 1, "positions": 64, "context": 64},
         ),
-        (lambda: tiny.classifier(num_labels=3), {"input_ids": 384, "labels": 3, "positions": 64}),
-        (lambda: tiny.classifier(num_labels=1), {"input_ids": 384, "positions": 64}),  # a regression
+        (lambda: tiny.classifier(num_labels=3), {"input_ids": 384, "labels": 3, "positions": 64, "context": 64}),
+        (lambda: tiny.classifier(num_labels=1), {"input_ids": 384, "positions": 64, "context": 64}),  # a regression
         (lambda: tiny.seq2seq_lm(), {"input_ids": 384, "labels": 384}),
         (lambda: torch.nn.Linear(2, 2), {}),
     ],
@@ -530,6 +530,42 @@ def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(mode
         collate_fn=pipeline.default_collator(tiny.tokenizer()), limits=embeddings.id_limits(model),
     )  # fmt: skip
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
+
+
+LONG = {
+    "sft": (sft, {"text": "word " * 30}, {}),
+    "sft-packed": (sft, {"text": "word " * 30}, {"packing": True}),
+    "dpo": (DPOTrainer, {"prompt": "Say", "chosen": " a" * 90, "rejected": " b"}, {}),
+    "kto": (KTOTrainer, {"prompt": "Say", "completion": " a" * 90, "label": True}, {}),
+    "orpo": (ORPOTrainer, {"prompt": "Say " * 30, "chosen": " a", "rejected": " b"}, {"truncation_mode": "keep_end"}),
+    "tpo": (TPOTrainer, {"prompt": "Say", "chosen": " a", "rejected": " b", "reference": " c" * 90}, {}),
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("kind", LONG)
+def test_rows_longer_than_the_positions_of_a_model_are_refused_and_others_named(kind, streams, tmp_path, caplog):
+    """Behind its positions a model with a table raises an IndexError, which on a GPU ends the process."""
+    make, row, options = LONG[kind]
+    short = {name: value[:9] if isinstance(value, str) else value for name, value in row.items()}
+    every = [short, short, short | {"label": False} if "label" in short else short, row]
+    rows = datasets.IterableDataset.from_generator(lambda: iter(every)) if streams else every
+
+    def train(model):
+        if make is sft:
+            made = sft(tmp_path, rows, model, max_steps=4, max_length=1024, **options)
+        else:
+            common = dict(per_device_train_batch_size=2, use_cpu=True, max_steps=4, report_to="none")
+            args = make.config_class(str(tmp_path), **common, **options)
+            made = make(model, args=args, train_dataset=rows, processing_class=tiny.tokenizer())
+        made.train()
+
+    with pytest.raises(DataError, match="a row has .* tokens, and the model has positions for 64. Set max_length=64"):
+        train(tiny.causal_lm("gpt2", n_positions=64))
+    train(tiny.causal_lm(max_position_embeddings=64))
+    assert caplog.text.count("was made to read 64") == 1
+    train(tiny.causal_lm(max_position_embeddings=64, rope_parameters={"rope_type": "yarn", "factor": 16.0}))
+    assert caplog.text.count("was made to read") == 1
 
 
 def test_labels_that_padding_would_put_at_other_tokens_are_refused(tmp_path, caplog):

@@ -233,6 +233,9 @@ def test_completions_end_where_the_model_reads_no_further(tmp_path):
     assert any(len(sample.prompt_ids) + len(sample.ids) == 16 and not sample.finished for sample in samples)
     with pytest.raises(DataError, match="4 of 4 prompts leave no room for a completion, of the 16 tokens"):
         make(tmp_path, student=student, rows=[{"prompt": ROWS[0]["prompt"] * (16 // len(prompt) + 1)}] * 4)
+    messages = [{"role": "user", "content": "why ? " * 20}, {"role": "assistant", "content": "so"}]
+    with pytest.raises(DataError, match=r"leave no room for a completion, of the 16 tokens .* \(rows 0, 1, 2, 3\)"):
+        make(tmp_path, student=student, rows=[{"messages": messages}] * 4, lmbda=0.0)
 
 
 def test_a_teacher_in_four_bits(tmp_path):

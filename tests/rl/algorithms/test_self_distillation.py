@@ -86,6 +86,18 @@ def test_the_average_follows_the_policy_and_goes_on_from_a_checkpoint(lora, tmp_
     assert all(torch.equal(value, after[name]) for name, value in rest.reference.weights().items())
 
 
+@pytest.mark.parametrize("kind", [SDFTTrainer, SDPOTrainer])
+def test_the_teacher_reads_no_more_than_the_model_has_positions_for(kind, tmp_path):
+    data = [row | {"privileged_context": "because " * 40} for row in rows()]
+    model = tiny.causal_lm("gpt2", n_positions=64)
+    options = {"include_environment_feedback": True} if kind is SDPOTrainer else {}
+    run = trainer(tmp_path, model, data, kind, max_steps=1, **options)
+    read, complete = [], run.with_teacher_rows
+    run.with_teacher_rows = lambda *given: read.append(complete(*given)) or read[-1]
+    run.train()
+    assert max(read[0].teacher_lengths) == 64
+
+
 def test_an_evaluation_compares_too(tmp_path):
     made = trainer(tmp_path, teacher_model_kind="live")
     assert made.reference is None and made.teacher_model is made.model

@@ -102,10 +102,14 @@ def test_an_encoder_decoder_is_trained_on_the_probabilities_of_its_decoder(train
 
 
 @pytest.mark.parametrize("trainer", [ORPOTrainer, CPOTrainer])
-def test_rows_have_the_columns_that_earlier_collators_read(trainer, tmp_path):
-    row = preference(trainer)(tmp_path).train_dataset[0]
+def test_rows_have_the_columns_that_earlier_collators_read(trainer, tmp_path, caplog):
+    run = preference(trainer)(tmp_path)
+    row = run.train_dataset[0]
     for side in ("chosen", "rejected"):
         assert row[f"{side}_input_ids"] == row["prompt_ids"] + row[f"{side}_ids"]
+    with caplog.at_level("INFO"):
+        assert next(iter(run.get_train_dataloader()))
+    assert "left out" not in caplog.text  # as if the user had to do something about them
 
 
 def test_alphapo_is_simpo_without_the_likelihood():

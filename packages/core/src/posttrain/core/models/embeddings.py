@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, text_config
 
-POSITION_EMBEDDINGS = ("position_embeddings", "wpe")
+POSITION_EMBEDDINGS = ("position_embeddings", "wpe", "embed_positions")
 
 
 def id_limits(model: nn.Module) -> dict[str, int]:
     """The limits of `model` for `posttrain.core.data.batch_limits.check_limits`; empty if unknown.
 
     ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
-    ``positions``: rows of a learned position embedding. ``labels_per_token``: 1 if each token of a row has its own
-    label. Multimodal models are left out, because they use special token ids for images and audio.
+    ``positions``: rows of a position embedding. ``context``: see `context_of`. ``labels_per_token``: 1 if each token of
+    a row has its own label. Multimodal models are left out, because they use special token ids for images and audio.
     """
     base = base_model(model)
     config = config_of(base)
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return {}
-    head, classes, found = None, getattr(config, "num_labels", 0), {}
+    head, classes, found = None, getattr(config, "num_labels", 0), dict[str, Any]()
+    found["context"] = context_of(config)
     with contextlib.suppress(AttributeError, NotImplementedError):
         found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
         head = base.get_output_embeddings()
@@ -32,6 +34,22 @@ def id_limits(model: nn.Module) -> dict[str, int]:
         found["labels"] = classes
     for name, module in base.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
-            before_first = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts them
-            found["positions"] = module.num_embeddings - before_first
+            # The first position's row: OPT's and BART's modules name it, RoBERTa counts from behind the padding.
+            first = vars(module).get("offset", 0 if module.padding_idx is None else module.padding_idx + 1)
+            found["positions"] = module.num_embeddings - first
     return {name: limit for name, limit in found.items() if limit}
+
+
+def context_of(config: Any) -> int | None:
+    """Tokens that a model of this `config` was made to read; None: it names no number.
+
+    What a rule stretches rotary angles by counts as vLLM counts it; a config may hold that already.
+    """
+    config = text_config(config)
+    if (length := getattr(config, "max_position_embeddings", None) or 0) <= 0:
+        return None
+    rule = config.to_dict().get("rope_parameters") or {}
+    if rule.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return length
+    trained = rule.get("original_max_position_embeddings") if rule["rope_type"] == "yarn" else None
+    return max(length, int((trained or length) * (rule.get("factor") or 1)))

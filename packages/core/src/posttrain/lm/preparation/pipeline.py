@@ -82,13 +82,13 @@ def prepare_rows(
         as it is read. A dataset on disk is cached next to itself; other processes wait for the first to finish.
 
     Raises:
-        DataError: no rows, unknown columns, no row to train on, one that cannot be where `on_bad_rows` is "raise", or a
-            token outside the model's vocabulary.
+        DataError: no rows, unknown columns, no row to train on, one that cannot be where `on_bad_rows` is "raise", a
+            token outside the model's vocabulary, or a row that is longer than its positions.
     """
     import datasets
     from torch.utils.data import IterableDataset
 
-    name, limits = report.name, limits or {}
+    name, limits = report.name, dict(limits or {})
     check_dataset(dataset, f"{name}_dataset")
     if isinstance(dataset, Iterator):
         raise TypeError(
@@ -104,7 +104,7 @@ def prepare_rows(
     else:
         prepared = _prepare_list(dataset, prepare, name)
     for batch in prepared.with_format("arrow").iter(100_000):
-        report.add(**_counts(batch, prepare))
+        _count(batch, prepare, report, limits)
         _check_numbers(batch, prepare, limits, name)
     report.judge(on_bad_rows)
     if report.rows_kept == 0:
@@ -168,6 +168,23 @@ def _counts(table: pa.Table, prepare: RowPreparation) -> dict[str, Any]:
 
     lengths = {name: pc.list_value_length(table.column(name)).to_numpy() for name in prepare.token_columns}
     return {"facts": {name: table.column(name).to_numpy() for name in prepare.facts}, "lengths": lengths}
+
+
+def _count(table: pa.Table, prepare: RowPreparation, report: TokenReport, limits: dict[str, int]) -> None:
+    """Add prepared rows to `report`, and say, of a context once, where one is longer than the `limits`."""
+    report.add(**_counts(table, prepare))
+    longest, what = report.longest, f"{report.name}: a row has {report.longest:,} tokens, and the model"
+    if longest > (positions := limits.get("positions", longest)):
+        raise DataError(f"{what} has positions for {positions:,}. Set max_length={positions}, or filter such rows.")
+    if longest > limits.get("context", longest):
+        context = limits.pop("context")
+        logger.warning(
+            "%s was made to read %s and has not learned later positions. Set max_length=%d, or stretch the positions: "
+            "model_init_kwargs={'rope_parameters': {'rope_type': 'yarn', 'factor': ...}}.",
+            what,
+            f"{context:,}",
+            context,
+        )
 
 
 def _check_numbers(table: pa.Table, prepare: RowPreparation, limits: Mapping[str, int], name: str) -> None:
@@ -240,7 +257,7 @@ def _prepare_list(rows: Any, prepare: RowPreparation, name: str) -> Dataset:
 
 
 def _prepare_stream(
-    dataset: IterableDataset, prepare: RowPreparation, report: TokenReport, limits: Mapping[str, int], on_bad_rows: str
+    dataset: IterableDataset, prepare: RowPreparation, report: TokenReport, limits: dict[str, int], on_bad_rows: str
 ) -> IterableDataset:
     import pyarrow.compute as pc
 
@@ -257,7 +274,7 @@ def _prepare_stream(
         if indices and indices[0] == 0:  # another pass over the stream
             report.clear()
         known = len(report.dropped)
-        report.add(**_counts(table, prepare))
+        _count(table, prepare, report, limits)
         report.judge(on_bad_rows)
         _check_numbers(table, prepare, limits, report.name)
         if len(report.dropped) > known:  # a new reason

@@ -262,6 +262,12 @@ class DistillationTrainer(RolloutTrainer):
             return terms.sum() / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
 
+    def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
+        """As the base's. Rows of messages stay, unless some of them are dropped."""
+        read = with_prompts(dataset, f"{role}_dataset")
+        kept = super().prepare_rows(read, role, name)
+        return dataset if kept is read else kept
+
     def new_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         """A sample without a completion for each row, whose messages are prompt and completion."""
         return super().new_samples([prompt_and_completion(row) for row in rows])

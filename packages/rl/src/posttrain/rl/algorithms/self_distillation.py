@@ -167,9 +167,13 @@ class SelfDistillationTrainer(RolloutTrainer):
         tensors of `shown_to_callbacks`, and ``on_generation_batch_built``, called once for each rollout to train on.
 
         Args:
-            samples: of each of its completions. prompts: tokens of the teacher's prompts; None: nothing is compared.
+            samples: of each of its completions. prompts: tokens of the teacher's prompts, of which the last are read
+                that have room before the completion; None: nothing is compared.
             skipped: first tokens of each completion that are not compared.
         """
+        if (context := self.sampler.context) is not None:
+            pairs = zip(samples, prompts, strict=True)
+            prompts = [prompt and prompt[-max(context - len(one.ids), 1) :] for one, prompt in pairs]
         for event in ("on_teacher_context_built", "on_self_distillation_batch_prepared"):
             self._call(event, lambda: shown_to_callbacks(rollout, prompts))
         if samples and not samples[0].is_evaluated:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.core import TrainingArguments
+from posttrain.core.data.pipeline import can_drop_columns
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.preference.arguments import PreferenceConfig
 from posttrain.rl.preference.trainer import PreferenceTrainer
@@ -41,6 +42,13 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         """Rows also with each text whole, as ``chosen_input_ids`` and ``rejected_input_ids``: what scripts and
         collators of earlier versions read."""
         return dataset.map(whole_texts, batched=True)
+
+    def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+        """As the base's; of columns that `arrange` adds nothing is said."""
+        if self.args.remove_unused_columns and can_drop_columns(dataset):
+            added = {"chosen_input_ids", "rejected_input_ids"} - {*(self.signature_columns or ())}
+            dataset = dataset.remove_columns([*added & {*dataset.column_names}])
+        return super().without_unused_columns(dataset, collator, description)
 
 
 def whole_texts(columns: dict[str, list[Any]], ending: str = "_input_ids") -> dict[str, list[Any]]:

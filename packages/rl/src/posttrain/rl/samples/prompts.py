@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
-from posttrain.core.models import wrapping
+from posttrain.core.models.embeddings import context_of
 from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.lm.images.images import has_images
 from posttrain.lm.text import chat_template, layouts
@@ -171,7 +171,7 @@ def context_length(config: Any, engine: int | None = None) -> int | None:
     Args:
         engine: the limit of the engine that generates, where it has one of its own.
     """
-    limits = [getattr(wrapping.text_config(config), "max_position_embeddings", None), engine]
+    limits = [context_of(config), engine]
     return min((limit for limit in limits if limit and limit > 0), default=None)
 
 
