@@ -99,8 +99,11 @@ def test_an_engine_is_sent_the_experts_with_their_adapters_merged(shared):
     alone = jobs.once(shared, "merged-alone", lambda folder: jobs.do(1, work(folder, **SMALL), folder))
     small = SMALL | {"gradient_accumulation_steps": 2}
     two = jobs.once(shared, "merged", lambda folder: jobs.do(2, work(folder, **small, **EXPERTS), folder))
-    expected, found = (jobs.result(folder, "sent") for folder in (alone, two))
-    base = dict(Weights(tiny.mixture_of_experts(initializer_range=0.1)))
+    one, other = (jobs.result(folder, "sent") for folder in (alone, two))
+    model = tiny.mixture_of_experts(initializer_range=0.1).eval()
+    expected, found, base = one["weights"], other["weights"], dict(Weights(model))
+    for logits in (one["without"], other["without"]):
+        torch.testing.assert_close(logits, model(input_ids=torch.arange(4, 20)[None]).logits, rtol=0, atol=1e-5)
     assert list(found) == list(expected) == list(base)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
@@ -130,7 +133,7 @@ def test_each_process_keeps_its_experts_alone(shared):
     assert gate_up == (2, 32, 32)
 
 
-@pytest.mark.parametrize("label", ["sft", "sft mixtral", "sft gpt_oss"])
+@pytest.mark.parametrize("label", ["sft", "sft mixtral", "sft gpt_oss", "sft adapters"])
 def test_the_saved_model_is_that_of_one_process(label, shared, alone):
     both = runs(shared, "experts", 2, RUNS, EXPERTS), alone
     files = [next((folder / label / "final").glob("*.safetensors")) for folder in both]

@@ -535,13 +535,16 @@ def stream_weights(out, **changes):
 
 
 def merged_experts(out, **changes):
-    """The weights that an engine is sent of a mixture with adapters on its experts, after a step."""
+    """Of a mixture with adapters on its experts, after a step: the weights that an engine is sent, and the logits of
+    the model without its adapters."""
     from posttrain.rl.generation.weights import Weights
 
     with mixtures(adapters=True):
         trainer = TRAINERS["grpo"](out, **changes)
     trainer.train()
-    return dict(Weights(trainer.model))
+    with torch.no_grad(), trainer.model.eval().disable_adapter():
+        logits = trainer.model(input_ids=torch.arange(4, 20)[None]).logits
+    return {"weights": dict(Weights(trainer.model)), "without": logits}
 
 
 def send_weights(name, out, **changes):

@@ -184,7 +184,7 @@ def mix_rows(
         length = max(len(rows[source]), 1)
         part = rows[source][number % length]
         if len(ends) == 1:
-            part = part[np.lexsort((part, number // length))]
+            part = np.sort(number - number % length + part) % length  # each pass by itself
         picked.append(first[source] + part)
         places.append(stage + (np.arange(len(part)) + 0.5) / max(len(part), 1))
     order = np.argsort(np.concatenate(places), kind="stable")
