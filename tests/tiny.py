@@ -39,6 +39,19 @@ def mixture_of_experts(seed: int = 0, arch: str = "qwen3_moe", kind: str = "ForC
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def adapted_experts(make):
+    """The mixture that `make` makes, with an adapter on its experts and attention that has been trained a little."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    model = get_peft_model(make(), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 def reward_model(seed: int = 0, **overrides):
     """A Qwen3 sequence classifier of 2 layers and width 32 with one output."""
     from transformers import Qwen3Config, Qwen3ForSequenceClassification

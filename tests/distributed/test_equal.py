@@ -145,6 +145,25 @@ def test_two_processes_do_what_one_does(name, mode_and_runs, alone):
     assert has_generated == name.startswith(SAMPLES)
 
 
+#: A mixture whose weights change over the run, with a budget.
+STAGES = {
+    "dataset_weights": {"a": {0: 3, 0.5: 1}, "b": {0.25: 1}},
+    "dataset_max_tokens": {"a": 60},
+    "num_train_epochs": 1,
+}
+STAGED = {"rows": STAGES, "packed": STAGES | {"packing": True, "dataset_weights_of": "tokens"}}
+
+
+@pytest.mark.parametrize("kind", STAGED)
+def test_two_processes_read_the_stages_of_a_mixture_as_one_does(kind, shared):
+    def work(folder):
+        return [[k, "train", {"name": "sft-mixture", "out": str(folder / k), **STAGED[k]}] for k in STAGED]
+
+    alone = jobs.once(shared, "stages-alone", lambda folder: jobs.do(1, work(folder), folder))
+    found = jobs.result(job(shared, "stages", work), kind)
+    assert_equal_runs(found, jobs.result(alone, kind), padding=False)
+
+
 #: How two processes are told, with which weights and with which families of vision-language models.
 BESIDE = {"ddp": {"gradient_checkpointing": True}, "fsdp": {"fsdp": "full_shard"}, "vision": {"train_parts": "vision"}}
 SEEING = ["qwen2_5_vl", "gemma3", "smolvlm", "llava"]

@@ -5,6 +5,7 @@ import safetensors.torch
 import torch
 
 from posttrain.core.distributed import expert_parallel
+from posttrain.rl.generation.weights import Weights
 from tests import tiny, versions
 from tests.distributed import jobs
 from tests.distributed.test_equal import assert_equal_runs
@@ -31,6 +32,11 @@ RUNS = {
     "grpo replay": FREE | {"router_replay": True},
     "sft mixtral": BALANCED | {"arch": "mixtral"},
     "sft gpt_oss": FREE | {"arch": "gpt_oss"},
+    "sft adapters": BALANCED | {"model": {"adapters": True}},
+    "sft-packed adapters": FREE | {"model": {"adapters": True}, "gradient_checkpointing": True},
+    "sft gpt_oss adapters": FREE | {"arch": "gpt_oss", "model": {"adapters": True}},
+    "dpo adapters": BALANCED | {"model": {"adapters": True}},
+    "grpo adapters": FREE | {"model": {"adapters": True}},
 }
 TOGETHER = ["causal-lm", "sft-packed", "dpo", "grpo", "sft gpt_oss"]
 
@@ -84,6 +90,33 @@ def test_two_processes_that_split_matrices_and_divide_the_experts_do_what_one_do
     assert_equal_runs(found, result(alone, label))
 
 
+def test_an_engine_is_sent_the_experts_with_their_adapters_merged(shared):
+    def work(folder, **changes):
+        return [
+            ["sent", "merged_experts", {"out": str(folder / "sent"), "max_steps": 1, "max_grad_norm": 0.3, **changes}]
+        ]
+
+    alone = jobs.once(shared, "merged-alone", lambda folder: jobs.do(1, work(folder, **SMALL), folder))
+    small = SMALL | {"gradient_accumulation_steps": 2}
+    two = jobs.once(shared, "merged", lambda folder: jobs.do(2, work(folder, **small, **EXPERTS), folder))
+    one, other = (jobs.result(folder, "sent") for folder in (alone, two))
+    model = tiny.mixture_of_experts(initializer_range=0.1).eval()
+    expected, found, base = one["weights"], other["weights"], dict(Weights(model))
+    for logits in (one["without"], other["without"]):
+        torch.testing.assert_close(logits, model(input_ids=torch.arange(4, 20)[None]).logits, rtol=0, atol=1e-5)
+    assert list(found) == list(expected) == list(base)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+        assert ("mlp.experts" in name) <= bool((value - base[name]).abs().max() > 1e-3)
+
+
+@pytest.mark.rotated
+def test_four_processes_train_adapters_of_experts_that_each_hold_twice_in_shards(shared, alone):
+    changes = EXPERTS | {"fsdp": "full_shard", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    found = result(runs(shared, "experts-4-adapters", 4, ["sft-packed adapters"], changes), "sft-packed adapters")
+    assert_equal_runs(found, result(alone, "sft-packed adapters"), padding=False)
+
+
 @pytest.mark.rotated
 @pytest.mark.parametrize("how", ["ep", "tp"])
 def test_four_processes_hold_each_expert_twice_in_shards(how, shared, alone):
@@ -100,7 +133,7 @@ def test_each_process_keeps_its_experts_alone(shared):
     assert gate_up == (2, 32, 32)
 
 
-@pytest.mark.parametrize("label", ["sft", "sft mixtral", "sft gpt_oss"])
+@pytest.mark.parametrize("label", ["sft", "sft mixtral", "sft gpt_oss", "sft adapters"])
 def test_the_saved_model_is_that_of_one_process(label, shared, alone):
     both = runs(shared, "experts", 2, RUNS, EXPERTS), alone
     files = [next((folder / label / "final").glob("*.safetensors")) for folder in both]
@@ -133,6 +166,10 @@ def ways(shared):
         cut = {"cut": 4}
         go(1, ("straight", None, SMALL), ("1", None, SMALL | {"cut": 2}))
         go(2, ("1-e", "1", EXPERTS | cut), ("1-ep", "1", EXPERTS | PARTS | cut), ("1-f", "1", PARTS | cut))
+        adapted = {"model": {"adapters": True}}
+        go(1, ("adapters", None, SMALL | adapted))
+        go(2, ("a-ep", None, EXPERTS | PARTS | adapted | {"cut": 2}), ("a-e", "a-ep", EXPERTS | adapted | {"cut": 4}))
+        go(1, ("a-e-1", "a-e", SMALL | adapted))
         go(2, ("1-f-e", "1-f", EXPERTS), ("1-ep-f", "1-ep", PARTS), ("1-ep-t", "1-ep", BOTH_DEALT))
         go(1, ("1-e-1", "1-e", SMALL), ("1-ep-1", "1-ep", SMALL))
 
@@ -143,6 +180,13 @@ def ways(shared):
 def test_a_run_goes_on_with_experts_divided_otherwise(path, ways):
     expected, found = jobs.result(ways, "straight"), jobs.result(ways, path)
     assert found["step"] == expected["step"] == 6
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_adapters_of_divided_experts_go_on_with_experts_divided_otherwise(ways):
+    expected, found = jobs.result(ways, "adapters"), jobs.result(ways, "a-e-1")
+    assert found["step"] == expected["step"] == 6 and any("experts.lora_A" in name for name in found["weights"])
     for name, value in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-6, msg=name)
 
@@ -192,9 +236,12 @@ def test_experts_without_a_plan_with_adapters_and_quantized_are_refused_with_one
 
     told = expert_parallel.problem_of(tiny.causal_lm(), 2)
     assert told.startswith("ep_size=2: Qwen3ForCausalLM has no experts, or transformers no plan for dividing them.")
-    told = expert_parallel.problem_of(with_adapters(target_parameters=["mlp.experts.gate_up_proj"]), 2)
-    assert told.startswith("ep_size=2: the experts of model.layers.0.mlp.experts have an adapter (target_parameters)")
-    assert told.endswith("Give adapters to the attention alone, or set ep_size=1 and shard the model by fsdp.")
+    on_experts = with_adapters(target_parameters=["mlp.experts.gate_up_proj"])
+    assert expert_parallel.problem_of(on_experts, 2) is None
+    assert expert_parallel.problem_of(on_experts, 3).startswith("ep_size=3 does not divide the 4 experts")
+    told = expert_parallel.problem_of(on_experts, 2, sharers=2)
+    assert told.startswith("ep_size=2 and tp_size=2: the experts of model.layers.0.mlp.experts have an adapter")
+    assert told.endswith("Leave tp_size out, or give adapters to the attention alone.")
     assert expert_parallel.problem_of(with_adapters(target_modules=["q_proj"]), 2) is None
     quantized = tiny.mixture_of_experts()
     quantized.is_quantized = True  # as from_pretrained marks what it has loaded with a quantization_config

@@ -121,9 +121,11 @@ def with_cpu_adam(name, out, **changes):
 
 
 @contextlib.contextmanager
-def mixtures(arch="qwen3_moe", **model):
-    """Within this context the contract's models are mixtures of experts."""
+def mixtures(arch="qwen3_moe", adapters=False, **model):
+    """Within this context the contract's models are mixtures of experts, with `adapters` on all of these."""
     make = functools.partial(tiny.mixture_of_experts, arch=arch, **{"initializer_range": 0.1} | model)
+    if adapters:
+        make = functools.partial(tiny.adapted_experts, make)
     score = functools.partial(make, kind="ForSequenceClassification", num_labels=1)
     with mock.patch.multiple(tiny, causal_lm=lambda **_: make(), reward_model=score):
         yield
@@ -530,6 +532,19 @@ def stream_weights(out, **changes):
         "alive": max(alive),
         "all": len(weights),
     }
+
+
+def merged_experts(out, **changes):
+    """Of a mixture with adapters on its experts, after a step: the weights that an engine is sent, and the logits of
+    the model without its adapters."""
+    from posttrain.rl.generation.weights import Weights
+
+    with mixtures(adapters=True):
+        trainer = TRAINERS["grpo"](out, **changes)
+    trainer.train()
+    with torch.no_grad(), trainer.model.eval().disable_adapter():
+        logits = trainer.model(input_ids=torch.arange(4, 20)[None]).logits
+    return {"weights": dict(Weights(trainer.model)), "without": logits}
 
 
 def send_weights(name, out, **changes):

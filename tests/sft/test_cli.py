@@ -277,6 +277,23 @@ def test_a_mixture_is_previewed_with_its_shares(mixture_file, capsys):
     assert "row 0: maths, " in shown
 
 
+def test_a_mixture_has_weights_that_change_and_budgets(mixture_file, capsys):
+    text = mixture_file.read_text().replace("weight: 3", "weight: {0: 3, 0.5: 1}, max_tokens: 10")
+    mixture_file.write_text(text)
+    assert main(["preview", "mixed.yaml", "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    stages = ["stage 1 of 2: 4 rows of tales, 3 rows of maths", "stage 2 of 2: 7 rows of tales, 0 rows of maths"]
+    assert re.findall(r"stage . of 2: .*", shown) == stages
+    words = ["preview", "mixed.yaml", "--rows", "1", "--dataset_max_tokens", '{"maths": 9}']
+    assert main(words) == 2
+    assert "dataset_max_tokens and the max_tokens in dataset_mixture are both set; keep one" in capsys.readouterr().err
+    flags = ["--dataset_weights", '{"tales": 1, "maths": {"0": 3, "0.5": 1}}', "--dataset_max_tokens", '{"maths": 10}']
+    bare = text.replace("weight: {0: 3, 0.5: 1}, max_tokens: 10", "").replace("weight: 1, ", "").replace(", }", "}")
+    mixture_file.write_text(bare)
+    assert main(["preview", "mixed.yaml", "--rows", "1", *flags]) == 0
+    assert re.findall(r"stage . of 2: .*", capsys.readouterr().out) == stages
+
+
 def test_a_list_of_datasets_is_named_after_its_files(run_file, tmp_path):
     from posttrain.cli.source import DataSource
 
@@ -294,6 +311,7 @@ def test_a_list_of_datasets_is_named_after_its_files(run_file, tmp_path):
         ("{a: {path: none.jsonl}}", "'none.jsonl' of a does not exist"),
         ("{a: {path: train.jsonl, weight: 1}, b: eval.jsonl}", "a has a weight and b has none"),
         ("{a: {path: train.jsonl, weight: -1}}", "the weight -1 of a must be above 0"),
+        ("{a: {path: train.jsonl, max_tokens: many}}", "the max_tokens 'many' of a must be above 0"),
         ("{a: {path: train.jsonl, fraction: 2}}", "the fraction 2 of a must be above 0 and at most 1"),
         ("[train.jsonl, {path: train.jsonl}]", "two datasets are called 'train'"),
     ],

@@ -13,7 +13,7 @@ from posttrain.core.data.batches import as_filler
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft import SFTConfig, SFTTrainer
-from posttrain.sft.mixture import mix_rows
+from posttrain.sft.mixture import mix_rows, stages_of
 from tests import tiny
 
 MATHS = [{"prompt": f"{i} and {i}?", "completion": f" {2 * i}"} for i in range(12)]
@@ -41,14 +41,14 @@ def records(trainer):
 
 def test_without_weights_each_row_comes_once_and_sources_are_spread_evenly():
     order, source, drawn = mix_rows([2, 6])
-    assert sorted(order) == list(range(8)) and drawn.tolist() == [2, 6]
+    assert sorted(order) == list(range(8)) and drawn.tolist() == [[2, 6]]
     assert source.tolist() == [1, 0, 1, 1, 1, 0, 1, 1]  # at 1/4 and 3/4 of the way
     assert order[source == 0].tolist() == [0, 1] and order[source == 1].tolist() == [2, 3, 4, 5, 6, 7]
 
 
 def test_weights_are_shares_of_an_epoch_that_stays_as_long():
     order, source, drawn = mix_rows([10, 90], np.array([0.75, 0.25]), seed=3)
-    assert drawn.tolist() == [75, 25] and len(order) == 100 and (source == 0).sum() == 75
+    assert drawn.tolist() == [[75, 25]] and len(order) == 100 and (source == 0).sum() == 75
     counts = np.bincount(order, minlength=100)
     assert set(counts[:10]) == {7, 8} and set(counts[10:]) == {0, 1}  # seven passes and a half; a part, no row twice
     again, other = (mix_rows([10, 90], np.array([0.75, 0.25]), seed=seed)[0] for seed in (3, 4))
@@ -59,9 +59,45 @@ def test_weights_are_shares_of_an_epoch_that_stays_as_long():
 def test_the_rows_of_an_epoch_are_those_of_the_shares_to_the_row(weights):
     lengths = [7, 100, 1]
     order, source, drawn = mix_rows(lengths, np.array(weights))
-    assert drawn.sum() == len(order) == 108 and np.abs(drawn - np.array(weights) * 108).max() <= 1
+    assert drawn.sum() == len(order) == 108 and np.abs(drawn[0] - np.array(weights) * 108).max() <= 1
     first = np.cumsum([0, *lengths])
     assert all(first[s] <= row < first[s + 1] for row, s in zip(order, source, strict=True))
+
+
+CHANGING = {"maths": {0: 3, 0.5: 1}, "tales": {"0.25": 1}}  # keys as in Python or YAML, and as in JSON
+
+
+def test_weights_that_change_make_stages_each_of_its_shares_to_the_row():
+    spans, shares = stages_of(("maths", "tales"), CHANGING)
+    assert spans.tolist() == [0.25, 0.25, 0.5] and shares.tolist() == [[1, 0], [0.75, 0.25], [0.5, 0.5]]
+    order, source, drawn = mix_rows([20, 80], shares, seed=3, spans=spans)
+    assert drawn.tolist() == [[25, 0], [19, 6], [25, 25]]
+    assert [np.bincount(part, minlength=2).tolist() for part in np.split(source, [25, 50])] == drawn.tolist()
+    maths = order[source == 0]  # each stage goes on where the one before it ended: pass after pass
+    assert all(sorted(maths[start : start + 20]) == list(range(20)) for start in (0, 20, 40))
+    assert len(set(order[source == 1])) == 31  # no row twice
+
+
+def test_a_budget_is_the_most_tokens_and_the_others_take_what_it_leaves():
+    tokens = [np.array([3, 4, 5] * 10), np.array([2] * 60), np.array([6] * 30)]
+    lengths = [len(part) for part in tokens]
+
+    def drawn(budgets, weights=None, **how):
+        order, source, counts = mix_rows(lengths, weights, tokens=tokens, budgets=np.array(budgets), **how)
+        assert counts.sum() == len(order)
+        return np.bincount(source, np.concatenate(tokens)[order], minlength=3).tolist(), counts.sum(0).tolist()
+
+    trained, _ = drawn([50, np.inf, 7])
+    assert 45 < trained[0] <= 50 and trained[1:] == [120, 6]  # without weights each row once, and no others instead
+    trained, _ = drawn([20, np.inf, np.inf], np.array([2, 1, 1]) / 4, by_tokens=True)
+    assert 15 < trained[0] <= 20 and trained[1:] == [200, 198]  # 400 of 420 tokens are left for two equal weights
+    _, rows = drawn([np.inf, 20, np.inf], np.array([1, 2, 1]) / 4)
+    assert rows == [55, 10, 55]  # of 120 rows
+    spans, shares = stages_of(("a", "b", "c"), {"a": {0: 1, 0.5: 0}, "b": {0.5: 1}, "c": {0.5: 1}})
+    trained, _ = drawn([90, np.inf, np.inf], shares, by_tokens=True, spans=spans)
+    assert 85 < trained[0] <= 90 and trained[1:] == [104, 102]  # the first stage is shorter: nothing else has a weight
+    trained, _ = drawn([30, 31, 32], np.ones(3) / 3, by_tokens=True)
+    assert 25 < trained[0] <= 30 and trained[1:] == [30, 30]
 
 
 # In the trainer
@@ -91,6 +127,54 @@ def test_weights_can_be_shares_of_the_tokens_that_are_trained_on(tmp_path, packi
     assert shares == [pytest.approx(0.75, abs=0.02)]
     by_rows = trainer(tmp_path, parts, **(options | {"dataset_weights_of": "rows"}))
     assert made.mixture.drawn[0] > by_rows.mixture.drawn[0]  # their completions are short
+
+
+def trained_by_source(made, first, last):
+    """The trained tokens of each source in the rows `first` to `last` of the training set."""
+    found = np.zeros(2)
+    for row in made.train_dataset.select(range(first, last)):
+        edges = np.cumsum(row.get("seq_lengths") or [len(row["labels"])])
+        for source, labels in zip(row.get("sources") or [row["source"]], np.split(row["labels"], edges), strict=False):
+            found[source] += np.sum(labels[1:] != -100)
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_stages_have_the_shares_of_trained_tokens_to_a_row_and_are_read_in_their_order(packing, tmp_path):
+    parts = {"maths": MATHS * 8, "tales": TALES * 8}
+    options = {"dataset_weights": CHANGING, "dataset_weights_of": "tokens", "num_train_epochs": 1, "max_steps": -1}
+    options |= {"per_device_train_batch_size": 2, "packing": packing, "max_length": 48}
+    made = trainer(tmp_path, parts, **options)
+    reports = [made.data_reports[f"train/{name}"] for name in parts]
+    total, longest = sum(report.trained_tokens for report in reports), max(report.longest for report in reports)
+    places = [0, *np.cumsum([sum(stage) for stage in made.mixture.stages])]
+    if packing:  # no row holds documents of two stages
+        documents = np.cumsum([0, *(len(row["seq_lengths"]) for row in made.train_dataset)])
+        assert set(places) <= set(documents)
+        places = np.searchsorted(documents, places)
+    shares = [[0.25, 0], [0.25 * 0.75, 0.25 * 0.25], [0.25, 0.25]]
+    for stage, expected in enumerate(shares):
+        found = trained_by_source(made, places[stage], places[stage + 1])
+        assert np.abs(found - np.array(expected) * total).max() < longest, (stage, found)
+    made.train()
+    read = [record["token_share/tales"] for record in records(made)]
+    assert read == pytest.approx(
+        [
+            tales / (maths + tales)
+            for step in range(len(read))
+            for maths, tales in [trained_by_source(made, 2 * step, min(2 * step + 2, len(made.train_dataset)))]
+        ]
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_trains_on_no_more_tokens_of_a_dataset_than_its_budget(packing, tmp_path):
+    parts = {"maths": MATHS * 8, "tales": TALES * 8}
+    options = {"dataset_weights": {"maths": 1, "tales": 1}, "dataset_max_tokens": {"tales": 150}, "packing": packing}
+    made = trainer(tmp_path, parts, max_length=48, num_train_epochs=1, max_steps=-1, **options)
+    found = trained_by_source(made, 0, len(made.train_dataset))
+    assert 150 - made.data_reports["train/tales"].longest < found[1] <= 150
+    assert sum(made.mixture.drawn) == 8 * (len(MATHS) + len(TALES))  # the other takes what that leaves
 
 
 def source_losses(made):
@@ -183,11 +267,13 @@ def stopped_and_resumed(make, tmp_path):
     return straight, resumed
 
 
-@pytest.mark.parametrize("kind", ["rows", "packed", "streams", "packed streams"])
+@pytest.mark.parametrize("kind", ["rows", "packed", "streams", "packed streams", "staged", "packed staged"])
 def test_a_resumed_mixture_goes_on_bit_by_bit(tmp_path, kind):
     def make(folder, **changes):
         parts = {name: stream(rows) for name, rows in PARTS.items()} if "streams" in kind else dict(PARTS)
         options = {"dataset_weights": {"maths": 2, "tales": 1}, "packing": "packed" in kind, "max_length": 48}
+        if "staged" in kind:
+            options |= {"dataset_weights": CHANGING, "dataset_max_tokens": {"tales": 200}}
         return trainer(tmp_path / folder, parts, per_device_train_batch_size=2, max_steps=6, **options, **changes)
 
     straight, resumed = stopped_and_resumed(make, tmp_path)
@@ -275,6 +361,20 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
         (PARTS, {"dataset_weights": {"maths": 1, "tales": 0}}, "number above 0"),
         (PARTS, {"dataset_weights": {"maths": 1, "tales": "many"}}, "has 'many' for 'tales'"),
         (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": {"late": 1}}}, "changes at shares of the epoch, from 0"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": {1: 1}}}, "from 0 to below 1"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": {0: 0, 0.5: 0}}}, "number above 0"),
+        (PARTS, {"dataset_weights": {"maths": {0.5: 1}, "tales": {0.25: 1}}}, "no weight above 0 at 0 of the epoch"),
+        (PARTS, {"dataset_max_tokens": {"tale": 9}}, "dataset_max_tokens names 'tale', did you mean 'tales'"),
+        (PARTS, {"dataset_max_tokens": {"tales": "many"}}, "has 'many' for 'tales', which is no number of tokens"),
+        (PARTS, {"dataset_max_tokens": {"tales": 1}}, "has 1 tokens for 'tales', and none of its rows"),
+        (MATHS, {"dataset_max_tokens": {"maths": 9}}, "dataset_max_tokens mixes several datasets"),
+        (
+            {"maths": stream(MATHS), "tales": TALES},
+            {"dataset_weights": {"maths": 1, "tales": 1}, "dataset_max_tokens": {"tales": 9}},
+            "dataset_max_tokens needs the tokens of 'maths', a stream",
+        ),
+        ({"maths": stream(MATHS), "tales": TALES}, {"dataset_weights": CHANGING}, "'maths' is a stream, which has no"),
         ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
         (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),
         (MATHS, {"dataset_weights_of": "tokens"}, "dataset_weights_of='tokens' mixes several datasets"),
@@ -295,6 +395,30 @@ def test_what_cannot_be_mixed_is_refused(tmp_path, parts, options, message):
             train_dataset=parts,
             processing_class=tiny.tokenizer(),
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "laid over one epoch, and num_train_epochs=3; set 1"),
+        ({"train_sampling_strategy": "group_by_length"}, "so does train_sampling_strategy='group_by_length'"),
+        ({"max_batch_tokens": 64}, "so does max_batch_tokens=64; set max_batch_tokens=None"),
+        ({"shuffle_dataset": True}, "so does shuffle_dataset=True; set shuffle_dataset=False"),
+    ],
+)
+def test_what_reads_the_rows_of_stages_in_another_order_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SFTConfig("out", dataset_weights=CHANGING, **options)
+    if not options:
+        with pytest.raises(ConfigError, match=f"dataset_max_tokens are {message}"):
+            SFTConfig("out", dataset_max_tokens={"a": 9})
+
+
+def test_a_number_of_steps_that_ends_elsewhere_than_the_stages_is_named(tmp_path, caplog):
+    trainer(tmp_path, dataset_weights=CHANGING, max_steps=5)  # 17 rows, 4 a step
+    assert "made for one epoch of" not in caplog.text
+    trainer(tmp_path, dataset_weights=CHANGING)
+    assert "max_steps=4, and the mixture is made for one epoch of 5 steps" in caplog.text
 
 
 def test_dft_is_refused_with_label_smoothing():

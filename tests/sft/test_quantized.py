@@ -227,9 +227,15 @@ def test_torchaos_eight_bits_are_trained_on_and_resumed_to_the_bit(base, tmp_pat
 
 
 def rounded_to(bits):
-    """Of torchao: weights of 4 or 8 bits, or of 4 beside activations of 8."""
+    """Of torchao: weights of 4 or 8 bits, or of 4 beside activations of 8; or both in MXFP8 or MXFP4."""
     from torchao import quantization
 
+    if bits.startswith("MX"):
+        from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        kind = {"MXFP8": torch.float8_e4m3fn, "MXFP4": torch.float4_e2m1fn_x2}[bits]
+        return MXDynamicActivationMXWeightConfig(32, kind, kind, KernelPreference.EMULATED)
     group = quantization.PerGroup(32)
     if bits == "8 and 4":
         options = {"weight_dtype": torch.int4, "weight_granularity": group}
@@ -237,7 +243,7 @@ def rounded_to(bits):
     return quantization.IntxWeightOnlyConfig(torch.int4 if bits == "4" else torch.int8, granularity=group)
 
 
-@pytest.mark.parametrize("bits", ["4", "8", "8 and 4"])
+@pytest.mark.parametrize("bits", ["4", "8", "8 and 4", "MXFP8", "MXFP4"])
 def test_what_torchao_rounds_in_training_is_what_it_exports_to_the_bit(bits, base, tmp_path):
     pytest.importorskip("torchao")
     from torchao.quantization import quantize_
@@ -246,9 +252,11 @@ def test_what_torchao_rounds_in_training_is_what_it_exports_to_the_bit(bits, bas
 
     from posttrain.lm.loss.lm_head import supports_loss_in_head
 
+    dtype = torch.bfloat16 if bits.startswith("MX") else torch.float32
+
     def run():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
         prepared = QATConfig(rounded_to(bits), step="prepare")
         quantize_(model, prepared, filter_fn=lambda part, path: type(part) is torch.nn.Linear and path != "lm_head")
         args = SFTConfig(
@@ -268,10 +276,10 @@ def test_what_torchao_rounds_in_training_is_what_it_exports_to_the_bit(bits, bas
         with torch.no_grad():
             return model.eval()(input_ids=torch.arange(4, 20)[None]).logits
 
-    expected, as_saved = logits(straight.model), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected, as_saved = logits(straight.model), AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     assert (logits(as_saved) - expected).abs().max() > 1e-3
     config = TorchAoConfig(rounded_to(bits))
-    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config, dtype=dtype)
     rounded.save_pretrained(tmp_path / "rounded")
     for model in (rounded, AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")):
         torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)

@@ -32,7 +32,8 @@ class Part:
     """One dataset of a mixture.
 
     path: files, a folder, or a name on the hub. config, split: as for `DataSource`. columns: those to keep, None for
-    all. fraction: share of its rows that is used, from the first on. weight: its share of the rows of an epoch.
+    all. fraction: share of its rows that is used, from the first on. weight: its share of the rows of an epoch, or
+    ``{share of the epoch: weight from there on}``. max_tokens: most of its tokens that are trained on.
     """
 
     path: str | list[str]
@@ -40,7 +41,8 @@ class Part:
     split: str | None = None
     columns: list[str] | None = None
     fraction: float | None = None
-    weight: float | None = None
+    weight: float | dict[Any, float] | None = None
+    max_tokens: int | None = None
 
 
 @dataclass
@@ -53,7 +55,7 @@ class DataSource(metaclass=ConfigMeta):
     dataset_mixture: list[Any] | str | dict[str, Any] | None = opt(
         None,
         "Several datasets by name, to be mixed: for each what dataset_name takes, or a mapping of path, config, "
-        "split, columns, fraction and weight.",
+        "split, columns, fraction, weight and max_tokens.",
     )
     dataset_config: str | None = opt(None, "Configuration of a dataset that has several.")
     dataset_train_split: str = opt("train", "Split to train on.")
@@ -111,8 +113,10 @@ class DataSource(metaclass=ConfigMeta):
         for name, part in parts.items():
             if weighted and part.weight is None:
                 yield f"dataset_mixture: {weighted[0]} has a weight and {name} has none; give all of them one, or none"
-            for field, most in (("weight", float("inf")), ("fraction", 1)):
+            for field, most in (("weight", float("inf")), ("fraction", 1), ("max_tokens", float("inf"))):
                 value = getattr(part, field)
+                if field == "weight" and isinstance(value, dict):  # its method checks where it changes
+                    continue
                 if value is not None and (isinstance(value, (bool, str)) or not 0 < value <= most):
                     yield (
                         f"dataset_mixture: the {field} {value!r} of {name} must be above "
@@ -157,10 +161,13 @@ class DataSource(metaclass=ConfigMeta):
             found[str(name)] = Part(**value)
         return found
 
-    def weights(self) -> dict[str, float] | None:
+    def weights(self) -> dict[str, Any] | None:
         """The weights of `dataset_mixture` by name, None where it has none."""
-        weights = {name: part.weight for name, part in self.parts().items() if part.weight is not None}
-        return weights or None
+        return {name: part.weight for name, part in self.parts().items() if part.weight is not None} or None
+
+    def budgets(self) -> dict[str, int] | None:
+        """The most trained tokens of datasets of `dataset_mixture` by name, None where it has no such limits."""
+        return {name: part.max_tokens for name, part in self.parts().items() if part.max_tokens is not None} or None
 
     def load(self) -> tuple[Any, Any | None]:
         """Read the training rows and the evaluation rows.

@@ -18,31 +18,34 @@ def run(run: Run) -> None:
     """
     from posttrain.sft.trainer import SFTTrainer
 
-    run = dataclasses.replace(run, config=with_weights(run))
+    run = dataclasses.replace(run, config=with_mixture(run))
     train(run, SFTTrainer, *sets_for(run))
 
 
-def with_weights(run: Run) -> Any:
-    """The config of `run`, with the weights that its mixture of datasets was given.
+def with_mixture(run: Run) -> Any:
+    """The config of `run`, with the weights and budgets that its mixture of datasets was given.
 
     Raises:
-        ConfigError: dataset_weights gives others.
+        ConfigError: the config gives others.
     """
-    weights = run.data.weights()
-    if weights is None or run.config.dataset_weights == weights:
-        return run.config
-    if run.config.dataset_weights is not None:
-        raise ConfigError(
-            "posttrain sft", ["dataset_weights and the weights in dataset_mixture are both set; keep one"]
-        )
-    return dataclasses.replace(run.config, dataset_weights=weights)
+    config = run.config
+    asked = {
+        "dataset_weights": ("weights", run.data.weights()),
+        "dataset_max_tokens": ("max_tokens", run.data.budgets()),
+    }
+    for field, (what, of_parts) in asked.items():
+        own = vars(config)[field]
+        if of_parts and own not in (None, of_parts):
+            raise ConfigError("posttrain sft", [f"{field} and the {what} in dataset_mixture are both set; keep one"])
+        config = dataclasses.replace(config, **{field: of_parts or own})
+    return config
 
 
 def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
     """What `run` would be trained on; see `posttrain.sft.preview`."""
     from posttrain.sft.preview import of_run
 
-    return of_run(dataclasses.replace(run, config=with_weights(run)), count)
+    return of_run(dataclasses.replace(run, config=with_mixture(run)), count)
 
 
 def workload(run: Run, length: int | None) -> Any:

@@ -58,13 +58,18 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     dataset_text_field: str = opt("text", "Column that holds the text of plain rows.")
     dataset_weights: JSONObject = opt(
         None,
-        'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. None: each row '
-        "once an epoch.",
+        'Share of the rows that each of several datasets gives, by name: {"math": 3, "chat": 1}. A weight that changes '
+        'over the run, from a share of it on: {"math": {0: 1, 0.8: 5}, "chat": 1}. None: each row once an epoch.',
     )
     dataset_weights_of: str = opt(
         "rows",
         "What dataset_weights are shares of: rows, or tokens that are trained on.",
         choices=("rows", "tokens"),
+    )
+    dataset_max_tokens: JSONObject = opt(
+        None,
+        "Most tokens of each of several datasets that a run trains on, by name; others take what that leaves, by "
+        "dataset_weights. None, or a name left out: no limit.",
     )
     dataset_kwargs: JSONObject = opt(None, '{"skip_prepare_dataset": True} takes the rows as they are.')
     dataset_num_proc: int | None = opt(
@@ -155,6 +160,7 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
                 f"packing_strategy={self.packing_strategy!r} splits long rows, and too_long={self.too_long!r} "
                 "excludes them; set packing_strategy=bfd or too_long=split"
             )
+        yield from self._problems_of_plan()
         if self.loss_type == "dft" and self.label_smoothing_factor:
             yield (
                 "loss_type='dft' weights a token by its probability, and "
@@ -172,6 +178,21 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
                 if name not in ("skip_prepare_dataset", *NO_EFFECT):
                     near = did_you_mean(name, ("skip_prepare_dataset",))
                     yield f"dataset_kwargs: {name!r} has no effect; it may hold skip_prepare_dataset alone{near}"
+
+    def _problems_of_plan(self) -> Iterator[str]:
+        """Why a run cannot follow weights that change over it, or budgets."""
+        weights = self.dataset_weights.values() if isinstance(self.dataset_weights, dict) else ()
+        changes = any(isinstance(weight, dict) for weight in weights)
+        planned = "weights that change over the run" if changes else "dataset_max_tokens"
+        if (changes or self.dataset_max_tokens) and self.num_train_epochs > 1 and self.max_steps < 0:
+            yield f"{planned} are laid over one epoch, and num_train_epochs={self.num_train_epochs:g}; set 1"
+        for name, given, ours in (
+            ("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential")),
+            ("max_batch_tokens", self.max_batch_tokens, (None,)),
+            ("shuffle_dataset", self.shuffle_dataset, (False,)),
+        ):
+            if changes and given not in ours:
+                yield f"{planned} order the rows, and so does {name}={given!r}; set {name}={ours[0]!r}"
 
 
 def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:

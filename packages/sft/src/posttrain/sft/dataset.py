@@ -77,8 +77,13 @@ def prepare_sets(
     """
     several = isinstance(dataset, Mapping)
     by_tokens = args.dataset_weights_of == "tokens"
-    if (args.dataset_weights is not None or by_tokens) and name == "train" and not several:
-        given = "dataset_weights_of='tokens'" if by_tokens else "dataset_weights"
+    asked = {
+        "dataset_weights_of='tokens'": by_tokens,
+        "dataset_weights": args.dataset_weights is not None,
+        "dataset_max_tokens": args.dataset_max_tokens is not None,
+    }
+    if any(asked.values()) and name == "train" and not several:
+        given = next(field for field, is_set in asked.items() if is_set)
         raise DataError(f"{given} mixes several datasets, and train_dataset is one. Pass a dict of datasets by name.")
     # The wrapped strategy cuts rows when packing, so they must stay whole before.
     max_length = None if packing and args.packing_strategy != "bfd" else args.max_length
@@ -101,10 +106,8 @@ def prepare_sets(
     done = Prepared(next(iter(parts.values())), reports)
     if several:
         done.sources = tuple(parts)
-        row_tokens = None
-        if by_tokens:
-            row_tokens = [report.trained_tokens / max(report.rows_kept, 1) for report in reports.values()]
-        done.dataset, done.mixture = mix_datasets(parts, args.dataset_weights, args.seed, row_tokens)
+        how = (args.dataset_weights, args.seed, by_tokens, args.dataset_max_tokens)
+        done.dataset, done.mixture = mix_datasets(parts, *how)
     if args.shuffle_dataset and name == "train":
         done.dataset = shuffled(done.dataset, args.seed)
     if not packing or args.max_length is None:
@@ -112,7 +115,8 @@ def prepare_sets(
     if not hasattr(done.dataset, "__len__"):
         done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
         return done
-    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name)
+    stages = () if done.mixture is None else tuple(map(sum, done.mixture.stages))
+    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name, stages)
     return done
 
 

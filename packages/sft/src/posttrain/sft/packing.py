@@ -7,7 +7,7 @@ document predicts the next one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -171,14 +171,45 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd", name: str = "train") -> Dataset:
+def pack_stages(lengths: np.ndarray, stages: Sequence[int], capacity: int, strategy: str = "bfd") -> Packing:
+    """As `pack`, of rows in stages, whose bins follow one another.
+
+    Args:
+        stages: rows of each stage.
+    """
+    first = np.cumsum([0, *stages])
+    parts = [pack(part, capacity, strategy) for part in np.split(lengths, first[1:-1])]
+    done = np.cumsum([0, *(len(part.rows) for part in parts)])
+    return Packing(
+        np.concatenate([part.rows + start for part, start in zip(parts, first[:-1], strict=True)]),
+        np.concatenate([part.starts for part in parts]),
+        np.concatenate([part.stops for part in parts]),
+        np.concatenate([[0], *(part.bounds[1:] + start for part, start in zip(parts, done[:-1], strict=True))]),
+        capacity,
+    )
+
+
+def trained_tokens(dataset: Dataset) -> np.ndarray:
+    """(R,) the labels of each row of a prepared dataset that the loss predicts: not a row's first."""
+    counts = [np.zeros(0, dtype=np.int64)]
+    for values, offsets in _TokenRows(dataset.with_format("arrow")[:]).columns["labels"]:
+        trained = values != -100
+        trained[offsets[:-1]] = False
+        before = np.concatenate([[0], np.cumsum(trained)])
+        counts.append(before[offsets[1:]] - before[offsets[:-1]])
+    return np.concatenate(counts)
+
+
+def pack_dataset(
+    dataset: Dataset, capacity: int, strategy: str = "bfd", name: str = "train", stages: Sequence[int] = ()
+) -> Dataset:
     """Pack a prepared dataset.
 
     Args:
         dataset: rows of ``input_ids`` and ``labels``, and of ``source`` where several datasets are mixed.
         capacity: tokens of a packed row; usually ``max_length``.
         strategy: see `pack`. Under "bfd_split" and "wrapped" rows should not have been truncated before.
-        name: of the dataset, for the log.
+        name: of the dataset, for the log. stages: rows of each of its stages, if it has several, which stay apart.
 
     Returns:
         Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
@@ -188,10 +219,10 @@ def pack_dataset(dataset: Dataset, capacity: int, strategy: str = "bfd", name: s
     from datasets import Dataset
 
     tokens = _TokenRows(dataset.with_format("arrow")[:])
-    packing = pack(tokens.lengths, capacity, strategy)
+    packing = pack_stages(tokens.lengths, stages or (len(dataset),), capacity, strategy)
     packing.tell(name)
     features = _packed_features(tokens.sources is not None)
-    cache_file, fingerprint = cache_location(dataset, "packed", capacity, strategy)
+    cache_file, fingerprint = cache_location(dataset, "packed", capacity, strategy, *stages)
     bins = Dataset.from_dict({"bin": np.arange(len(packing))})
     return bins.map(
         lambda batch: tokens.gather(packing, batch["bin"]),

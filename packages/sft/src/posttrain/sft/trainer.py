@@ -40,7 +40,7 @@ from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, shuffled
-from posttrain.sft.mixture import Mixture, check_parts, named_sets, representative
+from posttrain.sft.mixture import Mixture, budgets_of, check_parts, named_sets, representative, stages_of
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
 from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
@@ -92,8 +92,8 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     fixed_at_construction = tuple(
         (
             "assistant_only_loss chat_template_kwargs chat_template_path completion_only_loss dataset_kwargs "
-            "dataset_text_field dataset_weights eos_token eval_packing max_length packing packing_strategy "
-            "pad_to_multiple_of padding_free too_long train_on truncation_mode"
+            "dataset_max_tokens dataset_text_field dataset_weights eos_token eval_packing max_length packing "
+            "packing_strategy pad_to_multiple_of padding_free too_long train_on truncation_mode"
         ).split()
     )
     signature_columns: tuple[str, ...] | None = tuple(
@@ -140,6 +140,10 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         """Adds problems with the names in a mixture, with the collator and with `formatting_func`."""
         if isinstance(parts.train_dataset, Mapping):
             yield from preflight.caught(check_parts, parts.train_dataset)
+            names = tuple(map(str, parts.train_dataset))
+            if isinstance(args, SFTConfig):
+                yield from preflight.caught(stages_of, names, args.dataset_weights) if args.dataset_weights else ()
+                yield from preflight.caught(budgets_of, names, args.dataset_max_tokens or {})
         yield from super().preflight(args, parts)
         yield from collator_problems(args, parts.data_collator)
         function = parts.others.get("formatting_func")
@@ -221,6 +225,11 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         if self._image_rows is None or self.args.length_column_name in columns:
             return super().row_lengths(dataset)
         return row_lengths(dataset, self._image_rows)
+
+    def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
+        """As the core's; the rows of a mixture in stages are read in their order."""
+        in_stages = self.mixture is not None and len(self.mixture.stages) > 1 and dataset is self.train_dataset
+        return None if in_stages else super().train_sampler(dataset)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -387,7 +396,18 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             self._sources, self.mixture = done.sources, done.mixture
         if done.mixture is not None and self.dist.is_main:
             logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
+            self._compare_lengths(len(done.dataset), done.mixture)
         return done.dataset
+
+    def _compare_lengths(self, rows: int, mixture: Mixture) -> None:
+        """Warn where `max_steps` ends the run elsewhere than with the epoch of `rows` that `mixture` is made for."""
+        planned = self.args.dataset_max_tokens is not None or len(mixture.stages) > 1
+        steps = math.ceil(rows / self.get_total_train_batch_size(self.args))
+        if planned and self.args.max_steps > 0 and self.args.max_steps != steps:
+            logger.warning(
+                f"max_steps={self.args.max_steps}, and the mixture is made for one epoch of {steps} steps: weights "
+                "change at shares of it, and dataset_max_tokens limits it. Set num_train_epochs=1 instead."
+            )
 
 
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -31,6 +31,7 @@ DISPATCHES, KEPT_BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _DIVIDED: WeakSet[nn.Module] = WeakSet()  # modules of experts of which this process keeps some
+_ADAPTERS: WeakSet[nn.Module] = WeakSet()  # peft's wrappers around them
 
 
 def loaded_size(model: nn.Module | None) -> int:
@@ -55,16 +56,79 @@ def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> l
         ValueError: for a problem from `problem_of`.
     """
     base, size = base_model(model), mesh.size()
-    if problem := problem_of(base, size):
+    if problem := problem_of(base, size, sharers.size()):
         raise ValueError(problem)
-    plan, modules = plan_of(base), dict(base.named_modules())
-    experts = [modules[name] for name, style in plan.items() if style == DISPATCHES and name in modules]
-    for module in experts:
-        load_from_main(module, device, {})
-    apply = importlib.import_module("transformers.distributed.expert_parallel").apply_expert_parallelism
-    apply(base, mesh, sharers, plan, "auto")
+    with _without_adapters(base) as adapters:
+        plan, modules = plan_of(base), dict(base.named_modules())
+        experts = [modules[name] for name, style in plan.items() if style == DISPATCHES and name in modules]
+        for module in experts:
+            load_from_main(module, device, {})
+            if wrappers := adapters.get(module):
+                module.forward = _adapted(module, wrappers, mesh.get_local_rank(), module.forward)
+                _ADAPTERS.update(wrappers)
+                for wrapper in wrappers:
+                    wrapper._activate_lora = _nothing
+        apply = importlib.import_module("transformers.distributed.expert_parallel").apply_expert_parallelism
+        apply(base, mesh, sharers, plan, "auto")
     _DIVIDED.update(experts)
     return experts
+
+
+@contextlib.contextmanager
+def _without_adapters(base: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
+    """Within this context modules whose parameters have adapters (``target_parameters``) stand in `base` without peft's
+    wrappers, one around the other. Yields the wrappers of each."""
+    places: list[tuple[nn.Module, str, Any]] = [
+        (parent, name, child)
+        for parent in base.modules()
+        for name, child in parent.named_children()
+        if _is_wrapper(child) and not _is_wrapper(parent)
+    ]
+    for parent, name, child in places:
+        parent._modules[name] = child.get_base_layer()
+    try:
+        yield {child.get_base_layer(): [part for part in child.modules() if _is_wrapper(part)] for *_, child in places}
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return any(kind.__name__ == "ParamWrapper" for kind in type(module).__mro__)
+
+
+def _adapted(module: nn.Module, wrappers: Sequence[Any], place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of the experts that this process keeps, with their part of the adapters.
+
+    peft adds an adapter to all experts before they are called. Here each process has the adapters whole, as other dense
+    weights, and adds to its own experts alone. The gradient of an adapter is then the sum over the processes that keep
+    the experts between them, each of which has seen the rows of all of them: as dense gradients are summed.
+
+    Args:
+        module: the experts. wrappers: their adapters. place: of this process among those that keep the experts.
+    """
+
+    def with_adapters(*args: Any) -> Any:
+        plain = dict(module._parameters)
+        for wrapper in wrappers:
+            names = [] if wrapper.disable_adapters or wrapper.merged else wrapper.active_adapters
+            for name in (name for name in names if name in wrapper.lora_A):
+                weight: Any = module._parameters[wrapper.parameter_name]
+                left, right, scale = wrapper.get_delta_factors(name)
+                own = slice(place * len(weight), (place + 1) * len(weight))
+                with torch.autocast(weight.device.type, enabled=False):
+                    weight = torch.baddbmm(weight, left[own], right[own], alpha=scale)
+                module._parameters[wrapper.parameter_name] = weight
+        try:
+            return forward(*args)
+        finally:
+            module._parameters.update(plain)
+
+    return with_adapters
+
+
+def _nothing(names: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -72,6 +136,7 @@ def whole(model: nn.Module) -> Iterator[None]:
     """Within this context this process has all experts of `model` and keeps in step with no other. Every process must
     enter it."""
     kept = [(module, dict(module._parameters), dict(vars(module))) for module in model.modules() if module in _DIVIDED]
+    wrappers: list[Any] = [module for module in model.modules() if module in _ADAPTERS]
     try:
         for module, pieces, own in kept:
             for name, piece in pieces.items():
@@ -80,8 +145,12 @@ def whole(model: nn.Module) -> Iterator[None]:
             table = vars(module)
             table.update(num_experts=own["num_experts"] * _size(pieces), _is_expert_parallel=False)
             del table["forward"]  # which exchanges tokens
+        for wrapper in wrappers:
+            del vars(wrapper)["_activate_lora"]
         yield
     finally:
+        for wrapper in wrappers:
+            wrapper._activate_lora = _nothing
         for module, pieces, own in kept:
             module._parameters.update(pieces)
             vars(module).update({name: own[name] for name in ("num_experts", "_is_expert_parallel", "forward")})
@@ -97,8 +166,9 @@ def plan_of(base: Any) -> dict[str, str]:
     return base._expand_parallel_plan(base.ep_plan)
 
 
-def problem_of(base: nn.Module, size: int) -> str | None:
-    """Why the experts of `base` cannot be divided over `size` processes, as a sentence; None if they can."""
+def problem_of(base: nn.Module, size: int, sharers: int = 1) -> str | None:
+    """Why the experts of `base` cannot be divided over `size` processes, of which `sharers` read the same rows, as a
+    sentence; None if they can."""
     name = type(base).__name__
     if is_quantized(base):
         return f"ep_size={size}: {name} is quantized, and its experts cannot be divided here. Load it in bfloat16."
@@ -107,12 +177,13 @@ def problem_of(base: nn.Module, size: int) -> str | None:
             f"ep_size={size}: {name} has no experts, or transformers no plan for dividing them. Set ep_size=1, and "
             "shard it by fsdp."
         )
-    modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
-    for path, style in plan_of(base).items():
-        if style == DISPATCHES and hasattr(modules.get(path), "base_layer"):
+    with _without_adapters(base) as adapters:
+        modules, parameters, plan = dict(base.named_modules()), dict(base.named_parameters()), plan_of(base)
+    for path, style in plan.items():
+        if style == DISPATCHES and modules.get(path) in adapters and sharers > 1:
             return (
-                f"ep_size={size}: the experts of {path} have an adapter (target_parameters), which looks at all of "
-                "them. Give adapters to the attention alone, or set ep_size=1 and shard the model by fsdp."
+                f"ep_size={size} and tp_size={sharers}: the experts of {path} have an adapter (target_parameters), "
+                "whose gradients such processes do not sum. Leave tp_size out, or give adapters to the attention alone."
             )
         if style == KEPT_BY_EXPERT and path in parameters and parameters[path].shape[0] % size:
             return _does_not_divide(size, parameters[path].shape[0], name)

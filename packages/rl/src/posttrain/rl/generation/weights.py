@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import nn
 
-from posttrain.core.distributed.sharding import is_in_pieces, whole, whole_shape
+from posttrain.core.distributed.sharding import is_in_pieces, is_sharded, whole, whole_shape
 from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, plain_classes, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
@@ -238,8 +238,13 @@ def _is_adapted(module: nn.Module) -> TypeGuard[PretrainedModel]:
 
 def _merged(layer: PretrainedModel) -> dict[str, torch.Tensor]:
     """The weights of the layer below `layer` with its adapters merged into them, in float32, as a copy."""
-    copies = {id(p): nn.Parameter(whole(p).detach().float().clone(), False) for p in layer.parameters()}
-    copied = copy.deepcopy(layer, copies)  # parameters that are in `copies` are not copied again
+    copies: dict[int, Any] = {id(p): nn.Parameter(whole(p).detach().float().clone(), False) for p in layer.parameters()}
+    base = layer.get_base_layer()
+    if is_sharded(base):  # by itself, as divided experts are; such a module cannot be copied
+        copies[id(base)] = nn.Module()
+        for name, parameter in base.named_parameters():
+            copies[id(base)].register_parameter(name, copies[id(parameter)])
+    copied = copy.deepcopy(layer, copies)  # what is in `copies` is not copied again
     for module in reversed(list(copied.modules())):  # inner ones first: adapters may be nested
         if _is_adapted(module):
             module.merge()
