@@ -377,6 +377,11 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
         ({"maths": stream(MATHS), "tales": TALES}, {"dataset_weights": CHANGING}, "'maths' is a stream, which has no"),
         ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
         (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),
+        (
+            [{"input_ids": [5, 6], "labels": [5, 6]}],
+            {"dataset_weights": {"maths": 1}, "dataset_kwargs": {"skip_prepare_dataset": True}},
+            "train_dataset is one",
+        ),
         (MATHS, {"dataset_weights_of": "tokens"}, "dataset_weights_of='tokens' mixes several datasets"),
         (PARTS, {"dataset_weights_of": "tokens"}, "says what dataset_weights are shares of"),
         (

@@ -55,6 +55,21 @@ def shuffled(dataset: Any, seed: int) -> Any:
     return torch.utils.data.Subset(dataset, order)
 
 
+def refuse_mixing(args: SFTConfig) -> None:
+    """Reject arguments that mix several datasets, where there is one.
+
+    Raises:
+        DataError: naming the first of them.
+    """
+    asked = {
+        "dataset_weights_of='tokens'": args.dataset_weights_of == "tokens",
+        "dataset_weights": args.dataset_weights is not None,
+        "dataset_max_tokens": args.dataset_max_tokens is not None,
+    }
+    if given := next((field for field, is_set in asked.items() if is_set), None):
+        raise DataError(f"{given} mixes several datasets, and train_dataset is one. Pass a dict of datasets by name.")
+
+
 def prepare_sets(
     dataset: Any,
     tokenizer: Any,
@@ -77,14 +92,8 @@ def prepare_sets(
     """
     several = isinstance(dataset, Mapping)
     by_tokens = args.dataset_weights_of == "tokens"
-    asked = {
-        "dataset_weights_of='tokens'": by_tokens,
-        "dataset_weights": args.dataset_weights is not None,
-        "dataset_max_tokens": args.dataset_max_tokens is not None,
-    }
-    if any(asked.values()) and name == "train" and not several:
-        given = next(field for field, is_set in asked.items() if is_set)
-        raise DataError(f"{given} mixes several datasets, and train_dataset is one. Pass a dict of datasets by name.")
+    if name == "train" and not several:
+        refuse_mixing(args)
     # The wrapped strategy cuts rows when packing, so they must stay whole before.
     max_length = None if packing and args.packing_strategy != "bfd" else args.max_length
     parts, reports = {}, {}

@@ -39,7 +39,7 @@ from posttrain.lm.loss.language_modeling import group_sums
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
-from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, shuffled
+from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, refuse_mixing, shuffled
 from posttrain.sft.mixture import Mixture, budgets_of, check_parts, named_sets, representative, stages_of
 from posttrain.sft.packing import refuse_leaks
 from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
@@ -144,6 +144,8 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             if isinstance(args, SFTConfig):
                 yield from preflight.caught(stages_of, names, args.dataset_weights) if args.dataset_weights else ()
                 yield from preflight.caught(budgets_of, names, args.dataset_max_tokens or {})
+        elif parts.train_dataset is not None and isinstance(args, SFTConfig):
+            yield from preflight.caught(refuse_mixing, args)
         yield from super().preflight(args, parts)
         yield from collator_problems(args, parts.data_collator)
         function = parts.others.get("formatting_func")

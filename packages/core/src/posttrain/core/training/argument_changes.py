@@ -32,20 +32,18 @@ _OPTIONS = {
     "adam_epsilon": ("eps",),
 }
 _ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
-_NOTES = {
+_OF_ROWS = "data_seed", "train_sampling_strategy", "max_batch_tokens"
+_REORDERS = ("seed", *_OF_ROWS, "dataset_weights", "dataset_weights_of", "dataset_max_tokens")
+_NOTES = dict.fromkeys(_REORDERS, "rows continue in another order") | {
     "learning_rate": "the new one applies from the next optimizer step on",
     "weight_decay": "the new one applies from the next optimizer step on",
     "seed": "random numbers continue, and rows come in another order",
-    "data_seed": "rows continue in another order",
-    "train_sampling_strategy": "rows continue in another order",
-    "max_batch_tokens": "rows continue in another order",
     "per_device_train_batch_size": "rows continue at the same position",
     "gradient_accumulation_steps": "rows continue at the same position",
     "num_train_epochs": "the schedule is the new run's",
     "max_steps": "the schedule is the new run's",
     "max_duration": "the schedule is the new run's",
 }
-_REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
