@@ -13,7 +13,7 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen3ForCausalLM
+from transformers import BartConfig, BartForConditionalGeneration, Qwen3ForCausalLM
 
 from posttrain.core import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from posttrain.core.data import pipeline
@@ -625,6 +625,17 @@ def test_a_batch_that_the_model_failed_on_is_explained(rows, model, parts, evalu
         assert "eval_loss" not in trainer.evaluate()
     else:
         refused((DataError, ValueError), *parts, run=trainer.evaluate if evaluating else trainer.train)
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "said"), [(65, 5, "these rows has 65"), (5, 65, "label of these rows has")]
+)
+def test_rows_and_labels_beyond_the_positions_of_an_encoder_decoder_are_named(read, written, said, tmp_path):
+    size = dict(vocab_size=384, d_model=16, max_position_embeddings=64, encoder_layers=1, decoder_layers=1)
+    size |= {f"{part}_{name}": 16 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
+    model = BartForConditionalGeneration(BartConfig(**size, pad_token_id=0, bos_token_id=2, eos_token_id=1))
+    rows = [{"input_ids": [5] * read, "attention_mask": [1] * read, "labels": [5] * written}] * 8
+    refused(DataError, said, "positions for 64", run=base(tmp_path, rows, model=model).train)
 
 
 def test_labels_of_another_length_than_the_tokens_are_explained_for_a_collator_of_ones_own(tmp_path):

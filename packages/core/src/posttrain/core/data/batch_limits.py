@@ -17,7 +17,7 @@ def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | Non
     Args:
         batch: a dict of tensors; those on the CPU are checked.
         limits: how many numbers a column may hold, from 0 on: ``{"input_ids": vocabulary size, "labels": classes}`` (a
-            label may also be -100); ``"positions"``: tokens that a row may have.
+            label may also be -100); ``"positions"``, ``"label_positions"``: tokens that a row, or its label, may have.
         indices: the dataset's index of each row of the batch, for the message.
 
     Raises:
@@ -47,12 +47,15 @@ def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | Non
             if indices is not None and values.ndim and len(values) == len(indices):
                 row = f" in row {indices[place[0]]}"
             raise DataError(out_of_range(name, int(values[tuple(place)]), limit, row))
-    ids, longest = batch.get("input_ids"), limits.get("positions")
-    if longest is not None and isinstance(ids, torch.Tensor) and ids.ndim == 2 and "position_ids" not in batch:
-        if ids.shape[1] > longest:
+    for name, table in (("input_ids", "positions"), ("labels", "label_positions")):
+        values, longest = batch.get(name), limits.get(table)
+        if longest is None or not isinstance(values, torch.Tensor) or values.ndim != 2 or "position_ids" in batch:
+            continue
+        if values.shape[1] > longest:
+            what = "The longest of these rows" if name == "input_ids" else "The longest label of these rows"
             raise DataError(
-                f"The longest of these rows has {ids.shape[1]} tokens, and the model has positions for {longest}. "
-                "Truncate the rows when tokenizing, or set max_length where the trainer has it."
+                f"{what} has {values.shape[1]} tokens, and the model has positions for {longest}. Truncate the rows "
+                "when tokenizing, or set max_length where the trainer has it."
             )
 
 

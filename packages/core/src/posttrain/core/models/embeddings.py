@@ -16,8 +16,9 @@ def id_limits(model: nn.Module) -> dict[str, int]:
     """The limits of `model` for `posttrain.core.data.batch_limits.check_limits`; empty if unknown.
 
     ``input_ids``: rows of its input embedding. ``labels``: columns of its output embedding, or its classes.
-    ``positions``: rows of a position embedding. ``context``: see `context_of`. ``labels_per_token``: 1 if each token of
-    a row has its own label. Multimodal models are left out, because they use special token ids for images and audio.
+    ``positions``: rows of a position embedding, ``label_positions`` of a decoder's. ``context``: see `context_of`.
+    ``labels_per_token``: 1 if each token of a row has its own label. Multimodal models are left out, because they use
+    special token ids for images and audio.
     """
     base = base_model(model)
     config = config_of(base)
@@ -37,6 +38,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
             # The first position's row: OPT's and BART's modules name it, RoBERTa counts from behind the padding.
             first = vars(module).get("offset", 0 if module.padding_idx is None else module.padding_idx + 1)
             found["positions"] = module.num_embeddings - first
+            found["label_positions"] = found["positions"] * is_encoder_decoder(base)
     return {name: limit for name, limit in found.items() if limit}
 
 
