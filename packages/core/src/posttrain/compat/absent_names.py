@@ -67,8 +67,9 @@ for _names, _why in {
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
     "truncate_dataset": "set max_length",
     "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
-    "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference DataCollatorForLanguageModeling "
-    "DataCollatorForUnpairedPreference": "leave data_collator out: the trainer makes its own batches",
+    "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
+    "DataCollatorForUnpairedPreference DataCollatorForLanguageModeling": "leave data_collator out: the trainer makes "
+    "its own batches",
     "chat_template_utils": "the trainers apply the chat template themselves; by hand: tokenizer.apply_chat_template",
     "maybe_reformat_dpo_to_kto": "posttrain.rl.KTOTrainer reads pairs too, and takes them apart itself",
     "init_zero_verbose data_utils models scripts trainer TRLExperimentalWarning experimental import_utils core extras "
