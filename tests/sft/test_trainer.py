@@ -49,6 +49,14 @@ def make(output_dir, rows, model=None, peft_config=None, tokenizer=None, eval_ro
     )
 
 
+def test_num_tokens_counts_no_padding_of_packed_rows(tmp_path):
+    rows = [{"input_ids": [5] * 40}, {"input_ids": [6] * 40}, {"input_ids": [7] * 9}]
+    run = make(tmp_path, rows, packing=True, packing_strategy="wrapped", num_train_epochs=1, max_steps=-1)
+    run.train()  # rows of 64 and 25 tokens
+    counted = [record["num_tokens"] for record in run.state.log_history if "num_tokens" in record]
+    assert counted[-1] == run.state.num_input_tokens_seen == 89
+
+
 def weights(model):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 

@@ -322,6 +322,18 @@ def test_names_that_posttrain_lacks_stay_and_are_named():
     ]  # fmt: skip
 
 
+def test_a_class_of_trl_stays_where_posttrains_of_that_name_is_that_of_transformers():
+    script = """
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+    collator = DataCollatorForLanguageModeling(pad_token_id=0)
+    """
+    assert rewritten(script) == dedent(script)
+    [(line, text)] = notes(script)
+    assert line == 1 and "leave data_collator out" in text
+    theirs = "from transformers import DataCollatorForLanguageModeling\n"
+    assert rewritten(theirs) == theirs.replace("transformers", "posttrain.core")
+
+
 def test_names_that_transformers_itself_has_dropped_are_named():
     script = """
     from transformers import AdamW, AutoModel, Trainer

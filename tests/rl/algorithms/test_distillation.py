@@ -7,6 +7,7 @@ import http.server
 import json
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from posttrain.rl import (
     DistillationTrainer,
     GKDConfig,
     GKDTrainer,
+    GOLDTrainer,
     IWOPDConfig,
     IWOPDTrainer,
     ServerDistillationConfig,
@@ -502,3 +504,25 @@ def test_the_divergence_of_whole_logits_is_what_training_takes_in_tiles():
     logps = [(logits[labels != -100] / 0.7).log_softmax(-1) for logits in (student, teacher)]
     assert_close(loss, divergence_terms(*logps, 0.3).sum() / 7)
     assert GKDTrainer.generalized_jsd_loss(student, teacher, reduction="none").shape == student.shape
+    whole = [logits.softmax(-1) for logits in (student, teacher)]
+    of_probabilities = GOLDTrainer.generalized_jsd_loss(*whole, labels, beta=0.3, logits_are_probs=True)
+    assert_close(of_probabilities, GOLDTrainer.generalized_jsd_loss(student, teacher, labels, beta=0.3))
+
+
+def test_what_a_script_generates_is_labelled_to_its_end_and_gold_adds_the_texts(tmp_path):
+    run = make(tmp_path, kind=GOLDTrainer)
+    prompts, mask = torch.tensor([[0, 5], [6, 2]]), torch.tensor([[0, 1], [1, 1]])
+    written = torch.tensor([[7, 2, 0, 0], [7, 8, 9, 10]])  # 2 ends a completion, and may be in a prompt
+
+    class Model:
+        def generate(self, input_ids, **options):
+            return SimpleNamespace(sequences=torch.cat([input_ids, written], 1))
+
+    asked = {"prompts": prompts, "prompt_attention_mask": mask}
+    ids, attended, labels, *texts = run.generate_on_policy_outputs(Model(), asked, SimpleNamespace(eos_token_id=2))
+    assert labels.tolist() == [[-100, -100, 7, 2, -100, -100], [-100, -100, 7, 8, 9, 10]]
+    assert attended.tolist() == [[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+    decode = run.processing_class.decode
+    assert texts == [[decode([5]), decode([6, 2])], [decode([7, 2]), decode([7, 8, 9, 10])]]
+    *of_gkd, endless = GKDTrainer.generate_on_policy_outputs(Model(), asked, SimpleNamespace(eos_token_id=None))
+    assert of_gkd[0].equal(ids) and (endless[:, 2:] == written).all()

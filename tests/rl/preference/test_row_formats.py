@@ -34,6 +34,11 @@ def test_pairs_become_single_completions(kind):
         assert made == [dict(zip(SINGLE, values, strict=True)) for values in zip(*SINGLE.values(), strict=True)]
 
 
+def test_pairs_are_taken_apart_with_other_arguments_of_map():
+    made = unpair_preference_dataset(Dataset.from_dict(PAIRS), batch_size=1)
+    assert made["label"] == [True, False] * len(PAIRS["chosen"])
+
+
 def test_single_completions_stay_as_they_are():
     single = Dataset.from_dict(SINGLE)
     assert maybe_unpair_preference_dataset(single) is single

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import pickle
 import signal
 import sys
 import threading
@@ -342,6 +343,30 @@ def test_repetition_length_and_cosine():
     cosine = rewards.get_cosine_scaled_reward(max_len=10)
     found = cosine(["7", "7", "8", "8"], ["7"] * 4, [[1] * 0, [1] * 10, [1] * 0, [1] * 10])
     assert found == pytest.approx([1.0, 0.5, -1.0, -0.5])
+
+
+def test_the_own_functions_can_be_pickled_and_ignore_what_they_do_not_read():
+    given = {
+        "prompts": PROMPTS,
+        "completions": ["3", "4"],
+        "solution": ["3", "3"],
+        "completion_ids": IDS,
+        "level": [1, 2],
+    }
+    made = [rewards.get_cosine_scaled_reward(9), rewards.get_repetition_penalty_reward(1)]
+    made += [rewards.get_soft_overlong_punishment(2, 1), rewards.accuracy_reward, rewards.reasoning_accuracy_reward]
+    for function in (*made, rewards.think_format_reward):
+        copy = pickle.loads(pickle.dumps(function))
+        assert copy.__name__ == function.__name__ and copy(**given) == function(**given)
+    assert [one.__name__ for one in made[:2]] == ["cosine_scaled_reward", "repetition_penalty_reward"]
+
+
+def test_a_column_that_is_missing_is_named_for_functions_of_any_columns_too():
+    def right(completions, solution, **others):
+        raise AssertionError
+
+    with pytest.raises(DataError, match="parameter 'solution', which is no column of the dataset"):
+        score(right, columns={"answer": ["x", "y"]})
 
 
 def test_a_function_that_changes_its_lists_changes_them_for_nobody():

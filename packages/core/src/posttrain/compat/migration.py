@@ -209,7 +209,8 @@ class _Script:
             return
         if node.names[0].name == "*":
             return self.note(node, f"what `from {node.module} import *` brings is not seen; import names one by one")
-        chosen = _choose(alias.name for alias in node.names)
+        names = {alias.name for alias in node.names}
+        chosen = _choose(names.difference(absent_names.INSTEAD if library == "trl" else ()))
         groups: dict[str, list[ast.alias]] = {}
         for alias in node.names:
             module = f"posttrain.{chosen[alias.name]}" if alias.name in chosen else str(node.module)

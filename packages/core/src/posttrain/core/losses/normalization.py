@@ -314,7 +314,8 @@ def count_tokens(
 ) -> tuple[torch.Tensor | int, int]:
     """(tokens that are not padding, all tokens) of a micro-batch; (0, 0) if its main input is no tensor.
 
-    Padding follows from the attention mask, or else from `pad_token_id`, or else there is none.
+    Padding follows from the attention mask, or in packed rows from ``seq_lengths``, the tokens of each document, or
+    else from `pad_token_id`, or else there is none.
     """
     slots = count_slots(inputs, main_input)
     if not slots:
@@ -323,6 +324,8 @@ def count_tokens(
     mask = inputs["attention_mask"] if "attention_mask" in inputs else None
     if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
         return mask.sum(), slots
+    if "seq_lengths" in inputs:
+        return inputs["seq_lengths"].sum(), slots
     return slots if pad_token_id is None else ids.ne(pad_token_id).sum(), slots
 
 

@@ -244,6 +244,7 @@ class DistillationTrainer(RolloutTrainer):
         temperature: float = 1.0,
         reduction: str = "batchmean",
         num_items_in_batch: torch.Tensor | int | None = None,
+        logits_are_probs: bool = False,
     ) -> torch.Tensor:
         """The divergence of whole logits (B, T, V), for scripts that call it; training never holds them.
 
@@ -251,8 +252,13 @@ class DistillationTrainer(RolloutTrainer):
             labels: (B, T), aligned with the logits; -100 where nothing is compared.
             reduction: "sum", "mean" over the terms, "none" for them, or "batchmean": the sum divided by the positions
                 compared, by B without labels. num_items_in_batch: divides the sum instead.
+            logits_are_probs: both are probabilities instead, of which `temperature` changes nothing.
         """
-        student, teacher = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
+        given = student_logits, teacher_logits
+        if logits_are_probs:
+            student, teacher = (probs.clamp(min=1e-8).log() for probs in given)
+        else:
+            student, teacher = ((logits / temperature).log_softmax(-1) for logits in given)
         terms = divergence_terms(student, teacher, beta)
         count = torch.tensor(len(student_logits))
         if labels is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from posttrain.core.config import opt, other_default
+from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.host_copies import on_host
 from posttrain.core.fields.old_names import Removed
 from posttrain.core.models import wrapping
@@ -86,6 +88,17 @@ class GOLDTrainer(GKDTrainer):
     def average(self) -> str:  # type: ignore[override]
         """Texts are a mean of each completion, so that a completion counts once; whole distributions of each token."""
         return "sequences" if self.args.use_uld_loss else "tokens"
+
+    def generate_on_policy_outputs(  # type: ignore[override]
+        self, model: Any, inputs: dict[str, torch.Tensor], generation_config: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str], list[str]]:
+        """As `GKDTrainer.generate_on_policy_outputs`, with the texts of the prompts and of the completions."""
+        ids, mask, labels = super().generate_on_policy_outputs(model, inputs, generation_config)
+        asked = zip(inputs["prompts"], inputs["prompt_attention_mask"].bool(), strict=True)
+        prompts = [row[is_read].tolist() for row, is_read in asked]
+        written = [row[is_kept].tolist() for row, is_kept in zip(ids, labels != IGNORE_INDEX, strict=True)]
+        decode = partial(self.processing_class.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return ids, mask, labels, [decode(row) for row in prompts], [decode(row) for row in written]
 
     def tokenizer_of_teacher(self, reference: FrozenReference) -> str | None:
         """With ``use_uld_loss``, by default the one beside the teacher's weights.

@@ -396,15 +396,18 @@ def maybe_extract_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row if row.get("prompt") is not None or not {*PAIR} <= row.keys() else extract_prompt(row)
 
 
-def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
+def unpair_preference_dataset(
+    dataset: Any, num_proc: int | None = None, desc: str | None = None, **map_kwargs: Any
+) -> Any:
     """Two rows of each pair: prompt, completion and label, True for the chosen one. Other columns are kept.
 
     Args:
         dataset: a Dataset, an IterableDataset or a DatasetDict. Of each 1,000 pairs the chosen ones come first.
         num_proc: processes that work on it. desc: beside the progress bar. Neither is used for a stream.
+        map_kwargs: other arguments of the dataset's `map`.
     """
     known = {} if is_stream(_first(dataset)) else {"num_proc": num_proc, "desc": desc}
-    return dataset.map(_unpaired, batched=True, remove_columns=list(PAIR), **known)
+    return dataset.map(_unpaired, batched=True, remove_columns=list(PAIR), **known | map_kwargs)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:

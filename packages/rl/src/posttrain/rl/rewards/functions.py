@@ -1,6 +1,7 @@
 """Reward functions without a model: accuracy, format, repetition, length.
 
-Each takes lists and returns one number for each completion; completions are texts or lists of messages.
+Each takes lists and returns one number for each completion; completions are texts or lists of messages. Other columns
+may be passed, and are not read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from posttrain.core.errors import require
@@ -77,7 +79,10 @@ def same_answer(left: str, right: str) -> bool:
 
 
 def accuracy_reward(
-    completions: Sequence[Any], solution: Sequence[str], log_extra: Callable[[str, list[Any]], None] | None = None
+    completions: Sequence[Any],
+    solution: Sequence[str],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **others: Any,
 ) -> list[float | None]:
     """1 where the final answer of a completion equals that of the solution, else 0; None for solutions without an
     answer.
@@ -101,6 +106,7 @@ def reasoning_accuracy_reward(
     solution: Sequence[str],
     reasoning_delimiters: Sequence[str] | None = None,
     log_extra: Callable[[str, list[Any]], None] | None = None,
+    **others: Any,
 ) -> list[float | None]:
     """`accuracy_reward` of what follows the thoughts; 0 where a completion has not finished thinking."""
     delimiters = THOUGHT_ENDS if reasoning_delimiters is None else tuple(reasoning_delimiters)
@@ -110,7 +116,7 @@ def reasoning_accuracy_reward(
     return accuracy_reward(answers, solution, log_extra)
 
 
-def math_verify_reward(completions: Sequence[Any], solution: Sequence[str]) -> list[float | None]:
+def math_verify_reward(completions: Sequence[Any], solution: Sequence[str], **others: Any) -> list[float | None]:
     """1 where math-verify (https://github.com/huggingface/Math-Verify) finds the answers equal, else 0; None for
     solutions without an answer. It reads LaTeX: sets, intervals, matrices, equations and expressions.
 
@@ -133,7 +139,7 @@ def math_verify_reward(completions: Sequence[Any], solution: Sequence[str]) -> l
 # -------------------------------------------------------------------------------------------------- format and length
 
 
-def think_format_reward(completions: Sequence[Any]) -> list[float]:
+def think_format_reward(completions: Sequence[Any], **others: Any) -> list[float]:
     """1 for ``<think>...</think>`` at the beginning, once, and anything after it; else 0."""
     pattern = re.compile(r"\A<think>(?:(?!<think>).)*?</think>(?:(?!<think>).)*\Z", re.DOTALL)
     return [float(pattern.match(text_of(completion)) is not None) for completion in completions]
@@ -150,19 +156,25 @@ def get_cosine_scaled_reward(
 
     Yeo et al. 2025, https://arxiv.org/abs/2502.03373, appendix C.1. `max_len` is in tokens.
     """
+    right, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+    return _with(_cosine_scaled_reward, max_len, right, wrong)
 
-    def cosine_scaled_reward(
-        completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]]
-    ) -> list[float | None]:
-        rewards: list[float | None] = []
-        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
-            right_ends, wrong_ends = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
-            shortest, longest = right_ends if right else wrong_ends
-            half = 0.5 * (shortest - longest) * (1 + math.cos(min(len(ids) / max_len, 1.0) * math.pi))
-            rewards.append(None if right is None else longest + half)
-        return rewards
 
-    return cosine_scaled_reward
+def _cosine_scaled_reward(
+    max_len: int,
+    right_ends: tuple[float, float],
+    wrong_ends: tuple[float, float],
+    completions: Sequence[Any],
+    solution: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    **others: Any,
+) -> list[float | None]:
+    rewards: list[float | None] = []
+    for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+        shortest, longest = right_ends if right else wrong_ends
+        half = 0.5 * (shortest - longest) * (1 + math.cos(min(len(ids) / max_len, 1.0) * math.pi))
+        rewards.append(None if right is None else longest + half)
+    return rewards
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
@@ -171,16 +183,18 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ValueError(f"max_penalty={max_penalty} must be <= 0: a penalty takes away.")
     if ngram_size < 1:
         raise ValueError(f"ngram_size={ngram_size} must be >= 1.")
+    return _with(_repetition_penalty_reward, ngram_size, max_penalty)
 
-    def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        rewards = []
-        for ids in completion_ids:
-            ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
-            repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-            rewards.append(repeated * max_penalty if repeated else 0.0)
-        return rewards
 
-    return repetition_penalty_reward
+def _repetition_penalty_reward(
+    ngram_size: int, max_penalty: float, completion_ids: Sequence[Sequence[int]], **others: Any
+) -> list[float]:
+    rewards = []
+    for ids in completion_ids:
+        ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
+        repeated = 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+        rewards.append(repeated * max_penalty if repeated else 0.0)
+    return rewards
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
@@ -188,12 +202,21 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13.
     """
+    return _with(_soft_overlong_punishment_reward, max_completion_len, soft_punish_cache)
 
-    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        over = [len(ids) - (max_completion_len - soft_punish_cache) for ids in completion_ids]
-        return [0.0 if by <= 0 else -by / soft_punish_cache if by <= soft_punish_cache else -1.0 for by in over]
 
-    return soft_overlong_punishment_reward
+def _soft_overlong_punishment_reward(
+    max_completion_len: int, soft_punish_cache: int, completion_ids: Sequence[Sequence[int]], **others: Any
+) -> list[float]:
+    over = [len(ids) - (max_completion_len - soft_punish_cache) for ids in completion_ids]
+    return [0.0 if by <= 0 else -by / soft_punish_cache if by <= soft_punish_cache else -1.0 for by in over]
+
+
+def _with(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+    """`function` with its first arguments `given` and without its underscore, which unlike a closure can be pickled."""
+    reward = partial(function, *given)
+    vars(reward)["__name__"] = function.__name__.removeprefix("_")
+    return reward
 
 
 #: Those that a config may name.

@@ -354,8 +354,6 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
         DataError: it needs one that is not there.
     """
     parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(available)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for parameter in named:
         if parameter.name not in available and parameter.default is parameter.empty:
@@ -363,6 +361,8 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
                 f"The reward function {name!r} has the parameter {parameter.name!r}, which is no column of the "
                 f"dataset{did_you_mean(parameter.name, available, '.')} There are: {', '.join(sorted(available))}."
             )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(available)
     return {p.name: available[p.name] for p in named if p.name in available}
 
 
