@@ -89,7 +89,7 @@ def test_a_row_that_forms_no_table_with_the_others_is_refused_with_its_number(ki
     column = "completion" if kind == "kto" else "chosen"
     rows = [dict(KINDS[kind][2]) for _ in range(9)]
     rows[5][column] = value
-    with pytest.raises(DataError, match=f"row 5 does not form a table with those before it .*{says}"):
+    with pytest.raises(DataError, match=f"row 5 does not form a table with those before it .{column}: .*{says}"):
         make(kind, tmp_path, rows)
 
 
