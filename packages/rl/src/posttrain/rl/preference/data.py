@@ -134,8 +134,7 @@ def _from_list(rows: list[Any], name: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         names = {column for row in rows for column in row}
         number = bisect.bisect_left(range(len(rows)), True, key=lambda number: fault(number, names) is not None)
-        wrong = {column: error for column in rows[number] if (error := fault(number, [column]))}
-        said = "; ".join(f"{column}: {error}" for column, error in wrong.items())
+        said = "; ".join(f"{column}: {error}" for column in rows[number] if (error := fault(number, [column])))
         raise DataError(
             f"{name}: row {number} does not form a table with those before it ({said}). Give each column one "
             "type, and texts of whole characters."
