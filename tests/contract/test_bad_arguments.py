@@ -94,6 +94,8 @@ def test_no_number_may_be_nan_infinite_or_beyond_64_bits(config_class):
         (DPOConfig, {"model_init_kwargs": "bf16"}, ["model_init_kwargs='bf16' is not a JSON object; give a dict"]),
         (GRPOConfig, {"reward_weights": ["a"]}, ["reward_weights=['a'] must hold values of type float"]),
         (DPOConfig, {"loss_type": [5]}, ["loss_type=[5] must hold values of type str"]),
+        (GRPOConfig, {"reward_weights": [1, NAN]}, ["reward_weights=[1, nan] must hold finite numbers"]),
+        (DPOConfig, {"loss_weights": [INF]}, ["loss_weights=[inf] must hold finite numbers"]),
         (DPOConfig, {"loss_weights": ["x"]}, ["loss_weights=['x'] must hold values of type float"]),
         (DPOConfig, {"beta": -1}, ["beta=-1 must be > 0"]),
         (KTOConfig, {"desirable_weight": NAN}, ["desirable_weight is NaN"]),

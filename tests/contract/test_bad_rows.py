@@ -22,6 +22,7 @@ from posttrain.rl import (
 )
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
+from tests.contract.trainers import TRAINERS
 
 WORDS = tiny.CORPUS[0].split()
 PAIR = {"prompt": "What is", "chosen": " four", "rejected": " two and two"}
@@ -89,7 +90,7 @@ def test_a_row_that_forms_no_table_with_the_others_is_refused_with_its_number(ki
     column = "completion" if kind == "kto" else "chosen"
     rows = [dict(KINDS[kind][2]) for _ in range(9)]
     rows[5][column] = value
-    with pytest.raises(DataError, match=f"row 5 does not form a table with those before it .*{says}"):
+    with pytest.raises(DataError, match=f"row 5 does not form a table with those before it .{column}: .*{says}"):
         make(kind, tmp_path, rows)
 
 
@@ -134,3 +135,11 @@ def test_a_conversation_that_distillation_cannot_read_is_named(tmp_path):
 def test_a_column_of_texts_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(DataError, match="no column 'txt', the one that dataset_text_field names. It has text, did you"):
         make("sft", tmp_path, [{"text": "two and two"}] * 4, dataset_text_field="txt")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "online-dpo", "sdft", "sdpo", "gkd", "distillation"])
+def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused_before_sampling(kind, tmp_path):
+    trainer = TRAINERS[kind](tmp_path)
+    trainer.model.resize_token_embeddings(40)
+    with pytest.raises(DataError, match=r"The prompt .* input_ids holds \d+, and the model's range is 0 to 39"):
+        trainer.train()

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.config import validate
 from posttrain.core.data import pipeline, samplers
 from posttrain.core.data.pipeline import DataArguments, Loader, adopt, build_loader
@@ -639,6 +640,16 @@ def test_no_column_left_names_what_was_found_and_wanted():
         ):
             dataset, collator = pipeline.keep_columns(dataset, plain_rows, ["input_ids", "labels"])
             collator(list(dataset))
+
+
+def test_a_forward_that_hands_on_what_it_gets_keeps_all_columns(tmp_path):
+    """As of a wrapper around the model, or of a decorator without ``functools.wraps``."""
+    model = tiny.causal_lm()
+    forward, read = model.forward, set()
+    model.forward = lambda **inputs: read.update(inputs) or forward(**inputs)
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    Trainer(model, args, train_dataset=[{"input_ids": [5, 6], "labels": [5, 6]}] * 8).train()
+    assert read >= {"input_ids", "labels"}
 
 
 def test_signature_columns_are_the_named_parameters_and_the_labels():

@@ -189,8 +189,13 @@ def test_an_async_function_that_hangs_is_cancelled():
     async def hangs(completions):
         await asyncio.sleep(30)
 
-    with pytest.raises(RewardError, match="'hangs'.*TimeoutError"):
+    async def gives_up(completions):
+        raise TimeoutError("the judge is busy")
+
+    with pytest.raises(RewardError, match="'hangs'.*TimeoutError: no answer after 0.05 seconds. Mend it"):
         score(hangs, reward_timeout=0.05)
+    with pytest.raises(RewardError, match="'gives_up'.*TimeoutError: the judge is busy"):
+        score(gives_up, reward_timeout=30.0)
 
 
 @pytest.mark.parametrize("timeout", [None, 9.0])

@@ -256,6 +256,8 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
             yield (
                 f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
             )
+        elif any(isinstance(one, float) and not math.isfinite(one) for one in value):
+            yield f"{field.name}={shown(field.name, value)} must hold finite numbers"
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         if math.isnan(value):
             yield f"{field.name} is NaN; give a number"

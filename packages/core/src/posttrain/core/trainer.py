@@ -581,8 +581,8 @@ class Trainer(TrainerNames):
         if self._signature_columns is None and self.signature_columns is not None:
             self._signature_columns = list(self.signature_columns)
         if self._signature_columns is None:
-            forward = wrapping.base_model(self.model).forward
-            self._signature_columns = [*pipeline.signature_columns(forward), *self.label_names]
+            columns = pipeline.signature_columns(wrapping.base_model(self.model).forward)
+            self._signature_columns = columns and [*columns, *self.label_names]
 
     def id_limits(self) -> dict[str, int]:
         """How many ids the model knows, by column; labels only where its own loss reads them."""

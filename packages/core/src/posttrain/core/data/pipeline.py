@@ -339,11 +339,14 @@ def default_collator(processing_class: Any = None) -> Callable[[list[Any]], Any]
     return default_data_collator
 
 
-def signature_columns(forward: Callable[..., Any]) -> list[str]:
-    """The columns a model reads: the parameters of its forward and the label columns of collators."""
+def signature_columns(forward: Callable[..., Any]) -> list[str] | None:
+    """The columns a model reads: the parameters of its forward and the label columns of collators.
+
+    None: it may read any, as a ``forward(**inputs)`` that hands them on.
+    """
     wild = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in inspect.signature(forward).parameters.items() if parameter.kind not in wild]
-    return list(dict.fromkeys([*named, "label", "label_ids", "labels"]))
+    return list(dict.fromkeys([*named, "label", "label_ids", "labels"])) if named else None
 
 
 def can_drop_columns(dataset: Any) -> bool:

@@ -268,7 +268,9 @@ class RolloutTrainer(LanguageModelTrainer):
         """A sample without a completion for each row."""
         if self.episodes is not None:  # the agent makes the prompts
             return [Sample(dict(row), row.get("prompt"), []) for row in rows]
-        return self.sampler.new_samples(rows, check=self.rollout_func is None)
+        samples = self.sampler.new_samples(rows, check=self.rollout_func is None)
+        setup.check_ids(samples, self.model)
+        return samples
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """The `samples` completed, in their order: by `rollout_func`, by episodes of the agent, or by turns of the

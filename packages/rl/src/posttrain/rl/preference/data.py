@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -121,10 +121,10 @@ def _from_list(rows: list[Any], name: str) -> Any:
     if wrong is not None:
         raise DataError(f"{name}: row {wrong} is not a dict but of type {type(rows[wrong]).__name__}")
 
-    def fault(number: int) -> Exception | None:
-        """Arrow's error for the rows up to `number`: columns of several types, or half of a surrogate pair."""
+    def fault(number: int, columns: Collection[str]) -> Exception | None:
+        """Arrow's error for these columns of the rows up to `number`: several types, or half of a surrogate pair."""
         try:
-            Dataset.from_list([dict(row) for row in rows[: number + 1]])
+            Dataset.from_list([{k: v for k, v in row.items() if k in columns} for row in rows[: number + 1]])
         except (TypeError, ValueError, OverflowError) as error:
             return error
         return None
@@ -132,9 +132,11 @@ def _from_list(rows: list[Any], name: str) -> Any:
     try:
         return Dataset.from_list([dict(row) for row in rows])
     except (TypeError, ValueError, OverflowError):
-        number = bisect.bisect_left(range(len(rows)), True, key=lambda number: fault(number) is not None)
+        names = {column for row in rows for column in row}
+        number = bisect.bisect_left(range(len(rows)), True, key=lambda number: fault(number, names) is not None)
+        said = "; ".join(f"{column}: {error}" for column in rows[number] if (error := fault(number, [column])))
         raise DataError(
-            f"{name}: row {number} does not form a table with those before it ({fault(number)}). Give each column one "
+            f"{name}: row {number} does not form a table with those before it ({said}). Give each column one "
             "type, and texts of whole characters."
         ) from None
 

@@ -153,7 +153,13 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
     """The result of a coroutine, run on `event_loop`."""
 
     async def run() -> Any:
-        return await asyncio.wait_for(outcome(awaitable), timeout)
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await outcome(awaitable)
+        except TimeoutError as error:
+            if timeout is None or not limit.expired():  # the user's own
+                raise
+            raise TimeoutError(too_long(timeout)) from error
 
     return asyncio.run_coroutine_threadsafe(run(), event_loop()).result()
 

@@ -81,10 +81,6 @@ class RewardArguments:
         min=1,
     )
 
-    def _problems(self) -> Iterator[str]:
-        if self.reward_weights is not None and not all(isinstance(w, (int, float)) for w in self.reward_weights):
-            yield f"reward_weights={self.reward_weights!r} must be numbers"
-
 
 @dataclass(frozen=True)
 class Scores:
