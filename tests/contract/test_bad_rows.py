@@ -13,6 +13,8 @@ from posttrain.rl import (
     DPOTrainer,
     GKDConfig,
     GKDTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
@@ -94,14 +96,19 @@ def test_a_row_that_forms_no_table_with_the_others_is_refused_with_its_number(ki
         make(kind, tmp_path, rows)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_bytes_that_are_no_utf_8_are_refused_with_their_row(kind, tmp_path):
-    rows = Dataset.from_list([KINDS[kind][2]] * 6)
-    column = "completion" if kind == "sft" else "chosen"
-    texts = pyarrow.array([b" good"] * 4 + [b" caf\xe9", b" good"]).view(pyarrow.string())
+@pytest.mark.parametrize("wrong", [0, 4])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_bytes_that_are_no_utf_8_are_refused_with_their_row(kind, wrong, tmp_path):
+    rows = Dataset.from_list([PAIR if kind == "grpo" else KINDS[kind][2]] * 6)
+    column = {"sft": "completion", "dpo": "chosen", "grpo": "prompt"}[kind]
+    texts = [b" good"] * 6
+    texts[wrong] = b" caf\xe9"
     at = rows.column_names.index(column)
-    rows = Dataset(rows.data.table.set_column(at, column, texts))
-    with pytest.raises(DataError, match="train: row 4 holds bytes that are no text in UTF-8 .*0xe9"):
+    rows = Dataset(rows.data.table.set_column(at, column, pyarrow.array(texts).view(pyarrow.string())))
+    with pytest.raises(DataError, match=f"train: row {wrong} holds bytes that are no text in UTF-8 .*0xe9"):
+        if kind == "grpo":
+            args = GRPOConfig(str(tmp_path), use_cpu=True, num_generations=2)
+            GRPOTrainer(tiny.causal_lm(), lambda **_: [], args, rows, processing_class=tiny.tokenizer())
         make(kind, tmp_path, rows)
 
 

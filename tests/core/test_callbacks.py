@@ -1,4 +1,6 @@
+import errno
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from posttrain.core.callbacks import (
     EarlyStoppingCallback,
     TrainerCallback,
 )
+from posttrain.core.logging.trackers import JSONLinesCallback
 from posttrain.core.state import TrainerControl, TrainerState
 from tests import tiny
 from tests.contract.trainers import pad
@@ -220,3 +223,31 @@ def test_an_error_of_a_callback_names_it_and_may_be_let_pass(tmp_path, caplog):
     lenient.may_fail = True
     assert train(lenient).state.global_step == 2
     assert sum("Fails raised in on_step_end at step" in text for text in caplog.messages) == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full is Linux's")
+def test_a_disk_too_full_for_the_log_does_not_end_the_run(tmp_path, caplog):
+    class Fills(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                [log] = [one for one in trainer.callback_handler.callbacks if isinstance(one, JSONLinesCallback)]
+                os.dup2(os.open("/dev/full", os.O_WRONLY), log.file.fileno())
+
+    def train(callbacks):
+        args = TrainingArguments(
+            str(tmp_path), max_steps=3, logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True
+        )
+        return Trainer(tiny.causal_lm(), args, pad, tiny.token_rows(8), callbacks=callbacks)
+
+    trainer = train([Fills()])
+    trainer.train()
+    assert trainer.state.global_step == 3
+    [said, *_] = [text for text in caplog.messages if "JSONLinesCallback raised in on_log at step 2" in text]
+    assert "No space left on device" in said and "free some space" in said
+    with pytest.raises(OSError, match="No space left"):  # of a user's callback, which may be what the run is for
+        train([Exports()]).train()
+
+
+class Exports(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.core import TrainingArguments
 from posttrain.core.config import Choice, ConfigMeta, JSONObject, bounds_of, element_type, opt, other_default, validate
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields.old_names import Removed, Renamed, aliases
 
 
@@ -280,3 +280,9 @@ def test_text_where_a_json_object_is_wanted_is_refused_by_name():
     assert Crate(more='{"a": 1}').more == {"a": 1}
     with pytest.raises(ConfigError, match="more='a' is not a JSON object"):
         Crate(more="a")
+
+
+def test_the_usual_short_names_of_the_command_line_lead_to_the_long_ones():
+    known = ["check_saved_model", "model_init_kwargs", "model_name_or_path", "dataset_name", "shuffle_dataset"]
+    assert did_you_mean("model", known) == ", did you mean 'model_name_or_path'?"
+    assert did_you_mean("dataset", known) == ", did you mean 'dataset_name'?"

@@ -447,6 +447,14 @@ def test_a_streams_report_counts_one_pass(tok):
         assert len(list(stream)) == report.rows_in == 5
 
 
+def test_a_stream_may_gain_a_column_and_drop_a_row_in_one_batch(tok):
+    rows = [{"text": "Two"}, {"text": "Four", "source": "b"}, {"text": None, "source": "c"}]
+    prepared, report = prepare_dataset(IterableDataset.from_generator(as_generator(rows)), tok)
+    expected, _ = prepare_dataset([{"text": "Two"}, {"text": "Four"}], tok)
+    assert [row["input_ids"] for row in prepared] == expected["input_ids"]
+    assert report.dropped == {"text is null": (1, [2])}
+
+
 def test_several_processes_give_the_same_rows(tok):
     dataset = Dataset.from_list([{"text": text} for text in CORPUS])
     one, two = (prepare_dataset(dataset, tok, num_proc=processes)[0] for processes in (None, 2))

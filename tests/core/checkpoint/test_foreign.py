@@ -107,6 +107,16 @@ def test_random_numbers_of_another_number_of_processes_are_left(tmp_path):
     assert "the random numbers (saved by 2 processes, and this run has 1)" in taken.lacks
 
 
+@pytest.mark.parametrize(("file", "lack"), [("optimizer.pt", "param_groups"), ("rng_state.pth", "python")])
+def test_a_file_that_holds_something_else_is_left(file, lack, tmp_path):
+    saved = trained(model())
+    write(tmp_path, optimizer=saved[0].state_dict(), scheduler=saved[1].state_dict())
+    torch.save({}, tmp_path / file)
+    optimizer, schedule = trained(model(), steps=0)
+    taken = foreign.take(tmp_path, optimizer, schedule, None)
+    assert any(lack in one for one in taken.lacks) and taken.rng is None
+
+
 def test_the_generators_continue(tmp_path):
     torch.save(
         {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()},

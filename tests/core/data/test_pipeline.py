@@ -599,6 +599,7 @@ def test_datasets_that_cannot_work_are_refused_with_a_reason():
         (datasets.DatasetDict(train=datasets.Dataset.from_dict({"x": [1]})), TypeError, r"dict of datasets \(train\)"),
         ("data.jsonl", TypeError, "the string 'data.jsonl'"),
         (5, TypeError, "type int"),
+        (iter([{"x": 1}]), TypeError, "list_iterator, which gives its rows once only"),
     ):
         with pytest.raises(error, match=message):
             pipeline.check_dataset(dataset, "train_dataset")

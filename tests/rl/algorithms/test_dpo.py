@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
 from posttrain.core import TrainingArguments
-from posttrain.core.errors import CheckpointError, ConfigError, DataError
+from posttrain.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from posttrain.rl import DPOConfig, DPOTrainer, KTOTrainer
 from posttrain.rl.preference import precomputed
 from tests import tiny
@@ -199,6 +199,14 @@ def test_a_policy_that_was_changed_since_is_refused(tmp_path):
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(1.5)
     with pytest.raises(ValueError, match="Before the first optimizer step, policy and reference already differ"):
+        trainer.train()
+
+
+def test_a_policy_that_is_not_finite_is_named_as_such_not_as_changed(tmp_path):
+    trainer = make(tmp_path)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="Step 1"):
         trainer.train()
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from posttrain.core import TrainerCallback
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.lm.generate import trajectories
 from posttrain.rl import (
     GKDTrainer,
     GRPOConfig,
@@ -667,6 +668,18 @@ def test_completions_are_shown_and_written(tmp_path, capsys):
     assert len(written) == 2 and set(written[0].column_names) == {"step", "prompt", "completion", "spread", "advantage"}
     assert len(written[0]) == 4 and sum(written[0]["advantage"]) == pytest.approx(0, abs=1e-5)
     assert "advantage" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+def test_a_disk_too_full_for_completions_does_not_end_the_run(tmp_path, caplog):
+    run = trainer(tmp_path, log_completions=True, log_trajectories=2, num_completions_to_print=0, max_steps=1)
+    records = [tmp_path / "completions" / "completions_00000.parquet", trajectories.path_of(str(tmp_path), 0)]
+    for record in records:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.symlink_to("/dev/full")
+    run.train()
+    said = [text for text in caplog.messages if "No space left on device" in text and "Training goes on" in text]
+    assert len(said) == 2 and run.state.global_step == 1
 
 
 def test_written_completions_go_to_the_hub_and_its_failures_stop_nothing(tmp_path, monkeypatch, caplog):

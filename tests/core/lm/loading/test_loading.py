@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from posttrain.core.errors import CheckpointError
 from posttrain.lm.loading import adapters, loading
 from tests import tiny
 from tests.core.models.gradients import LORA
@@ -75,6 +76,14 @@ def test_a_tokenizer_is_found_beside_the_model(saved):
 def test_a_model_from_nowhere_asks_for_its_tokenizer():
     with pytest.raises(ValueError, match="Pass processing_class"):
         loading.load_tokenizer(tiny.causal_lm())
+
+
+def test_a_tokenizer_whose_file_is_cut_is_named(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(whole[: len(whole) // 2], encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"the tokenizer in {str(tmp_path)!r} is damaged"):
+        loading.load_tokenizer(tmp_path)
 
 
 def test_attention_that_ignores_a_bound_on_scores_is_not_trained_with(tmp_path, caplog):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from posttrain.core.data.samplers import has_length
-from posttrain.core.errors import did_you_mean
+from posttrain.core.errors import did_you_mean, means_disk_full
 from posttrain.core.fields.durations import Passing
 from posttrain.core.logging import terminal
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
@@ -51,7 +51,7 @@ class TrainerCallback:
 
     Attributes:
         may_fail: an error of this callback is logged and training goes on. Else it ends the run, with a note that names
-            callback and event.
+            callback and event; of posttrain's own callbacks, a full disk does not.
     """
 
     may_fail = False
@@ -249,12 +249,14 @@ class CallbackHandler:
     def _goes_on(self, callback: Any, event: str, state: TrainerState, error: Exception) -> bool:
         """Whether training goes on after `callback` raised `error`, which a warning or a note of the error says."""
         name = type(callback).__name__
-        if getattr(callback, "may_fail", False):
+        disk_full = means_disk_full(error) and type(callback).__module__.startswith("posttrain.")  # a record of the run
+        if disk_full or getattr(callback, "may_fail", False):
             raised = f"{type(error).__name__}: {error}"
+            why = "a record is not worth the run; free some space" if disk_full else "its may_fail is set"
             logger.warning(
                 f"The callback {name} raised in {event} at step {state.global_step}: {raised}. Training goes on, for "
-                "its may_fail is set.",
-                exc_info=True,
+                f"{why}.",
+                exc_info=not disk_full,
             )
             return True
         error.add_note(

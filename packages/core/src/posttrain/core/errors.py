@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import importlib.util
 from collections.abc import Iterable
@@ -52,11 +53,20 @@ class LossSpikeError(ArithmeticError):
     """A loss was far above those before it, and the run was to stop there (``on_loss_spike='stop'``)."""
 
 
+def means_disk_full(error: BaseException) -> bool:
+    """Whether `error` is how the system, or a library, says that a disk or a quota is full."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # safetensors and torch report the system's error only as text.
+    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+
+
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:
     """``", did you mean 'learning_rate'?"`` for a near miss, else `end`: the full stop, where a sentence ends here."""
     known = list(known)
     ending_so = [one for one in known if one.endswith(f"_{name}")]  # of dataset, train_dataset before eval_dataset
-    near = sorted(ending_so, key=lambda one: not one.startswith("train_"))
+    near = [one for one in known if one.startswith(f"{name}_name")]  # of model, model_name_or_path
+    near = near or sorted(ending_so, key=lambda one: not one.startswith("train_"))
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f", did you mean {near[0]!r}?" if near else end
 

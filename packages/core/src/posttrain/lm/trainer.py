@@ -22,6 +22,7 @@ from posttrain.lm.images.images import has_images
 from posttrain.lm.images.vision import CountedBatch
 from posttrain.lm.loading import adapters, loading, quantization
 from posttrain.lm.preparation.pipeline import TokenReport
+from posttrain.lm.preparation.row_reports import naming_undecodable
 from posttrain.lm.text import chat_template
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,11 @@ class LanguageModelTrainer(Trainer):
         if old_names:
             given = self._renamed(old_names, parts.processing_class, parts.callbacks)
             parts.processing_class, parts.callbacks = given
-        self.sees = self.shows_images(args, parts)
-        self._auto_classes = loading.SEEING if self.sees else loading.READING
-        parts.auto_class = self._auto_classes[1]
-        self.run_preflight(args, parts)
+        with naming_undecodable(parts.train_dataset, "train"):
+            self.sees = self.shows_images(args, parts)
+            self._auto_classes = loading.SEEING if self.sees else loading.READING
+            parts.auto_class = self._auto_classes[1]
+            self.run_preflight(args, parts)
         self.before_loading(args, parts)
         pipeline.set_seed(args.seed)  # an adapter's first weights are random
         model = parts.model if parts.model_init is None else trainable.model_of(parts.model_init)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, means_disk_full
+
+logger = logging.getLogger(__name__)
 
 
 class DiskFullError(CheckpointError):
@@ -114,12 +118,15 @@ def disk_full(directory: str | Path, needed: int) -> DiskFullError:
     )
 
 
-def means_disk_full(error: BaseException) -> bool:
-    """Whether `error` is how the system, or a library, says that a disk or a quota is full."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    # safetensors and torch report the system's error only as text.
-    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+@contextlib.contextmanager
+def run_goes_on(record: str) -> Iterator[None]:
+    """Around the code that writes `record`, which is not worth the run: a full disk is a warning."""
+    try:
+        yield
+    except OSError as error:
+        if not means_disk_full(error):
+            raise
+        logger.warning("%s was not written (%s). Training goes on; free some space.", record, error)
 
 
 def _size(count: int) -> str:

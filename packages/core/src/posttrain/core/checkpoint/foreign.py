@@ -99,6 +99,8 @@ def _attempt(path: Path, load: Callable[[Any], Any], allow_pickle: bool) -> str 
         load(read(path, allow_pickle))
     except (_Misfit, pickle.UnpicklingError) as error:
         return str(error)
+    except KeyError as error:
+        return f"it holds no {error}"
     return None
 
 

@@ -25,13 +25,12 @@ from posttrain.core.checkpoint.disk import (
     DiskFullError,
     directory_bytes,
     disk_full,
-    means_disk_full,
     remove,
     sync_directory,
 )
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, means_disk_full
 from posttrain.core.fields.redaction import redact
 
 logger = logging.getLogger(__name__)

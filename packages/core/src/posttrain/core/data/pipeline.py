@@ -279,7 +279,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
     Raises:
         DataError: there is no dataset, or it has no rows.
-        TypeError: it is a dict of splits, or no dataset.
+        TypeError: it is a dict of splits, an iterator, which gives its rows once only, or no dataset.
     """
     if dataset is None:
         raise DataError(f"{name} is None: a dataset is needed here. Pass {name}=... to the trainer.")
@@ -291,6 +291,11 @@ def check_dataset(dataset: Any, name: str) -> None:
     if type(dataset).__name__ == "DataFrame":
         raise TypeError(
             f"{name} is a DataFrame, which gives columns by name and no rows. Pass datasets.Dataset.from_pandas(frame)."
+        )
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, which gives its rows once only. Pass list(...) of it, or "
+            "datasets.IterableDataset.from_generator(<the function that makes it>)."
         )
     if isinstance(dataset, str) or not (isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")):
         kind = f"the string {dataset!r}" if isinstance(dataset, str) else f"of type {type(dataset).__name__}"

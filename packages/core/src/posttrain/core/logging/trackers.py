@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -171,9 +172,10 @@ class JSONLinesCallback(ClosingCallback):
 
     def close(self) -> None:
         """Close the file; records that follow, of evaluations after training, open it for themselves."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        file, self.file = self.file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # of a line that a full disk has no room for, as said when it was logged
+                file.close()
 
 
 def _unused(path: Path) -> Path:

@@ -267,12 +267,15 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
 
     Raises:
         MissingModelError: instead of transformers' error in this context.
+        CheckpointError: a file of JSON there is damaged.
     """
     if _looks_local(path) and not os.path.exists(path):
         raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
     try:
         with cache_where_unknown(path):
             yield
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"A file of the {what} in {path!r} is damaged: {error}. Save it there again.") from error
     except OSError as error:
         if os.path.isdir(path):
             raise

@@ -90,11 +90,6 @@ def prepare_rows(
 
     name, limits = report.name, dict(limits or {})
     check_dataset(dataset, f"{name}_dataset")
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"{name}_dataset is a {type(dataset).__name__}, which gives its rows once only. Pass list(...) of it, or "
-            "datasets.IterableDataset.from_generator(<the function that makes it>)."
-        )
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, datasets.IterableDataset):
         dataset = datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"dataset": dataset})
     if isinstance(dataset, datasets.IterableDataset):
@@ -282,7 +277,9 @@ def _prepare_stream(
         is_last = len(indices) < ROWS_PER_STREAMED_BATCH
         if report.rows_kept == 0 and (is_last or report.rows_in >= ROWS_PER_BATCH):
             raise report.nothing_left(rows[0])
-        return table.filter(pc.equal(table.column("fault"), "")).select(kept).to_pydict()
+        table = table.filter(pc.equal(table.column("fault"), "")).select(kept)
+        later = {name: [None] * len(table) for name in batch if name not in columns}  # which the first row did not have
+        return table.to_pydict() | later
 
     return dataset.map(
         batch_of,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from posttrain.core.data.samplers import has_places
 from posttrain.core.errors import DataError
 
 ROWS_SHOWN = 5
@@ -23,7 +24,7 @@ Faults = dict[str, tuple[int, list[int]]]
 
 @contextlib.contextmanager
 def naming_undecodable(dataset: Any, name: str) -> Iterator[None]:
-    """Name the row of a `datasets.Dataset` whose bytes are no UTF-8, if the work in this context failed on one.
+    """Name the row whose bytes are no UTF-8, if the work in this context failed on one and `dataset` has numbered rows.
 
     Raises:
         DataError: instead of Python's error.
@@ -31,7 +32,7 @@ def naming_undecodable(dataset: Any, name: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        for number in range(len(dataset)):
+        for number in range(len(dataset) if has_places(dataset) else 0):
             try:
                 dataset[number]
             except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.checkpoint.disk import run_goes_on
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
@@ -257,7 +258,9 @@ class Reporter:
         """Write the first ``log_trajectories`` samples of a rollout."""
         if not self.dist.peer_rank:
             made = stored(samples[: self.args.log_trajectories], scores, advantages, step, tokenizer)
-            trajectories.append(made, trajectories.path_of(self.args.output_dir, self.dist.rank))
+            path = trajectories.path_of(self.args.output_dir, self.dist.rank)
+            with run_goes_on(str(path)):
+                trajectories.append(made, path)
 
     def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Keep the samples of a batch until the evaluation ends."""
@@ -285,10 +288,12 @@ class Reporter:
         seen = {plain_text(row["prompt"]): row for row in reversed(rows)}
         shown = list(seen.values())[::-1] if args.log_unique_prompts else rows
         terminal.write(table(shown, title, args.num_completions_to_print))
-        path = write(rows, Path(args.output_dir) / "completions" / f"{stem}_{step:05d}", args.log_multimodal)
         track(shown, stem, args.report_to)
-        if repo := getattr(args, "log_completions_hub_repo", None):
-            upload(path, repo, args.hub_token)
+        path = Path(args.output_dir) / "completions" / f"{stem}_{step:05d}"
+        with run_goes_on(str(path)):
+            path = write(rows, path, args.log_multimodal)
+            if repo := getattr(args, "log_completions_hub_repo", None):
+                upload(path, repo, args.hub_token)
 
 
 def rows(samples: Sequence[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:

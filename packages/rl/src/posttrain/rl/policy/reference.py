@@ -315,7 +315,7 @@ def start_problem(policy: torch.Tensor, reference: torch.Tensor, half: bool) -> 
     """
     half = half or policy.dtype != torch.float32
     gap, scale = (float(values.detach().abs().max()) for values in (policy - reference, policy))
-    if gap <= (5e-2 if half else 1e-4) * max(scale, 1.0):
+    if not gap > (5e-2 if half else 1e-4) * max(scale, 1.0):  # also where it is NaN, which `on_nonfinite` judges
         return None
     return (
         f"Before the first optimizer step, policy and reference already differ by up to {gap:.3g} in the "
