@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import DataError, missing
-from posttrain.core.models.embeddings import id_limits
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
 from posttrain.lm.images.image_positions import ImageExample
@@ -153,14 +151,6 @@ def tokens_of(row: dict[str, Any], codec: PromptCodec, environments: Environment
     """The tokens of the prompt of a row, with what its tools add."""
     schemas = environments.schemas_of(Sample(row, row["prompt"], []))
     return encode(row, row["prompt"], schemas, codec)[0]
-
-
-def check_ids(samples: Sequence[Sample], model: nn.Module) -> None:
-    """Raise DataError for a token of a prompt that `model` has no embedding of."""
-    limit = id_limits(model).get("input_ids")
-    for sample in samples:
-        if limit and (largest := max(sample.prompt_ids, default=0)) >= limit:
-            raise DataError(f"The prompt {sample.prompt!r:.80}: {out_of_range('input_ids', largest, limit)}")
 
 
 def shares_prompts(

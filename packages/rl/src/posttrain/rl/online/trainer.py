@@ -24,6 +24,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import num_tokens_in
 from posttrain.core.models import regularization, wrapping
+from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
@@ -208,7 +209,8 @@ class RolloutTrainer(LanguageModelTrainer):
         args, images, processor = self.args, self.image_prompts, self.processing_class
         kwargs = images.vision.template_kwargs(args.chat_template_kwargs) if images else None
         tokenizer = tokenizer_of(processor)
-        self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs)
+        limit = id_limits(self.model).get("input_ids")
+        self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs, limit)
         config = wrapping.config_of(self.model)
         context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
         ends = self._ends_of_calls()
@@ -268,9 +270,7 @@ class RolloutTrainer(LanguageModelTrainer):
         """A sample without a completion for each row."""
         if self.episodes is not None:  # the agent makes the prompts
             return [Sample(dict(row), row.get("prompt"), []) for row in rows]
-        samples = self.sampler.new_samples(rows, check=self.rollout_func is None)
-        setup.check_ids(samples, self.model)
-        return samples
+        return self.sampler.new_samples(rows, check=self.rollout_func is None)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """The `samples` completed, in their order: by `rollout_func`, by episodes of the agent, or by turns of the

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.errors import DataError
@@ -273,10 +274,16 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 class PromptCodec:
-    """Prompts to tokens and completions to texts."""
+    """Prompts to tokens and completions to texts.
 
-    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None) -> None:
-        self.tokenizer, self.kwargs = tokenizer, chat_template_kwargs
+    Args:
+        limit: tokens that the model knows, from 0 on.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, limit: int | None = None
+    ) -> None:
+        self.tokenizer, self.kwargs, self.limit = tokenizer, chat_template_kwargs, limit
         self._before, _ = chat_template.special_tokens_around(tokenizer)
         self._protocols: dict[tuple[str, ...], ToolProtocol] = {}
 
@@ -291,7 +298,7 @@ class PromptCodec:
             show: puts tokens of images into the text.
 
         Raises:
-            DataError: the prompt is invalid.
+            DataError: the prompt is invalid, or holds a token that the model does not know.
         """
         if isinstance(prompt, str):
             prompt = prompt if show is None else show(prompt)
@@ -307,6 +314,8 @@ class PromptCodec:
             ids = chat_template.encode_texts(self.tokenizer, [text if show is None else show(text)])[0].ids
         if not ids:
             raise DataError("the prompt is empty, and a model needs at least one token")
+        if self.limit is not None and (largest := max(ids)) >= self.limit:
+            raise DataError(f"The prompt {prompt!r:.80}: {out_of_range('input_ids', largest, self.limit)}")
         return ids
 
     def encode_completion(self, prompt: Any, completion: Any) -> list[int]:
