@@ -646,6 +646,15 @@ def test_labels_of_another_length_than_the_tokens_are_explained_for_a_collator_o
     refused(DataError, "input_ids has the shape (8, 2) and labels (8, 3)", run=trainer.train)
 
 
+def test_a_column_that_a_collator_of_ones_own_does_not_make_is_seen_from_what_it_makes(tmp_path):
+    ids = torch.full((8, 4), 5)
+    batch = {"input_ids": ids, "attention_mask": ids > 0}
+    trainer = sft(tmp_path, [{"text": "one two"}] * 8, data_collator=lambda rows: batch)
+    with pytest.raises(KeyError, match="labels") as caught:
+        trainer.train()
+    assert caught.value.__notes__ == ["The batch holds input_ids, attention_mask."]
+
+
 def test_texts_that_nobody_tokenized_are_named(tmp_path):
     rows = Dataset.from_dict({"text": ["a b", "c d"], "label": [0, 1]})
     refused(DataError, "reads input_ids", "only labels", "tokenizer(row['text'])",

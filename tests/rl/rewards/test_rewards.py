@@ -317,7 +317,7 @@ def test_a_reward_model_scores_each_text_by_itself():
     ("so it is 72.", "Half is 24.\n#### 72", 1), ("it is 1,000", "#### 1000", 1), ("#### 3\nor 4", "3", 1),
     ("5", "#### 6", 0), (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{x+1}", r"\boxed{ x + 1 }", 1),
     ("none", "#### 6", 0), (r"\boxed{\frac{\sqrt{2}}{2}}", r"$\boxed{\frac{\sqrt{2}}{2}}$", 1), ("-4", "4", 0),
-    ("4", "", None), ("$12.50", "12.5", 1),
+    ("4", "", None), ("none", None, None), ("$12.50", "12.5", 1),
 ])  # fmt: skip
 def test_accuracy(completion, solution, reward):
     assert rewards.accuracy_reward([completion], [solution]) == [reward]

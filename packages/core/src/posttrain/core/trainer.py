@@ -26,7 +26,7 @@ from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, Print
 from posttrain.core.checkpoint import Store, codec, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
 from posttrain.core.data import pipeline
-from posttrain.core.data.batch_limits import check_limits
+from posttrain.core.data.batch_limits import explain_lookup
 from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
@@ -322,8 +322,8 @@ class Trainer(TrainerNames):
             with sync, self.dist.in_step(), metrics:
                 try:
                     losses.append(self.training_step(*given[: self.run.step_takes]))
-                except IndexError:  # an id that the model does not know, most often: say which
-                    check_limits(inputs, self.id_limits())
+                except (IndexError, KeyError) as error:  # an id or a column that is not there, most often: say which
+                    explain_lookup(error, inputs, self.id_limits())
                     raise
             if not is_filler:
                 self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
@@ -631,8 +631,7 @@ class Trainer(TrainerNames):
         return self.lr_scheduler
 
     def _get_learning_rate(self) -> float:
-        rate = self.optimizer.param_groups[0]["lr"]
-        return rate.item() if isinstance(rate, torch.Tensor) else rate
+        return float(self.optimizer.param_groups[0]["lr"])  # which may be a tensor
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 

@@ -59,6 +59,13 @@ def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | Non
             )
 
 
+def explain_lookup(error: Exception, batch: Any, limits: Mapping[str, int]) -> None:
+    """Raise `check_limits`' DataError in place of an IndexError or KeyError of a step, or note what `batch` holds."""
+    check_limits(batch, limits)
+    if isinstance(batch, Mapping):
+        error.add_note(f"The batch holds {', '.join(map(str, batch))}.")
+
+
 def out_of_range(column: str, value: int, limit: int, where: str = "") -> str:
     """The message about an id out of range; `where` begins with a space."""
     remedy = (

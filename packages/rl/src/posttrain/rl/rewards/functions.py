@@ -90,7 +90,8 @@ def accuracy_reward(
     Answers are found by `final_answer` and compared by `same_answer`: numbers and fractions exactly, anything else as
     text.
     """
-    gold = [final_answer(str(text)) or str(text).strip() or None for text in solution]
+    known = ["" if text is None else str(text) for text in solution]
+    gold = [final_answer(text) or text.strip() or None for text in known]
     given = [final_answer(text_of(completion)) for completion in completions]
     if log_extra is not None:
         log_extra("solution", gold)
