@@ -4,7 +4,9 @@ bits.
 
 import logging
 import os
+import pty
 import signal
+import sys
 import threading
 import time
 
@@ -113,7 +115,12 @@ def test_what_is_no_duration_is_refused_with_the_config(text):
 @pytest.mark.rotated
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
-    ("number", "error", "code"), [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, 130)]
+    ("number", "error", "code"),
+    [
+        (signal.SIGTERM, SystemExit, 143),
+        (signal.SIGINT, KeyboardInterrupt, 130),
+        (signal.SIGHUP, SystemExit, 129),
+    ],
 )
 @pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_prediction_step"])
 def test_a_signal_ends_the_run_after_a_checkpoint_from_which_it_goes_on_to_the_same_bits(
@@ -231,7 +238,7 @@ def child(out, mode, workers, **options):
 @pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_while_data_is_read(number, workers, tmp_path):
     """As a terminal and many schedulers send it: to the workers of the loader too."""
     first = child(tmp_path / "run", "first", workers, start_new_session=True)
@@ -251,6 +258,19 @@ def test_a_signal_to_the_whole_group_while_data_is_read(number, workers, tmp_pat
     straight.train()
     expected = weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in torch.load(tmp_path / "run/weights.pt").items())
+
+
+@pytest.mark.long
+def test_a_run_whose_terminal_is_closed_saves_though_nobody_can_read_what_it_prints(tmp_path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", CHILD, str(tmp_path), "first", "2"])
+    shown = b""
+    while b"step 2" not in shown:
+        shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129, shown
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 def test_a_second_signal_ends_at_once(tmp_path):

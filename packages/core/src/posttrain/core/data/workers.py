@@ -38,8 +38,8 @@ def keep_through_sigterm(on: bool) -> None:
 
 
 class WorkerStart:
-    """Initialize a worker: it ignores SIGINT, and one SIGTERM if its parent continues (see `keep_through_sigterm`),
-    because the current optimizer step still needs rows.
+    """Initialize a worker: it ignores SIGINT and SIGHUP, and one SIGTERM if its parent continues (see
+    `keep_through_sigterm`), because the current optimizer step still needs rows.
 
     Args:
         then: the user's own ``worker_init_fn``.
@@ -52,7 +52,8 @@ class WorkerStart:
         self.then, self._shown = then, _shown
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for ignored in {"SIGINT", "SIGHUP"} & signal.Signals.__members__.keys():
+            signal.signal(signal.Signals[ignored], signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if self.then is not None:
             self.then(worker)

@@ -7,6 +7,7 @@ the same step: about four times a second they start an asynchronous reduction an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -24,8 +25,8 @@ from posttrain.core.data import accelerator, workers
 from posttrain.core.distributed.collectives import Maximum
 from posttrain.core.fields import durations
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: A reason to leave, among the numbers of signals; that of SIGHUP, which is not noticed here.
+SIGNALS = [one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP")]
+#: A reason to leave, below those of signals, which are the exit codes that they lead to.
 TIME_IS_UP = 1
 #: A file of this name in the output folder asks for a checkpoint. It is removed when it is seen.
 SAVE_NOW = "save_now"
@@ -39,8 +40,9 @@ class InterruptArguments:
 
     save_on_signal: bool | None = opt(
         None,
-        "At SIGTERM or SIGINT (Ctrl-C), finish the optimizer step, save a checkpoint and end with exit code 143 or "
-        "130; a second signal ends at once. None: unless save_strategy is 'no'.",
+        "At SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a terminal that is closed), finish the optimizer step, save a "
+        "checkpoint and end with exit code 143, 130 or 129; a second signal ends at once. None: unless save_strategy "
+        "is 'no'.",
         flag=True,
     )
     enable_jit_checkpoint: bool = opt(
@@ -105,7 +107,7 @@ class Left(BaseException):
     error.
 
     Args:
-        reason: the number of the signal, or `TIME_IS_UP`.
+        reason: 128 + the number of the signal, or `TIME_IS_UP`.
     """
 
     def __init__(self, reason: int) -> None:
@@ -118,7 +120,7 @@ class Left(BaseException):
         """
         if self.reason == TIME_IS_UP:
             return None
-        return (Interrupted if self.reason == signal.SIGINT else SystemExit)(128 + self.reason)
+        return (Interrupted if self.reason == 128 + signal.SIGINT else SystemExit)(self.reason)
 
 
 class Interrupted(KeyboardInterrupt, SystemExit):
@@ -160,7 +162,7 @@ class Watch:
         self.asks_for_save, self._file, self._looked = False, file, -INTERVAL
         self.on_signals, self.limit, self.world_size = on_signals, limit, world_size
         self._device = torch.device(device)
-        self._number = 0
+        self._reason, self._terminals = 0, [number for number in (1, 2) if os.isatty(number)]
         self._until: float | None = None
         self._before: dict[int, Any] = {}
         self._maximum: Maximum | None = None
@@ -190,22 +192,26 @@ class Watch:
     def _notice(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
             return  # a forked worker: the process that it works for decides
-        self._number = number
+        self._reason = 128 + number
         self._give_back()  # the next signal has its default effect: it ends the program at once
         # Not by `logging`, whose locks the interrupted code may hold.
         name = signal.Signals(number).name
-        os.write(
-            2,
-            f"\n{name}: finishing this optimizer step and saving a checkpoint; a second signal ends at "
-            "once.\n".encode(),
-        )
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(
+                2,
+                f"\n{name}: finishing this optimizer step and saving a checkpoint; a second signal ends at "
+                "once.\n".encode(),
+            )
+        if name == "SIGHUP":  # what is written to a terminal that is gone would be an error
+            for terminal in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)
 
     @property
     def own(self) -> int:
         """The reason of this process to leave; 0: none."""
-        if self._number == 0 and self._until is not None and time.monotonic() >= self._until:
+        if self._reason == 0 and self._until is not None and time.monotonic() >= self._until:
             return TIME_IS_UP
-        return self._number
+        return self._reason
 
     def _finds_file(self) -> bool:
         if self._file is None or time.monotonic() - self._looked < INTERVAL:
