@@ -50,7 +50,7 @@ def context_of(config: Any) -> int | None:
     config = text_config(config)
     if (length := getattr(config, "max_position_embeddings", None) or 0) <= 0:
         return None
-    rule = config.to_dict().get("rope_parameters") or {}
+    rule = vars(config).get("rope_parameters") or {}
     if rule.get("rope_type") not in ("linear", "dynamic", "yarn"):
         return length
     trained = rule.get("original_max_position_embeddings") if rule["rope_type"] == "yarn" else None
