@@ -12,8 +12,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 MODEL_STAMP := $(VENV)/.pretrained
-# A file's tests in one worker: what they share is set up once.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
+# A file's tests in one worker: what they share is set up once. In the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # vLLM pins another transformers than the tests: it has an environment of its own.
 VLLM_VENV  := .venv-vllm

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 # Before transformers and datasets are imported, for they read these once. Workers inherit the folder of the first
@@ -83,6 +84,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
+    # What takes longest first, so that no worker is left with it: the files of several processes, then the largest.
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: ("distributed" not in item.path.parts, -tests[item.path], item.path))
     if config.getoption("rotate") is not None:
         config.hook.pytest_deselected(items=rotation.leave_out(items, config.getoption("rotate")))
     if not torch.cuda.is_available():
