@@ -364,6 +364,7 @@ def test_the_own_functions_can_be_pickled_and_ignore_what_they_do_not_read():
         copy = pickle.loads(pickle.dumps(function))
         assert copy.__name__ == function.__name__ and copy(**given) == function(**given)
     assert [one.__name__ for one in made[:2]] == ["cosine_scaled_reward", "repetition_penalty_reward"]
+    assert [background.name_of(one) for one in made[:2]] == [one.__name__ for one in made[:2]]  # as it is logged
 
 
 def test_a_column_that_is_missing_is_named_for_functions_of_any_columns_too():

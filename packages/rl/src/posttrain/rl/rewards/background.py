@@ -87,7 +87,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def name_of(function: Any) -> str:
     """The name of a function of the user in the log and in errors."""
-    while isinstance(function, partial):
+    while isinstance(function, partial) and "__name__" not in vars(function):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
