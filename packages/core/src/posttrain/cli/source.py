@@ -324,7 +324,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     if kind in ("csv", "tsv"):  # "007", "True" and "NA" are texts
         where |= {"converters": dict.fromkeys(layouts.TEXTS, str), "keep_default_na": False, "na_values": [""]}
         where |= {"sep": "\t"} if kind == "tsv" else {}
-    reader, config = ("csv" if builder == "tsv" else builder, None) if builder else (names[0], config)
+    builder = "csv" if builder == "tsv" else builder
+    reader, config = (builder, None) if builder else (names[0], config)
     try:
         with nullcontext() if builder else cache_where_unknown(reader):
             return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)

@@ -32,8 +32,8 @@ _OPTIONS = {
     "adam_epsilon": ("eps",),
 }
 _ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
-_OF_ROWS = "data_seed", "train_sampling_strategy", "max_batch_tokens"
-_REORDERS = ("seed", *_OF_ROWS, "dataset_weights", "dataset_weights_of", "dataset_max_tokens")
+_OF_MIXTURES = "dataset_weights", "dataset_weights_of", "dataset_max_tokens"
+_REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens", *_OF_MIXTURES)
 _NOTES = dict.fromkeys(_REORDERS, "rows continue in another order") | {
     "learning_rate": "the new one applies from the next optimizer step on",
     "weight_decay": "the new one applies from the next optimizer step on",

@@ -99,7 +99,7 @@ def prepare_rows(
     else:
         prepared = _prepare_list(dataset, prepare, name)
     for batch in prepared.with_format("arrow").iter(100_000):
-        _count(batch, prepare, report, limits)
+        _add(batch, prepare, report, limits)
         _check_numbers(batch, prepare, limits, name)
     report.judge(on_bad_rows)
     if report.rows_kept == 0:
@@ -165,7 +165,7 @@ def _counts(table: pa.Table, prepare: RowPreparation) -> dict[str, Any]:
     return {"facts": {name: table.column(name).to_numpy() for name in prepare.facts}, "lengths": lengths}
 
 
-def _count(table: pa.Table, prepare: RowPreparation, report: TokenReport, limits: dict[str, int]) -> None:
+def _add(table: pa.Table, prepare: RowPreparation, report: TokenReport, limits: dict[str, int]) -> None:
     """Add prepared rows to `report`, and say, of a context once, where one is longer than the `limits`."""
     report.add(**_counts(table, prepare))
     longest, what = report.longest, f"{report.name}: a row has {report.longest:,} tokens, and the model"
@@ -269,7 +269,7 @@ def _prepare_stream(
         if indices and indices[0] == 0:  # another pass over the stream
             report.clear()
         known = len(report.dropped)
-        _count(table, prepare, report, limits)
+        _add(table, prepare, report, limits)
         report.judge(on_bad_rows)
         _check_numbers(table, prepare, limits, report.name)
         if len(report.dropped) > known:  # a new reason

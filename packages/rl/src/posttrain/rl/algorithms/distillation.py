@@ -270,6 +270,8 @@ class DistillationTrainer(RolloutTrainer):
 
     def prepare_rows(self, dataset: Any, role: str, name: str) -> Any:
         """As the base's. Rows of messages stay, unless some of them are dropped."""
+        if self.sees:  # prompts with images are read as they are sampled from
+            return dataset
         read = with_prompts(dataset, f"{role}_dataset")
         kept = super().prepare_rows(read, role, name)
         return dataset if kept is read else kept

@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -185,8 +184,8 @@ class LocalSteps:
     def _go_on(self, calls: list[Call]) -> None:
         """Write one more token of each row of these calls."""
         tokens, positions = zip(*(call.newest() for call in calls), strict=True)
-        read = self._in_tiles if self.tile else partial(next_logits, self.model, self._step, self.decoding)
-        logits = read(_joined([*tokens]), _joined([*positions]))
+        read = _joined([*tokens]), _joined([*positions])
+        logits = self._in_tiles(*read) if self.tile else next_logits(self.model, self._step, self.decoding, *read)
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
         self._look()

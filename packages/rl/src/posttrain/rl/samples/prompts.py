@@ -172,8 +172,7 @@ def context_length(config: Any, engine: int | None = None) -> int | None:
     Args:
         engine: the limit of the engine that generates, where it has one of its own.
     """
-    limits = [context_of(config), engine]
-    return min((limit for limit in limits if limit and limit > 0), default=None)
+    return min(filter(None, (context_of(config), engine)), default=None)
 
 
 def with_room(
