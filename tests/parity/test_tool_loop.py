@@ -71,7 +71,7 @@ def made(package, name, path, **options):
         use_cpu=True, bf16=False, report_to="none", max_steps=1,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "2 and 3, 2 and 40?"}]}] * 2)
-    model = tiny.causal_lm(max_position_embeddings=8192)
+    model = tiny.causal_lm(max_position_embeddings=8192, vocab_size=512)  # marks of the template too
     judge = lambda completions, **others: [0.0] * len(completions)  # noqa: E731
     return package.GRPOTrainer(model, judge, args, rows, processing_class=tok, tools=[add], **options), rows
 
