@@ -41,6 +41,10 @@ report_to: none
 use_cpu: true
 """
 COMMANDS = ["posttrain preview run.yaml --rows 1", "posttrain train run.yaml"]
+XTERM = (  # xterm's colours: on the greens of rich's own theme, the black text of trained tokens cannot be read
+    [(0, 0, 0), (205, 0, 0), (0, 205, 0), (205, 205, 0), (92, 160, 238), (205, 0, 205), (0, 205, 205), (229, 229, 229)],
+    [(127, 127, 127), (255, 0, 0), (0, 255, 0), (255, 255, 0), (92, 92, 255), (255, 0, 255), (0, 255, 255), (255,) * 3],
+)
 
 
 def write_rows(file: Path) -> None:
@@ -95,6 +99,7 @@ def draw_report(page: Path, picture: Path) -> None:
 
 def main() -> None:
     from rich.console import Console
+    from rich.terminal_theme import TerminalTheme
     from rich.text import Text
 
     if len(sys.argv) != 2 or not Path(sys.argv[1], "config.json").is_file():
@@ -111,7 +116,8 @@ def main() -> None:
             for line in lines_shown(output_of(command, folder)):
                 console.print(Text.from_ansi(line.replace(str(folder), "")), overflow="fold")
         ASSETS.mkdir(exist_ok=True)
-        console.save_svg(str(ASSETS / "terminal.svg"), title="posttrain", clear=True)
+        theme = TerminalTheme((41, 41, 41), (229, 229, 229), *XTERM)
+        console.save_svg(str(ASSETS / "terminal.svg"), title="posttrain", theme=theme)
         draw_report(folder / "reviews" / "report.html", ASSETS / "report.png")
 
 
