@@ -1,19 +1,24 @@
-"""How far the log-probabilities of the trainer's own engine are from the trainer's, for the tokens that it sampled.
+"""How far the log-probabilities of an engine are from the trainer's, for the tokens that it sampled.
 
     python benchmarks/numerics.py                     every architecture, precision and adapter: a minute
+    python benchmarks/numerics.py --engine vllm       vLLM in place of the trainer's own engine: half an hour
     python benchmarks/numerics.py --model FOLDER      a model of your own, in each precision and with each adapter
 
 Untrained models of 4 layers and a width of 256, with weights large enough that tokens have different probabilities.
 Each writes completions for prompts of different lengths; the trainer then reads each text alone, whole. The difference
 is what importance sampling would correct. `bfloat16` is that of the weights; `autocast`: weights in float32, products
-in bfloat16, as in training with ``bf16=True``. Kernels are those of the CPU.
+in bfloat16, as in training with ``bf16=True``, beside which vLLM has its weights in bfloat16. Kernels are those of the
+CPU. vLLM is used as `vllm_mode="colocate"` does, with adapters merged, each model in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,8 @@ from posttrain.rl.generation.protocol import Sampling  # noqa: E402
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2")
 PRECISIONS = ("float32", "bfloat16", "autocast")
 ADAPTERS = ("none", "lora")
-WIDTH = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
+WIDTH = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 64}
+WIDTH_OF_GPT2 = {"n_embd": 256, "n_layer": 4, "vocab_size": 4096}
 
 
 def model_of(architecture: str, path: str | None) -> Any:
@@ -38,7 +44,8 @@ def model_of(architecture: str, path: str | None) -> Any:
 
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.manual_seed(0)
-    return causal_lm(architecture, initializer_range=0.1, **({} if architecture == "gpt2" else WIDTH)).eval()
+    width = WIDTH_OF_GPT2 if architecture == "gpt2" else WIDTH
+    return causal_lm(architecture, initializer_range=0.1, **width).eval()
 
 
 def adapted(model: Any) -> Any:
@@ -55,18 +62,34 @@ def of_trainer(model: Any, prompt: list[int], written: list[int], temperature: f
     return (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(written)[:, None])[:, 0]
 
 
-def gap(architecture: str, precision: str, adapter: str, path: str | None, rows: int, new: int) -> dict[str, Any]:
+def vllm_of(model: Any, precision: str) -> Any:
+    """vLLM in this process, for a model that it reads from a folder."""
+    from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
+
+    folder = tempfile.mkdtemp(prefix="numerics-")
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    model.config._name_or_path = folder
+    dtype = "float32" if precision == "float32" else "bfloat16"
+    return VLLMColocatedGenerator({"enforce_eager": True, "max_model_len": 256, "dtype": dtype})
+
+
+def gap(
+    engine_name: str, architecture: str, precision: str, adapter: str, path: str | None, rows: int, new: int
+) -> dict[str, Any]:
     """Differences of log-probabilities, engine minus trainer, over all tokens that were written."""
+    torch.set_num_threads(1)
     model = model_of(architecture, path)
-    model = adapted(model) if adapter == "lora" else model
     model = model.bfloat16() if precision == "bfloat16" else model
+    engine = vllm_of(model, precision) if engine_name == "vllm" else LocalGenerator(tokenizer())
+    model = adapted(model).to(model.dtype) if adapter == "lora" else model
     size = model.config.get_text_config().vocab_size
     prompts = [[(37 * place + 11 * row + 5) % size for place in range(9 + 7 * row)] for row in range(rows)]
-    engine, sampling = LocalGenerator(tokenizer()), Sampling(max_new_tokens=new)
+    sampling = Sampling(max_new_tokens=new)
     engine.sync_weights(model)
     low = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
     with low:
-        if (why := problem(model)) is not None:
+        if engine_name == "local" and (why := problem(model)) is not None:
             return {"left_out": why}
         made = engine.generate(prompts, 4, sampling, seeds=range(4 * rows))
         expected = [of_trainer(model, prompts[i // 4], ids, sampling.temperature) for i, ids in enumerate(made.ids)]
@@ -77,6 +100,12 @@ def gap(architecture: str, precision: str, adapter: str, path: str | None, rows:
         "tokens": len(found), "mean": float(difference.abs().mean()), "largest": float(difference.abs().max()),
         "bias": float(difference.mean()), "logp": float(found.mean()),
     }  # fmt: skip
+
+
+def alone(*given: Any) -> dict[str, Any]:
+    """`gap` in a process of its own, since vLLM sets up torch.distributed, and stays."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(gap, *given).result()
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -94,23 +123,25 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main(words: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("local", "vllm"), default="local")
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, default=[*ARCHITECTURES])
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS])
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=[*ADAPTERS])
     parser.add_argument("--model", help="a folder or a name, in place of the architectures")
     parser.add_argument("--prompts", type=int, default=6, help="of which each gets 4 completions")
     parser.add_argument("--new", type=int, default=48, help="tokens of a completion")
-    parser.add_argument("--output", default="numerics", help="name of the file in results/; empty: none is written")
+    parser.add_argument("--output", help="name of the file in results/; empty: none is written")
     options = parser.parse_args(words)
-    torch.set_num_threads(1)
     runs = []
     for name in [options.model] if options.model else options.architectures:
         for adapter in options.adapters:
             for precision in options.precisions:
-                found = gap(name, precision, adapter, options.model, options.prompts, options.new)
+                given = options.engine, name, precision, adapter, options.model, options.prompts, options.new
+                found = alone(*given) if options.engine == "vllm" else gap(*given)
                 runs.append({"model": name, "adapter": adapter, "precision": precision} | found)
-    if options.output:
-        results.write(options.output, {"new": options.new, "runs": runs})
+    file = {"local": "numerics", "vllm": "numerics_vllm"}[options.engine] if options.output is None else options.output
+    if file:
+        results.write(file, {"new": options.new, "runs": runs})
     print(table(runs))
     return runs
 

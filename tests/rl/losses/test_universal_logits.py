@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from posttrain.rl.losses.universal_logits import Texts, Vocabularies, by_rank, entropy, merged, universal_divergence
+from posttrain.rl.losses.universal_logits import (
+    Texts,
+    Vocabularies,
+    by_rank,
+    entropy,
+    merged,
+    of_tokens,
+    universal_divergence,
+)
 from posttrain.rl.online.teachers import align
 from tests import tiny
 
@@ -44,7 +52,8 @@ def test_an_empty_completion_has_no_text():
     texts = Texts.marked(groups)
     assert [len(part) for part in texts] == [0, 0, 0, 0]
     logits = torch.zeros(1, 3, requires_grad=True)
-    found = universal_divergence(logits, torch.tensor([0]), texts, None, torch.tensor([]), texts, Vocabularies(), 1)
+    given = logits.__getitem__, torch.tensor([0]), texts, None, torch.tensor([]), texts, Vocabularies(), 1
+    found = universal_divergence(*given)
     found.sum().backward()
     assert found.tolist() == [0] and logits.grad.abs().sum() == 0
 
@@ -72,7 +81,7 @@ def test_losses_by_hand():
     found = Vocabularies(shared, 0.0).compare(p.log(), q.log()).item()
     assert found == pytest.approx(0.5 * forward + 0.5 * 0.15)  # one of the teacher's two tokens is shared
     logits = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).log()
-    assert entropy(logits).item() == pytest.approx(math.log(2))
+    assert entropy(logits).tolist() == pytest.approx([math.log(2), 0])
 
 
 def test_texts_are_averaged_over_each_completion_whatever_is_held_at_once(monkeypatch):
@@ -82,13 +91,22 @@ def test_texts_are_averaged_over_each_completion_whatever_is_held_at_once(monkey
     student, teacher = torch.randn(10, 7, requires_grad=True), torch.randn(8, 5)
     tokens, others = torch.randint(7, (10,)), torch.randint(5, (8,))
 
+    held = []
+
+    def logits(at):
+        held.append(len(at))
+        return student[at]
+
     def losses():
-        found = universal_divergence(student, tokens, own, lambda at: teacher[at], others, other, Vocabularies(), 3)
-        return found, torch.autograd.grad(found.sum(), student)[0]
+        held.clear()
+        found = universal_divergence(logits, tokens, own, lambda at: teacher[at], others, other, Vocabularies(), 3)
+        every = of_tokens(lambda at, ids: torch.nn.functional.cross_entropy(logits(at), ids, reduction="none"), tokens)
+        return found, every, *(torch.autograd.grad(part.sum(), student)[0] for part in (found, every))
 
     whole = losses()
     monkeypatch.setattr("posttrain.rl.losses.universal_logits.TEXTS_AT_ONCE", 2)
     torch.testing.assert_close(losses(), whole)
+    assert max(held) == 3  # tokens of two texts, of 10
     each = by_rank(merged(student[own.at], tokens[own.at], own).exp(), merged(teacher, others, other).exp())
     expected = torch.stack([each[:3].mean(), each[3:].mean(), torch.zeros(())])
     torch.testing.assert_close(whole[0], expected)

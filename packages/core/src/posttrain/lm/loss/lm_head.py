@@ -215,15 +215,16 @@ def divergence_in_head(
 
 @contextlib.contextmanager
 def function_in_head(
-    model: nn.Module, labels: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module, labels: torch.Tensor, function: Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 ) -> Iterator[None]:
-    """As `loss_in_head`, but the model's `logits` are what `function` makes of the logits, (M, V) in float32, at the M
-    positions that have a label: (B, T), aligned with the logits.
+    """As `loss_in_head`, but the model's `logits` are what `function` makes of ``places -> logits``, (n,) -> (n, V) in
+    float32, of the M positions that have a label: (B, T), aligned with the logits.
     """
 
     def of_labelled(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
         rows = labelled_places(_aligned(model, labels, hidden, IGNORE_INDEX)).to(hidden.device)
-        return function(logits_of(hidden.reshape(-1, hidden.shape[-1])[rows], head))
+        states = hidden.reshape(-1, hidden.shape[-1])[rows]
+        return function(lambda places: logits_of(states[places], head))
 
     with _head_replaced(model, of_labelled):
         yield

@@ -26,7 +26,7 @@ from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import logits_of
 from posttrain.lm.loss.language_modeling import labelled_places
 from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
-from posttrain.rl.losses.universal_logits import Texts, Vocabularies, entropy, universal_divergence
+from posttrain.rl.losses.universal_logits import LogitsAt, Texts, Vocabularies, entropy, of_tokens, universal_divergence
 from posttrain.rl.online.teachers import AlignedTeacher, rows_to_read
 from posttrain.rl.policy.reference import FrozenReference
 
@@ -144,13 +144,15 @@ class GOLDTrainer(GKDTrainer):
         def teacher(places: torch.Tensor) -> torch.Tensor:
             return logits_of(known.hidden[places], known) / args.uld_teacher_temperature
 
-        def loss(logits: torch.Tensor) -> torch.Tensor:
-            heated = logits / args.uld_student_temperature
+        def loss(logits: LogitsAt) -> torch.Tensor:
+            heated = lambda places: logits(places) / args.uld_student_temperature  # noqa: E731
             compared = universal_divergence(heated, tokens, own, teacher, theirs, other, self.vocabularies, len(groups))
             total = args.uld_distillation_weight * compared.sum()
             if args.uld_crossentropy_weight:
-                of_tokens = F.cross_entropy(logits, tokens, reduction="none")
-                total = total + args.uld_crossentropy_weight * (of_tokens * shares).sum()
-            return torch.stack([total, entropy(logits.detach())])
+                predicted = of_tokens(lambda at, ids: F.cross_entropy(logits(at), ids, reduction="none"), tokens)
+                total = total + args.uld_crossentropy_weight * (predicted * shares).sum()
+            with torch.no_grad():
+                uncertainty = of_tokens(lambda at, ids: entropy(logits(at)), tokens)
+            return torch.stack([total, uncertainty.sum()])
 
         return lm_head.function_in_head(model, inputs["labels"], loss)

@@ -21,7 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.lm.loss.distillation import divergence_terms
 
 TEXTS_AT_ONCE = 256
-"""Texts whose distributions are held at the same time."""
+"""Texts, or tokens, whose distributions are held at the same time."""
+
+LogitsAt = Callable[[torch.Tensor], torch.Tensor]
+"""``places -> logits``: (n,) of M tokens -> (n, V)."""
 
 
 class Texts(NamedTuple):
@@ -92,17 +95,25 @@ def merged(logits: torch.Tensor, tokens: torch.Tensor, texts: Texts) -> torch.Te
     return logps[last] + earlier.new_zeros(len(last)).index_add(0, of, earlier).unsqueeze(1)
 
 
+def of_tokens(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """``function(places, tokens there)``, (n,), (n,) -> (n,), of some of the (M,) `tokens` at a time: (M,)."""
+    places = torch.arange(len(tokens), device=tokens.device)
+    pairs = zip(places.split(TEXTS_AT_ONCE), tokens.split(TEXTS_AT_ONCE), strict=True)
+    parts = [checkpoint(function, *pair, use_reentrant=False) for pair in pairs]
+    return torch.cat(parts) if parts else tokens.new_zeros(0, dtype=torch.float32)
+
+
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The summed entropy of (M, V) logits in nats, shape ()."""
-    parts = (part.log_softmax(1) for part in torch.split(logits, TEXTS_AT_ONCE))
-    return sum((-(part.exp() * part.clamp(min=-1e30)).sum() for part in parts), logits.new_zeros(()))
+    """(n, V) -> (n,) in nats."""
+    logps = logits.log_softmax(1)
+    return -(logps.exp() * logps.clamp(min=-1e30)).sum(1)
 
 
 def universal_divergence(
-    student: torch.Tensor,
+    student: LogitsAt,
     tokens: torch.Tensor,
     texts: Texts,
-    teacher: Callable[[torch.Tensor], torch.Tensor],
+    teacher: LogitsAt,
     teacher_tokens: torch.Tensor,
     teacher_texts: Texts,
     vocabularies: Vocabularies,
@@ -111,17 +122,16 @@ def universal_divergence(
     """The mean over the texts of each completion: (N,), 0 for one without any.
 
     Args:
-        student: (M, V) logits. tokens: (M,), those that they predict. teacher: ``places -> logits`` of its tokens, (n,)
-            -> (n, W). teacher_tokens: those that they predict. Both have the same texts.
+        tokens, teacher_tokens: those that the logits predict, (M,) of the student. Both have the same texts.
     """
 
     def some(own: Texts, other: Texts) -> torch.Tensor:
-        at, places = own.at.to(student.device), other.at.to(student.device)
+        at, places = own.at.to(tokens.device), other.at.to(tokens.device)
         theirs = merged(teacher(places), teacher_tokens[places], other)
-        return vocabularies.compare(merged(student[at], tokens[at], own), theirs)
+        return vocabularies.compare(merged(student(at), tokens[at], own), theirs)
 
     spans = [(i, min(i + TEXTS_AT_ONCE, len(texts.last))) for i in range(0, len(texts.last), TEXTS_AT_ONCE)]
     parts = [checkpoint(some, texts.part(*s), teacher_texts.part(*s), use_reentrant=False) for s in spans]
-    shares = (1 / torch.bincount(texts.rows, minlength=num_rows).clamp(min=1))[texts.rows].to(student.device)
-    found = torch.cat([*parts, student.flatten()[:0]])
-    return found.new_zeros(num_rows).index_add(0, texts.rows.to(student.device), found * shares)
+    shares = (1 / torch.bincount(texts.rows, minlength=num_rows).clamp(min=1))[texts.rows].to(tokens.device)
+    found = torch.cat([*parts, student(tokens[:0]).flatten()])
+    return found.new_zeros(num_rows).index_add(0, texts.rows.to(tokens.device), found * shares)
