@@ -71,7 +71,8 @@ def vllm_of(model: Any, precision: str) -> Any:
     tokenizer().save_pretrained(folder)
     model.config._name_or_path = folder
     dtype = "float32" if precision == "float32" else "bfloat16"
-    return VLLMColocatedGenerator({"enforce_eager": True, "max_model_len": 256, "dtype": dtype})
+    small = {"enforce_eager": True, "max_model_len": 256, "gpu_memory_utilization": 0.2}
+    return VLLMColocatedGenerator({**small, "dtype": dtype})
 
 
 def gap(

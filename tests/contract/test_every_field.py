@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 import warnings
 from functools import cache
@@ -110,6 +111,26 @@ def test_the_search_sees_what_is_only_checked():
         )
     )
     assert reads.names == {"c", "d"}
+
+
+#: Fields that read a dict or an empty list although their type does not say so.
+READS = {"generation_config={'a': 1}", "teacher_server_urls=[]"}
+
+
+@pytest.mark.parametrize("config_class", [kind for kind in CONFIGS if issubclass(kind, TrainingArguments)])
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_field(config_class, tmp_path):
+    inherited = {name for base in config_class.__bases__ if base in CONFIGS for name in field_types(base)}
+    types = {name: str(kind) for name, kind in field_types(config_class).items() if name not in inherited}
+    accepted = []
+    for name, value in itertools.product(types.keys() - {"output_dir"}, (object(), {"a": 1}, [])):
+        if f"{name}={value!r}" in READS or re.search(f"Any|Callable|{type(value).__name__}", types[name]):
+            continue
+        try:
+            config_class(str(tmp_path), use_cpu=True, **{name: value})
+            accepted.append(f"{name}={value!r}")
+        except (ValueError, TypeError) as error:
+            assert name in str(error)
+    assert accepted == []
 
 
 # ---------------------------------------------------------------- fields that others decide over

@@ -235,7 +235,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             self._take_duration(*durations.parse(self.max_duration))
         if isinstance(self.warmup_steps, str):
             self._count_tokens()
-        self.do_eval = self.do_eval or self.eval_strategy != "no"
+        if self.do_eval is None or self.eval_strategy != "no":
+            self.do_eval = self.eval_strategy != "no"
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.save_strategy == "steps" and isinstance(self.save_steps, (int, float)) and self.save_steps <= 0:
@@ -262,7 +263,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
-        if self.use_cpu:
+        if self.use_cpu and self.dataloader_pin_memory is True:
             self.dataloader_pin_memory = False
 
     def _problems(self) -> Iterator[str]:

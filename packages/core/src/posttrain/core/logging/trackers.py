@@ -70,8 +70,9 @@ class LoggingArguments:
 
     def _normalize(self) -> None:
         given: list[str] | str | None = self.report_to
-        names = [given] if isinstance(given, str) else given or []
-        self.report_to = [name for name in names if name != "none"]
+        if given is None or isinstance(given, (str, list, tuple)):
+            names = [given] if isinstance(given, str) else given or []
+            self.report_to = [name for name in names if name != "none"]
         inside_kubeflow = os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") is not None
         if inside_kubeflow and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE":
             self.report_to = list(dict.fromkeys([*self.report_to, "kubeflow"]))  # the cluster waits for its progress
