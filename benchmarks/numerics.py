@@ -45,7 +45,8 @@ def model_of(architecture: str, path: str | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.manual_seed(0)
     width = WIDTH_OF_GPT2 if architecture == "gpt2" else WIDTH
-    return causal_lm(architecture, initializer_range=0.1, **width).eval()
+    tied = architecture in ("gemma", "gemma2", "gpt2")  # as those that were published, and vLLM knows no others
+    return causal_lm(architecture, initializer_range=0.1, tie_word_embeddings=tied, **width).eval()
 
 
 def adapted(model: Any) -> Any:

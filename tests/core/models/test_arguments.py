@@ -9,6 +9,7 @@ from posttrain.core.config import validate
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.arguments import ModelSideArguments
 from posttrain.lm.loading.arguments import ModelConfig
+from tests import tiny
 
 peft = pytest.importorskip("peft")
 
@@ -96,3 +97,13 @@ def test_model_config_describes_quantization_only_when_asked():
 def test_model_config_refuses_what_cannot_work(arguments, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**arguments)
+
+
+def test_a_second_adapter_is_refused_before_the_model_is_loaded(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(tiny.causal_lm("llama"), LoraConfig(r=4, task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+    asked = {"model_name_or_path": str(tmp_path), "use_peft": True}
+    (problem,) = ModelConfig(**asked)._preflight()
+    assert "holds an adapter" in problem and f"posttrain merge {tmp_path}" in problem
+    assert [*ModelConfig(**asked, lora_r=4, lora_alpha=8, lora_dropout=0.0)._preflight()] == []  # it describes that one

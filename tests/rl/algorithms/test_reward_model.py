@@ -50,6 +50,30 @@ def test_pairs_are_learned(lora, tmp_path):
     assert predicted.predictions.shape == (16, 2)
 
 
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM", "SEQ_CLS"])
+def test_the_head_is_trained_and_saved_with_an_adapter_of_any_task(task, tmp_path):
+    """Else a new head, with random weights, would be another one each time that the adapter is loaded."""
+    from peft import LoraConfig
+
+    from posttrain.rl.rewards.scoring import reward_functions
+
+    tiny.causal_lm("qwen3").save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    args = arguments(RewardConfig, tmp_path / "out", max_steps=2, learning_rate=0.1)
+    config, rows = LoraConfig(r=4, task_type=task), preference_rows(8)
+    trainer = RewardTrainer(str(tmp_path / "base"), args, train_dataset=rows, peft_config=config)
+    trainer.train()
+    trainer.save_model()
+    assert config.task_type == task
+    (function,) = reward_functions([tmp_path / "out"], None, False)
+    found = function(["the cat"] * 2, [" sat", " sold"])
+    trainer.model.eval()
+    with torch.no_grad():
+        ids = [trainer.processing_class(text, return_tensors="pt") for text in ("the cat sat", "the cat sold")]
+        assert found == pytest.approx([trainer.model(**one).logits.item() for one in ids], abs=1e-5)
+    assert function.__name__ == "out" and abs(found[0] - found[1]) > 1e-4
+
+
 @pytest.mark.parametrize(("rows_at_once", "accumulation", "steps"), [(8, 1, 1), (2, 4, 1), (2, 1, 4)])
 def test_the_extreme_rewards_of_a_record_are_those_of_all_its_rows(rows_at_once, accumulation, steps, tmp_path):
     args = arguments(

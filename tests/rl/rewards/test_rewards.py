@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, MissingModelError
 from posttrain.rl import rewards
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards import scoring as rw
@@ -284,8 +284,19 @@ def test_functions_are_named_by_their_module_also_in_the_current_folder(tmp_path
     (tmp_path / "model-1.5").mkdir()
     names = ["org/model-1.5", "model-1.5", "./model", "model", "math.sqrt", "a:b", "accuracy_reward"]
     assert [rw.is_function_name(name) for name in names] == [False] * 4 + [True] * 3
+    with pytest.raises(MissingModelError, match="no built-in function, did you mean 'accuracy_reward'?"):
+        rw.reward_functions(["accuracy"], None, False)
     (punishment,) = rw.reward_functions(["get_soft_overlong_punishment"], None, False)
     assert punishment([[0] * 1024, [0] * 1152, [0] * 1280, [0] * 1281]) == [0.0, -0.5, -1.0, -1.0]
+
+
+def test_functions_of_one_name_have_metrics_of_their_own():
+    by_length = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
+    assert Rewards([by_length, rewards.accuracy_reward, by_length]).names == [
+        "<lambda>_0",
+        "accuracy_reward",
+        "<lambda>_2",
+    ]
 
 
 def test_a_reward_model_scores_each_text_by_itself():

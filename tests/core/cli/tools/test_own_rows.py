@@ -73,6 +73,61 @@ def test_the_right_choice_is_named_by_number_letter_or_text(base, answer):
     assert one.right == 1 and one.prompt == [{"role": "user", "content": "Is it?"}]
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "A dog", "chosen": " sat", "rejected": " sold"},
+        {"chosen": "A dog sat", "rejected": "A dog sold"},
+        {"prompt": [{"role": "user", "content": "A dog"}], "chosen": "sat", "rejected": "sold"},
+        {
+            "chosen": [{"role": "user", "content": "A dog"}, {"role": "assistant", "content": "sat"}],
+            "rejected": [{"role": "user", "content": "A dog"}, {"role": "assistant", "content": "sold"}],
+        },
+    ],
+)
+def test_of_a_pair_the_chosen_answer_is_the_right_choice(base, row):
+    [one] = evaluate_rows.questions([row], load.load(base)[1])
+    assert one.prompt in ("A dog", [{"role": "user", "content": "A dog"}]) and one.right == 0
+    assert [choice.strip() for choice in one.choices] == ["sat", "sold"]
+
+
+def test_a_reward_model_is_measured_on_pairs_and_asked_for_nothing_else(base, tmp_path, capsys):
+    from peft import LoraConfig
+
+    from posttrain.lm.loading.adapters import add_adapter
+
+    model = tiny.reward_model(vocab_size=384)
+    model.save_pretrained("reward")
+    load.load(base)[1].save_pretrained("reward")
+    model.name_or_path = str(tmp_path / "reward")
+    add_adapter(model, LoraConfig(r=2, init_lora_weights=False)).save_pretrained("adapter")
+    talks = [[{"role": "user", "content": "A dog"}, {"role": "assistant", "content": text}] for text in ("sat", "sold")]
+    write(tmp_path / "pairs.jsonl", [{"chosen": one, "rejected": other} for one, other in (talks, talks[::-1])])
+    for folder in ("reward", "adapter"):
+        scored, tokenizer = load.load(folder, may_score=True)
+        question = evaluate_rows.Question(talks[0][:1], None, ("sat", "sold"), 0)
+        with torch.no_grad():
+            alone = [
+                scored(torch.tensor([tokenizer.apply_chat_template(t, return_dict=True)["input_ids"]])).logits.item()
+                for t in talks
+            ]
+        assert [score for score, _ in evaluate_rows.rewards(scored, tokenizer, question)] == alone
+        assert main(["evaluate", folder, "--data", "pairs.jsonl"]) == 0
+        assert capsys.readouterr().out == "2 rows\n  accuracy       0.5000\n"
+        assert main(["chat", folder]) == 2 and "is a reward model" in capsys.readouterr().err
+    write(tmp_path / "rows.jsonl", [{"question": "Hi", "answer": "no"}])
+    assert main(["evaluate", "reward", "--data", "rows.jsonl"]) == 1
+    assert "row 0 has no choices" in capsys.readouterr().err
+
+
+def test_prompts_alone_are_not_measured_in_silence(base, tmp_path, capsys):
+    write(tmp_path / "rows.jsonl", [{"prompt": "Hi"}])
+    words = ["evaluate", base, "--data", "rows.jsonl", "--max_new_tokens", "2"]
+    assert main(words) == 1 and "nothing to compare" in capsys.readouterr().err
+    assert main([*words, "--output", "results.json"]) == 0
+    assert "completion" in json.loads((tmp_path / "results.json").read_text())["rows"][0]
+
+
 def test_numbers_after_four_hashes_are_compared_and_rows_without_an_answer_named(base):
     assert evaluate_rows.matches("so it is 1,072.", "70 + 1002\n#### 1072") and not evaluate_rows.matches(
         "7", "#### 72"

@@ -62,27 +62,25 @@ def _base(folder: str | Path) -> str | None:
 
 def _commands(folder: Path, is_adapter: bool) -> list[tuple[str, str]]:
     """(command, purpose) of what can be done with the model in `folder`."""
-    name = shlex.quote(str(folder))
-    if _writes_text(folder):
-        made = [
-            (f"posttrain chat {name}", "talk to it"),
-            (f"posttrain evaluate {name} --data rows.jsonl", "measure it on rows of yours"),
-        ]
-        made += [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
-        export = f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp"
-        return [*made, (export, "with a clone of llama.cpp")]
-    return [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
+    name, kind = shlex.quote(str(folder)), _kind(folder)
+    made = []
+    if "CausalLM" in kind or "CAUSAL_LM" in kind:
+        made += [(f"posttrain chat {name}", "talk to it")]
+        made += [(f"posttrain evaluate {name} --data rows.jsonl", "measure it on rows of yours")]
+    elif "ForSequenceClassification" in kind or "SEQ_CLS" in kind:
+        made += [(f"posttrain evaluate {name} --data pairs.jsonl", "measure it on pairs of yours")]
+    made += [(f"posttrain merge {name} {name}-merged", "one model of base and adapter")] if is_adapter else []
+    if "CausalLM" in kind or "CAUSAL_LM" in kind:
+        made += [(f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp", "with a clone of llama.cpp")]
+    return made
 
 
-def _writes_text(folder: Path) -> bool:
-    """Whether the model in `folder` is a causal language model, which chat, evaluate and export take."""
-    for file, field, mark in (
-        ("adapter_config.json", "task_type", "CAUSAL_LM"),
-        ("config.json", "architectures", "ForCausalLM"),
-    ):
+def _kind(folder: Path) -> str:
+    """What the model in `folder` is for: the task of an adapter, or the names of its classes."""
+    for file, field in (("adapter_config.json", "task_type"), ("config.json", "architectures")):
         if (folder / file).is_file():
-            return mark in str(json.loads((folder / file).read_text(encoding="utf-8")).get(field))
-    return False
+            return str(json.loads((folder / file).read_text(encoding="utf-8")).get(field))
+    return ""
 
 
 def _go_on(config: Any, words: Sequence[str]) -> list[tuple[str, str]]:

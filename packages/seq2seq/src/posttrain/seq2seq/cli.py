@@ -14,7 +14,7 @@ def run(run: Run) -> None:
     Raises:
         DataError: before the model is loaded, if evaluations are configured without an evaluation dataset.
     """
-    from posttrain.core.models import special_tokens, wrapping
+    from posttrain.core.models import special_tokens
     from posttrain.lm.loading import adapters, loading
     from posttrain.seq2seq.dataset import tokenize
     from posttrain.seq2seq.metrics import text_metrics
@@ -26,7 +26,6 @@ def run(run: Run) -> None:
     tokenizer = loading.load_tokenizer(options.model_name_or_path, revision=options.model_revision)
     special_tokens.ensure_pad_token(tokenizer)
     if (adapter := options.peft_config()) is not None:
-        adapter.task_type = "SEQ_2_SEQ_LM" if wrapping.is_encoder_decoder(model) else "CAUSAL_LM"
         model = adapters.add_adapter(model, adapter)
     text = {"prefix": config.source_prefix, "max_source_length": config.max_source_length}
     text |= {"max_target_length": config.max_target_length, "on_bad_rows": config.on_bad_rows}

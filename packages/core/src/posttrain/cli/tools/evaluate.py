@@ -31,7 +31,8 @@ through an agent, or on tasks of lm-eval (pip install '{EXTRA}'), such as gsm8k,
 
   --data ROWS            a file, a folder or a dataset of the Hub. A prompt and its completion (under any names that
                          training reads) are compared word by word, or by the number after ####; of a prompt with
-                         choices and an answer, the likeliest choice counts
+                         choices and an answer, or of chosen and rejected, the likeliest counts, or the one that
+                         MODEL, a reward model, gives the highest score
   --judge MODULE:FUNCTION  also scores the answers: (prompts, completions) -> numbers
   --env MODULE:OBJECT    an agent (episode, row), or arguments of an online trainer: environment_factory, tools,
                          reward_funcs, eval_dataset ...; or reasoning_gym:TASK, verifiers:TASKSET
@@ -127,8 +128,13 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
     except ValueError as error:
         raise ConfigError("evaluate", [str(error)]) from error
     rows = layouts.as_messages(rows) if chats else rows
-    model, tokenizer = load.of_command("evaluate", name, given)
+    model, tokenizer = load.of_command("evaluate", name, given, may_score=True)
     asked = evaluate_rows.questions(rows, tokenizer, limit)
+    if function is None and output is None and not any(one.choices or one.answer is not None for one in asked):
+        raise DataError(
+            "the rows hold prompts alone, so there is nothing to compare. Give answers beside them, choices, or chosen "
+            "and rejected; or --judge, which scores what the model writes, or --output, which keeps it."
+        )
     metrics, results = evaluate_rows.evaluate(model, tokenizer, asked, function, **given)
     print("\n".join([f"{len(asked)} rows", *(f"  {metric:<14} {value:.4f}" for metric, value in metrics.items())]))
     if output is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from posttrain.cli.tools import generate, load
 from posttrain.core.errors import DataError
 from posttrain.core.losses import selective_log_softmax
+from posttrain.core.models.wrapping import base_model
 from posttrain.lm.text import layouts
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -38,13 +40,13 @@ class Question:
 
 def questions(rows: Any, tokenizer: Any, limit: int | None = None) -> list[Question]:
     """The questions in `rows`: prompt and completion (or columns that `layouts.find` recognises), messages whose last
-    turn is the answer, or a prompt with choices and the number, the letter or the text of the right one.
+    turn is the answer, a prompt with choices and the number, the letter or the text of the right one, or pairs.
 
     Raises:
         DataError: a row is none of these.
     """
     known = layouts.columns(rows)
-    kinds = ("prompt_only",) if "choices" in known else ("prompt_completion", "prompt_only")
+    kinds = ("prompt_only",) if "choices" in known else ("preference", "prompt_completion", "prompt_only")
     found = []
     for number, row in enumerate(layouts.canonical(rows, tokenizer, kinds, "data")):
         if limit is not None and number == limit:
@@ -63,6 +65,8 @@ def questions(rows: Any, tokenizer: Any, limit: int | None = None) -> list[Quest
 
 
 def _question(row: Mapping[str, Any]) -> Question:
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return _pair(row.get("prompt"), row["chosen"], row["rejected"])
     if "messages" in row and "prompt" not in row:
         *prompt, last = row["messages"]
         return Question(prompt, last["content"]) if last["role"] == "assistant" else Question([*prompt, last])
@@ -80,6 +84,20 @@ def _question(row: Mapping[str, Any]) -> Question:
     return Question(row["prompt"], None, choices, int(right))
 
 
+def _pair(prompt: Any, chosen: Any, rejected: Any) -> Question:
+    """Two choices of which the first is right; without a prompt, what both begin with is it."""
+    if not isinstance(chosen, str):
+        return Question(
+            chosen[:-1] if prompt is None else prompt, None, (chosen[-1]["content"], rejected[-1]["content"]), 0
+        )
+    if prompt is None:
+        prompt = os.path.commonprefix([chosen, rejected]).rpartition(" ")[0]
+        chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+    if not prompt:
+        raise ValueError("chosen and rejected do not begin alike")
+    return Question(prompt, None, (chosen, rejected), 0)
+
+
 def evaluate(
     model: nn.Module,
     tokenizer: Any,
@@ -91,28 +109,36 @@ def evaluate(
 
     ``exact_match``: the share of answers that are written as they are, apart from white space; where the right answer
     ends in ``#### 72``, as in GSM8K, that number is compared with the last one. ``accuracy``: the share of questions
-    whose right choice has the highest log-likelihood; ``accuracy_norm``: with the log-likelihood of a token.
-    ``judge``: the mean of its scores.
+    whose right choice has the highest log-likelihood, or score of a reward model; ``accuracy_norm``: with the
+    log-likelihood of a token. ``judge``: the mean of its scores.
 
     Args:
         judge: ``(prompts, completions) -> scores``. options: of `generate.complete`.
+
+    Raises:
+        DataError: a reward model was asked for an answer.
     """
     rows: list[dict[str, Any]] = [{"prompt": one.prompt} for one in asked]
     written = [place for place, one in enumerate(asked) if not one.choices]
-    texts = generate.complete(model, tokenizer, [asked[place].prompt for place in written], **options)
+    scores_texts = type(base_model(model)).__name__.endswith("ForSequenceClassification")
+    if scores_texts and written:
+        raise DataError(f"row {written[0]} has no choices, and a reward model compares some: give chosen and rejected.")
+    prompts = [asked[place].prompt for place in written]
+    texts = generate.complete(model, tokenizer, prompts, **options) if written else []
     for place, text in zip(written, texts, strict=True):
         rows[place]["completion"] = text
         if (answer := asked[place].answer) is not None:
             rows[place] |= {"answer": answer, "exact_match": float(matches(text, answer))}
     for row, one in zip(rows, asked, strict=True):
         if one.choices:
-            scores = choice_scores(model, tokenizer, one)
+            scores = (rewards if scores_texts else choice_scores)(model, tokenizer, one)
             by_token = [total / count for total, count in scores]
             best, best_norm = _largest([total for total, _ in scores]), _largest(by_token)
             row |= {"choices": list(one.choices), "chosen": best, "right": one.right}
-            row |= {"accuracy": float(best == one.right), "accuracy_norm": float(best_norm == one.right)}
+            row |= {"accuracy": float(best == one.right)}
+            row |= {} if scores_texts else {"accuracy_norm": float(best_norm == one.right)}
     if judge is not None:
-        verdicts = judge([asked[place].prompt for place in written], texts)
+        verdicts = judge(prompts, texts)
         for place, verdict in zip(written, verdicts, strict=True):
             rows[place]["judge"] = float(verdict)
     names = dict.fromkeys(n for row in rows for n in ("exact_match", "accuracy", "accuracy_norm", "judge") if n in row)
@@ -132,8 +158,9 @@ def matches(text: str, answer: str) -> bool:
 def choice_scores(model: nn.Module, tokenizer: Any, question: Question) -> list[tuple[float, int]]:
     """(log-likelihood, number of tokens) of each choice after the prompt."""
     prompt = load.encode(tokenizer, question.prompt)
-    space = " " if isinstance(question.prompt, str) and not question.prompt[-1:].isspace() else ""
-    answers = [tokenizer(space + choice, add_special_tokens=False)["input_ids"] for choice in question.choices]
+    joined = not isinstance(question.prompt, str) or question.prompt[-1:].isspace()
+    texts = [choice if joined or choice[:1].isspace() else f" {choice}" for choice in question.choices]
+    answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     longest = max(map(len, answers))
     pad = tokenizer.pad_token_id
     device = next(model.parameters()).device
@@ -142,6 +169,21 @@ def choice_scores(model: nn.Module, tokenizer: Any, question: Question) -> list[
     logits = model(input_ids=ids, attention_mask=mask).logits[:, len(prompt) - 1 : -1]
     logps = selective_log_softmax(logits.float(), ids[:, len(prompt) :]) * mask[:, len(prompt) :]
     return [(float(total), len(ids)) for total, ids in zip(logps.sum(1), answers, strict=True)]
+
+
+@torch.no_grad()
+def rewards(model: nn.Module, tokenizer: Any, question: Question) -> list[tuple[float, int]]:
+    """(score, 1) of each choice after the prompt, by a reward model."""
+    found = []
+    for choice in question.choices:
+        if isinstance(question.prompt, str):
+            ids = tokenizer(question.prompt + choice + (tokenizer.eos_token or ""))["input_ids"]
+        else:
+            talk = [*question.prompt, {"role": "assistant", "content": choice}]
+            ids = tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
+        scores = model(input_ids=torch.tensor([ids], device=next(model.parameters()).device)).logits
+        found.append((float(scores[0, 0]), 1))
+    return found
 
 
 def _largest(values: Sequence[float]) -> int:

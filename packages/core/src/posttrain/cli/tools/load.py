@@ -39,6 +39,7 @@ def load(
     dtype: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    may_score: bool = False,
 ) -> tuple[Any, Any]:
     """A causal language model, or an adapter on its base, ready to generate, and its tokenizer.
 
@@ -47,10 +48,11 @@ def load(
         base: folder or Hub name of the base weights of an adapter; by default those named in it.
         dtype: of the weights; by default that of the checkpoint.
         device: by default a GPU where there is one.
+        may_score: it may also be a reward model.
 
     Raises:
         CheckpointError: the adapter names no base. FileNotFoundError: there is no such model. ValueError: there is no
-            such device.
+            such device, or it is a reward model.
     """
     path, place = os.fspath(model), _device(device)
     if (absent := loading.missing_folder(path)) is not None:
@@ -63,16 +65,33 @@ def load(
             raise CheckpointError(f"The adapter in {adapter} does not name its base. Name it: --base MODEL")
     elif base is not None:
         raise CheckpointError(f"base={base!r} has no use: {path} holds no adapter.")
+    if scores := gives_scores(os.fspath(model), trust_remote_code):
+        if not may_score:
+            raise ValueError(
+                f"{model} is a reward model: it scores texts, and writes none. posttrain evaluate takes it."
+            )
     has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
     tokenizer = loading.load_tokenizer(adapter if adapter and has_tokenizer else path, trust_remote_code)
     special_tokens.ensure_pad_token(tokenizer)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     options |= changes_of_run(adapter, path, trust_remote_code) if adapter is not None else {}
-    found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code)
+    kind: dict[str, Any] = {"auto_class": "AutoModelForSequenceClassification"} if scores else {}
+    options |= {"num_labels": 1} if scores else {}
+    found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code, **kind)
     if adapter is not None:
         found = peft.PeftModel.from_pretrained(found, adapter)
         adapters.find_cache_in_generation(found)
     return found.to(place).eval(), tokenizer
+
+
+def gives_scores(model: str, trust_remote_code: bool = False) -> bool:
+    """Whether the model or the adapter in a folder, or on the Hub, is a reward model."""
+    if loading.is_adapter(model):
+        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {model}")
+        return bool(peft.PeftConfig.from_pretrained(model).task_type == "SEQ_CLS")
+    with loading.explain_missing(model, "model"):
+        kinds = loading.config_of(model, {}, trust_remote_code).architectures or ()
+    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
 
 
 def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -89,7 +108,7 @@ def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code
     return {name: given[name] for name in known.keys() & changed}
 
 
-def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, Any]:
+def of_command(command: str, model: str, given: dict[str, Any], may_score: bool = False) -> tuple[Any, Any]:
     """`load` for the command line: takes its flags out of `given`, and raises what a command tells without a traceback.
 
     Raises:
@@ -97,7 +116,7 @@ def of_command(command: str, model: str, given: dict[str, Any]) -> tuple[Any, An
     """
     flags = {name: given.pop(name) for name in KINDS if name in given}
     try:
-        return load(model, **flags)
+        return load(model, **flags, may_score=may_score)
     except (OSError, ImportError) as error:
         raise CheckpointError(str(error)) from error
     except ValueError as error:

@@ -421,8 +421,6 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
         head = wrapping.output_embedding(model)
         quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     if (adapter := options.peft_config()) is not None:
-        if getattr(config, "is_encoder_decoder", False):
-            adapter.task_type = "SEQ_2_SEQ_LM"
         model = adapters.add_adapter(model, adapter, getattr(run.config, "train_parts", None))
     elif (trained := getattr(run.config, "train_parts", None)) is not None:
         parts.freeze_others(model, trained)

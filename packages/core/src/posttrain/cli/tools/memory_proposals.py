@@ -193,10 +193,7 @@ def _eight_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]
 
 def _adapter(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:
     if not run.model.use_peft:
-        changes: dict[str, Any] = {"use_peft": True, "lora_target_modules": ["all-linear"]}
-        if work.loss == "score":
-            changes["lora_task_type"] = "SEQ_CLS"
-        yield changes, "trains an adapter, not the weights"
+        yield {"use_peft": True, "lora_target_modules": ["all-linear"]}, "trains an adapter, not the weights"
 
 
 def _four_bits(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any], str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +14,17 @@ from torch import nn
 
 from posttrain.core.errors import require
 from posttrain.core.models.trainable import check_base_can_be_found_again, check_trainable, is_quantized
-from posttrain.core.models.wrapping import base_model, has_virtual_tokens, is_peft_model, unwrap
+from posttrain.core.models.wrapping import base_model, has_virtual_tokens, is_encoder_decoder, is_peft_model, unwrap
 from posttrain.lm.loading import parts
+
+logger = logging.getLogger(__name__)
+
+#: peft's tasks by what the names of transformers' classes end in. peft trains and saves the heads of these.
+CLASSIFIERS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
 
 
 def check_peft_config(peft_config: Any) -> Any:
@@ -60,7 +71,8 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
     """
     peft = check_peft_config(peft_config)
     if is_peft_model(model):
-        if not _describes_adapter_of(model, peft_config, train_parts):
+        own: Any = model
+        if not is_same_adapter(own.peft_config[own.active_adapter], peft_config, train_parts):
             raise ValueError(
                 "The model already has an adapter, and peft_config would add another. Train the one it has (leave out "
                 "peft_config), or pass model.merge_and_unload() to build on it."
@@ -79,6 +91,7 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             f"peft_config.layer_replication cannot copy layers of this {type(model).__name__}, whose config lists the "
             "kind of each layer. Leave it out, or use a model whose layers are all alike, such as Llama."
         )
+    peft_config = with_task(model, peft_config)
     try:
         adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
     except ValueError as error:  # peft names what it did not find, and not what there is
@@ -99,6 +112,21 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             if parameter.requires_grad and "modules_to_save" not in name:  # they get what layers in `dtype` compute
                 parameter.data = parameter.data.to(torch.bfloat16)
     return adapted
+
+
+def with_task(model: nn.Module, peft_config: Any) -> Any:
+    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model."""
+    name = type(base_model(model)).__name__
+    task = next((task for ending, task in CLASSIFIERS.items() if name.endswith(ending)), None)
+    if task is None and is_encoder_decoder(model):
+        task = "SEQ_2_SEQ_LM"
+    if task is None or peft_config.task_type not in (None, "CAUSAL_LM"):
+        return peft_config
+    changed = copy.copy(peft_config)
+    changed.task_type = task
+    head = ", whose head is trained and saved with it" if task in CLASSIFIERS.values() else ""
+    logger.info("The adapter is one for a %s%s (task_type=%r).", name, head, task)
+    return changed
 
 
 def _tell_unmatched(model: Any) -> None:
@@ -174,8 +202,8 @@ def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
-def _describes_adapter_of(model: Any, peft_config: Any, train_parts: str | None) -> bool:
-    """Whether `peft_config` is that of the adapter of `model`, as in scripts that call ``get_peft_model`` first."""
+def is_same_adapter(mine: Any, peft_config: Any, train_parts: str | None) -> bool:
+    """Whether `peft_config` is `mine`, that of a model's adapter, as in scripts that call ``get_peft_model`` first."""
 
     def described(config: Any) -> dict[str, Any]:
         # Loading fills in the rest: the base's name, its revision, and whether the adapter is trained.
@@ -185,5 +213,4 @@ def _describes_adapter_of(model: Any, peft_config: Any, train_parts: str | None)
         fields = {name: value for name, value in config.to_dict().items() if name not in filled_in}
         return {name: sorted(v, key=repr) if isinstance(v, (set, list)) else v for name, v in fields.items()}
 
-    mine = model.peft_config[model.active_adapter]
     return type(mine) is type(peft_config) and (mine is peft_config or described(mine) == described(peft_config))

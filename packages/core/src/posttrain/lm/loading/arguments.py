@@ -11,7 +11,8 @@ from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, validat
 from posttrain.core.data import accelerator
 from posttrain.core.errors import missing, require
 from posttrain.core.fields.old_names import AnswersToOldNames
-from posttrain.lm.loading.loading import DTYPES, loading_problems
+from posttrain.lm.loading.adapters import is_same_adapter
+from posttrain.lm.loading.loading import DTYPES, is_adapter, loading_problems
 from posttrain.lm.loading.quantization import BITS
 
 
@@ -66,7 +67,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         None, "Names of parameters that get an adapter, for experts that are kept as one tensor."
     )
     lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
-    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.")
+    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; of a classifier or an encoder-decoder, its own.")
     use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
     init_lora_weights: str | None = opt(
         None,
@@ -97,8 +98,21 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         if self.model_name_or_path is not None:
             quantized = {name: True for name in BITS if getattr(self, name)}
             yield from loading_problems(self.model_name_or_path, self.model_init_kwargs() | quantized)
-        if self.use_peft and (error := missing("peft", "posttrain-core[peft]", "use_peft=True")):
-            yield error
+        if self.use_peft:
+            error = missing("peft", "posttrain-core[peft]", "use_peft=True")
+            yield from [error] if error else self._problems_of_another_adapter()
+
+    def _problems_of_another_adapter(self) -> Iterator[str]:
+        folder = self.model_name_or_path
+        if folder is None or not is_adapter(folder):
+            return
+        import peft
+
+        if not is_same_adapter(peft.PeftConfig.from_pretrained(folder), self.peft_config(), ""):
+            yield (
+                f"model_name_or_path={folder!r} holds an adapter, and use_peft=True would put another on it. Leave "
+                f"use_peft out to train that one further, or merge it first: posttrain merge {folder} {folder}-merged"
+            )
 
     #: Scripts read it here; it is an argument of the trainers' configs, which load the model.
     trust_remote_code: ClassVar[bool] = False

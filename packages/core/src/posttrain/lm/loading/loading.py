@@ -81,7 +81,7 @@ def load_causal_lm(
     check_files(os.path.join(path, kwargs.get("subfolder") or ""))
     if is_adapter(path):
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {path}")
-        base = _base_of_adapter(path)
+        base = base_of_adapter(path)
         model = load_causal_lm(base, kwargs, None, trust_remote_code, auto_class)
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     with explain_missing(path, "model"):
@@ -150,7 +150,8 @@ def is_adapter(model: Any) -> bool:
     return isinstance(model, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(model), ADAPTER_CONFIG))
 
 
-def _base_of_adapter(folder: str) -> str:
+def base_of_adapter(folder: str) -> str:
+    """The name of the model, or its folder, that the adapter in `folder` was trained on."""
     with open(os.path.join(folder, ADAPTER_CONFIG), encoding="utf-8") as file:
         if base := json.load(file).get("base_model_name_or_path"):
             return base

@@ -98,7 +98,7 @@ def merged(logits: torch.Tensor, tokens: torch.Tensor, texts: Texts) -> torch.Te
 def of_tokens(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """``function(places, tokens there)``, (n,), (n,) -> (n,), of some of the (M,) `tokens` at a time: (M,)."""
     places = torch.arange(len(tokens), device=tokens.device)
-    pairs = zip(places.split(TEXTS_AT_ONCE), tokens.split(TEXTS_AT_ONCE), strict=True)
+    pairs = zip(*(torch.split(part, TEXTS_AT_ONCE) for part in (places, tokens)), strict=True)
     parts = [checkpoint(function, *pair, use_reentrant=False) for pair in pairs]
     return torch.cat(parts) if parts else tokens.new_zeros(0, dtype=torch.float32)
 

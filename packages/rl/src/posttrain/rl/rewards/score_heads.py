@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from posttrain.core.models.wrapping import config_of, sees_images
-from posttrain.lm.loading.loading import explain_missing, load_causal_lm, missing_folder
+from posttrain.lm.loading.loading import base_of_adapter, explain_missing, is_adapter, load_causal_lm, missing_folder
 
 TASK = "AutoModelForSequenceClassification"
 
@@ -79,7 +79,8 @@ def load_reward_model(
     kind: Any = TASK
     if not trust_remote_code and missing_folder(name_or_path) is None:  # else loading says what is wrong
         with explain_missing(os.fspath(name_or_path), "model"):
-            config = AutoConfig.from_pretrained(os.fspath(name_or_path))
+            folder = os.fspath(name_or_path)
+            config = AutoConfig.from_pretrained(base_of_adapter(folder) if is_adapter(folder) else folder)
         kind = score_class(config) if sees_images(config) else TASK
     return load_causal_lm(name_or_path, options, quantization_config, trust_remote_code, kind)
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.core.config import opt
-from posttrain.core.errors import DataError, did_you_mean
+from posttrain.core.errors import DataError, MissingModelError, did_you_mean
 from posttrain.core.training.preflight import caught
 from posttrain.lm.loading.loading import missing_folder
 from posttrain.rl.losses.advantages import total_rewards
@@ -136,7 +137,7 @@ class Rewards:
         from_environments: int = 0,
     ) -> None:
         self.functions, self.options = list(functions), options or RewardArguments()
-        self.names = [background.name_of(function) for function in self.functions]
+        self.names = distinct([background.name_of(function) for function in self.functions])
         self._waits = [background.is_async(function) for function in self.functions]
         weights = self.options.reward_weights
         if weights is not None and len(weights) == len(self.functions) - from_environments:
@@ -424,6 +425,11 @@ def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -
         )
 
 
+def distinct(names: list[str]) -> list[str]:
+    """`names`, each that stands there several times with its place behind it, so that it has metrics of its own."""
+    return [f"{name}_{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
+
+
 def _named_as(function: Any) -> str:
     return os.fspath(function) if isinstance(function, (str, os.PathLike)) else background.name_of(function)
 
@@ -445,8 +451,13 @@ def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> li
         if isinstance(function, str) and is_function_name(function):
             function = named_function(function)
         elif isinstance(function, (str, os.PathLike)):
-            model = load_reward_model(os.fspath(function), trust_remote_code=trust_remote_code)
-            function = scorer(model, tokenizer, trust_remote_code)
+            try:
+                model = load_reward_model(os.fspath(function), trust_remote_code=trust_remote_code)
+            except MissingModelError as error:
+                instead = did_you_mean(os.fspath(function), BUILT_IN) or f" ({', '.join(BUILT_IN)})."
+                raise MissingModelError(f"reward_funcs: {error} It is no built-in function{instead}") from error
+            name, function = Path(function).name, scorer(model, tokenizer, trust_remote_code)
+            function.__name__ = name  # that of an adapter, and not of its base
         elif isinstance(function, nn.Module):
             function = scorer(function, tokenizer, trust_remote_code)
         elif not callable(function):
