@@ -235,8 +235,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             self._take_duration(*durations.parse(self.max_duration))
         if isinstance(self.warmup_steps, str):
             self._count_tokens()
-        if self.do_eval is None or self.eval_strategy != "no":
-            self.do_eval = self.eval_strategy != "no"
+        self.do_eval = self.eval_strategy != "no" or (False if self.do_eval is None else self.do_eval)
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
         if self.save_strategy == "steps" and isinstance(self.save_steps, (int, float)) and self.save_steps <= 0:
