@@ -208,6 +208,16 @@ def test_weights_of_4_bits_take_what_the_library_packs_them_in(folder):
     assert difference - adapter == saved
 
 
+def test_an_adapter_is_planned_as_on_its_base(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    new = a_run(folder, tmp_path, use_peft=True, lora_r=4)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    add_adapter(model, new.model.peft_config()).save_pretrained(tmp_path / "adapter")
+    run = a_run(str(tmp_path / "adapter"), tmp_path)
+    assert memory_plan.measure(run, workload(run)) == memory_plan.measure(new, workload(new))
+
+
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_a_mixture_is_planned(arch, tmp_path):
     tiny.mixture_of_experts(arch=arch, hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path / "model")

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.checkpoint import weights
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.models import gradient_checkpointing, trainable
 from posttrain.lm.loading import adapters, arguments, loading
 from posttrain.lm.loss import lm_head
@@ -30,6 +30,16 @@ def test_an_adapter_trains_alone():
     model(input_ids=ids, labels=labels).loss.backward()
     trained = gradients(model)
     assert trained and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(("model", "task"), [("reward_model", "SEQ_CLS"), ("seq2seq_lm", "SEQ_2_SEQ_LM")])
+def test_an_adapter_is_for_what_its_model_does(model, task):
+    for given in (None, "CAUSAL_LM", task):
+        config = peft.LoraConfig(r=2, task_type=given)
+        assert adapters.add_adapter(getattr(tiny, model)(), config).peft_config["default"].task_type == task
+        assert config.task_type == given
+    with pytest.raises(ConfigError, match="'SEQ_CLS' is for classifiers, and the model is a Qwen3ForCausalLM; set"):
+        adapters.add_adapter(tiny.causal_lm("qwen3"), peft.LoraConfig(r=2, task_type="SEQ_CLS"))
 
 
 class Copies(TorchDispatchMode):

@@ -212,6 +212,7 @@ def load_config(run: Run) -> Any:
     path, options = run.model.model_name_or_path, {"revision": run.model.model_revision}
     options["trust_remote_code"] = getattr(run.config, "trust_remote_code", False)
     try:
+        path = loading.base_of_adapter(path) if loading.is_adapter(path) else path
         with loading.explain_missing(path, "model"):
             return AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
@@ -420,7 +421,10 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
         head = wrapping.output_embedding(model)
         quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    if (adapter := options.peft_config()) is not None:
+    adapter = options.peft_config()
+    if loading.is_adapter(options.model_name_or_path):
+        adapter = adapters.saved_config(options.model_name_or_path)
+    if adapter is not None:
         model = adapters.add_adapter(model, adapter, getattr(run.config, "train_parts", None))
     elif (trained := getattr(run.config, "train_parts", None)) is not None:
         parts.freeze_others(model, trained)

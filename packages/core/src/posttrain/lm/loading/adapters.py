@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.errors import require
+from posttrain.core.errors import ConfigError, require
 from posttrain.core.models.trainable import check_base_can_be_found_again, check_trainable, is_quantized
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens, is_encoder_decoder, is_peft_model, unwrap
 from posttrain.lm.loading import parts
@@ -115,11 +115,18 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
 
 
 def with_task(model: nn.Module, peft_config: Any) -> Any:
-    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model."""
+    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model.
+
+    Raises:
+        ConfigError: it is for classifiers, and `model` is a plain language model.
+    """
     name = type(base_model(model)).__name__
     task = next((task for ending, task in CLASSIFIERS.items() if name.endswith(ending)), None)
     if task is None and is_encoder_decoder(model):
         task = "SEQ_2_SEQ_LM"
+    if name.endswith("ForCausalLM") and peft_config.task_type in CLASSIFIERS.values():
+        wrong = f"task_type={str(peft_config.task_type)!r} is for classifiers, and the model is a {name}"
+        raise ConfigError("peft_config", [f"{wrong}; set 'CAUSAL_LM' (lora_task_type on the command line)"])
     if task is None or peft_config.task_type not in (None, "CAUSAL_LM"):
         return peft_config
     changed = copy.copy(peft_config)
@@ -200,6 +207,14 @@ def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.
     """
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
+
+
+def saved_config(folder: str) -> Any:
+    """The config of the adapter in `folder`, to train it."""
+    peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {folder}")
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
 
 
 def is_same_adapter(mine: Any, peft_config: Any, train_parts: str | None) -> bool:

@@ -11,7 +11,7 @@ from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, validat
 from posttrain.core.data import accelerator
 from posttrain.core.errors import missing, require
 from posttrain.core.fields.old_names import AnswersToOldNames
-from posttrain.lm.loading.adapters import is_same_adapter
+from posttrain.lm.loading.adapters import is_same_adapter, saved_config
 from posttrain.lm.loading.loading import DTYPES, is_adapter, loading_problems
 from posttrain.lm.loading.quantization import BITS
 
@@ -106,9 +106,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         folder = self.model_name_or_path
         if folder is None or not is_adapter(folder):
             return
-        import peft
-
-        if not is_same_adapter(peft.PeftConfig.from_pretrained(folder), self.peft_config(), ""):
+        if not is_same_adapter(saved_config(folder), self.peft_config(), ""):
             yield (
                 f"model_name_or_path={folder!r} holds an adapter, and use_peft=True would put another on it. Leave "
                 f"use_peft out to train that one further, or merge it first: posttrain merge {folder} {folder}-merged"
