@@ -41,9 +41,9 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
         check(model, folder, logits=logits)
     except Exception as error:  # of any kind: the code of the model reads it
         logger.warning(
-            f"The model saved in {folder} could not be read back as the one that is trained: {type(error).__name__}: "
-            f"{error} Its files are kept. check_saved_model=True makes this an error of save_model, False leaves the "
-            "comparison out."
+            f"The model saved in {final_path(folder)} could not be read back as the one that is trained: "
+            f"{type(error).__name__}: {error} Its files are kept. check_saved_model=True makes this an error of "
+            "save_model, False leaves the comparison out."
         )
 
 
@@ -69,7 +69,7 @@ def check(
     own = model.state_dict() if state_dict is None else state_dict
     if not wrapping.is_pretrained(model):
         _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
-        logger.info("The weights in %s were read back and are those that were trained.", folder)
+        logger.info("The weights in %s were read back and are those that were trained.", final_path(folder))
         return
     kind: Any = wrapping.plain_class(model)
     random = rng.rng_state()  # a run that is resumed draws the same numbers, and reads nothing back
@@ -89,9 +89,9 @@ def check(
     limit = TOLERANCES.get(next(iter(own.values())).dtype, COARSE)
     if largest is not None and not largest <= limit:
         raise CheckpointError(
-            f"The model in {folder} has the trained weights, and its logits differ by {largest:.3g} of their size "
-            f"(at most {limit:g} is rounding): its config does not describe what was trained. Compare config.json "
-            "with the config of the trained model."
+            f"The model in {final_path(folder)} has the trained weights, and its logits differ by {largest:.3g} of "
+            f"their size (at most {limit:g} is rounding): its config does not describe what was trained. Compare "
+            "config.json with the config of the trained model."
         )
 
 
@@ -107,7 +107,9 @@ def _compare(
     if missing or wrong or not saved:
         faults = {"missing": missing, "different": wrong}
         listed = "; ".join(f"{what}: {names[:5]} ({len(names)} in all)" for what, names in faults.items() if names)
-        raise CheckpointError(f"The model in {folder}, read back, is not the one that was trained: {listed}.")
+        raise CheckpointError(
+            f"The model in {final_path(folder)}, read back, is not the one that was trained: {listed}."
+        )
 
 
 def _same(value: torch.Tensor, saved: torch.Tensor) -> bool:
