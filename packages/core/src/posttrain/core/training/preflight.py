@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
@@ -25,6 +27,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
@@ -183,6 +186,11 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     for name in ("compute_loss_func", "model_init"):
         if (value := getattr(parts, name)) is not None and not callable(value):
             yield TypeError(f"{name} must be a function, not {value!r}.")
+    if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):
+        yield TypeError(
+            "compute_loss_func is called with (outputs, labels, num_items_in_batch=...), and this one has no argument "
+            "num_items_in_batch."
+        )
 
 
 def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
@@ -254,6 +262,11 @@ def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         yield TypeError(f"optimizers={parts.optimizers!r} must be a pair (optimizer, lr_scheduler); each may be None.")
         return
     optimizer, scheduler = parts.optimizers
+    if isinstance(optimizer, (str, type, LRScheduler)) or isinstance(scheduler, (str, type, torch.optim.Optimizer)):
+        yield TypeError(
+            f"optimizers=({optimizer!r}, {scheduler!r}) must hold an optimizer, made of model.parameters(), and then a "
+            "schedule of it. By name they are set as optim and lr_scheduler_type, by class in optimizer_cls_and_kwargs."
+        )
     chosen = parts.optimizer_cls_and_kwargs
     if optimizer is not None and chosen is not None:
         yield ValueError(
