@@ -120,6 +120,8 @@ ALONE = [
     ({"optimizers": 5}, TypeError, ["optimizers=5", "pair"]),
     ({"optimizers": ("adamw", None)}, TypeError, ["('adamw', None)", "set as optim"]),
     ({"optimizers": (torch.optim.AdamW, None)}, TypeError, ["torch.optim.adamw.AdamW", "optimizer_cls_and_kwargs"]),
+    ({"processing_class": "gpt2"}, TypeError, ["processing_class is 'gpt2'", "AutoTokenizer.from_pretrained"]),
+    ({"processing_class": transformers.AutoTokenizer}, TypeError, ["AutoTokenizer'>; pass a loaded one"]),
     ({"train_dataset": []}, DataError, ["train_dataset has no rows"]),
     ({"train_dataset": "gsm8k"}, TypeError, ["train_dataset is the string 'gsm8k'"]),
     ({"eval_dataset": 7}, TypeError, ["eval_dataset is of type int"]),

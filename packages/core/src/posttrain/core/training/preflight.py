@@ -183,6 +183,11 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     if parts.data_collator is not None and not callable(parts.data_collator):
         name = type(parts.data_collator).__name__
         yield TypeError(f"data_collator must be callable with a list of rows; {name} is not.")
+    if isinstance(parts.processing_class, (str, type)):
+        yield TypeError(
+            f"processing_class is {parts.processing_class!r}; pass a loaded one, such as "
+            "AutoTokenizer.from_pretrained(...)."
+        )
     for name in ("compute_loss_func", "model_init"):
         if (value := getattr(parts, name)) is not None and not callable(value):
             yield TypeError(f"{name} must be a function, not {value!r}.")
