@@ -243,8 +243,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         return
     if not _has_type(value, allowed) and _is_ours(config_class, field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
-        is_text = isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value, re.IGNORECASE)
-        hint = "; YAML reads a text here, but a number where it has a point, as in 2.0e-5" if is_text else ""
+        hint = "; YAML reads 2.0e-5 as a number" if names == "float" and re.fullmatch(r"\d+e-?\d+", str(value)) else ""
         yield f"{field.name}={shown(field.name, value)} must be of type {names}{hint}"
         return
     if isinstance(value, str) and _is_object(config_class, field.name):  # what could be read as JSON is a dict by now

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
@@ -180,22 +178,15 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     yield from optimizer_problems(args, parts)
     yield from metric_problems(args, parts)
     yield from problems_of_callbacks(parts.callbacks, args)
-    if parts.data_collator is not None and not callable(parts.data_collator):
-        name = type(parts.data_collator).__name__
-        yield TypeError(f"data_collator must be callable with a list of rows; {name} is not.")
-    if isinstance(parts.processing_class, (str, type)):
-        yield TypeError(
-            f"processing_class is {parts.processing_class!r}; pass a loaded one, such as "
-            "AutoTokenizer.from_pretrained(...)."
-        )
+    if (given := parts.data_collator) is not None and not callable(given):
+        yield TypeError(f"data_collator must be callable with a list of rows; {type(given).__name__} is not.")
+    if isinstance(given := parts.processing_class, (str, type)):
+        yield TypeError(f"processing_class is {given!r}; pass a loaded one, as AutoTokenizer.from_pretrained gives.")
     for name in ("compute_loss_func", "model_init"):
         if (value := getattr(parts, name)) is not None and not callable(value):
             yield TypeError(f"{name} must be a function, not {value!r}.")
     if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):
-        yield TypeError(
-            "compute_loss_func is called with (outputs, labels, num_items_in_batch=...), and this one has no argument "
-            "num_items_in_batch."
-        )
+        yield TypeError("compute_loss_func is called with num_items_in_batch=..., and this one has no such argument.")
 
 
 def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
@@ -263,20 +254,13 @@ def named_sets(eval_dataset: Any) -> dict[str, Any]:
 
 def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with the passed or named optimizer."""
-    if not isinstance(parts.optimizers, (tuple, list)) or len(parts.optimizers) != 2:
-        yield TypeError(f"optimizers={parts.optimizers!r} must be a pair (optimizer, lr_scheduler); each may be None.")
+    pair = parts.optimizers
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or any(isinstance(each, (str, type)) for each in pair):
+        yield TypeError(f"optimizers={pair!r} must be a pair (optimizer, lr_scheduler), made or None; optim is a name.")
         return
-    optimizer, scheduler = parts.optimizers
-    if isinstance(optimizer, (str, type, LRScheduler)) or isinstance(scheduler, (str, type, torch.optim.Optimizer)):
-        yield TypeError(
-            f"optimizers=({optimizer!r}, {scheduler!r}) must hold an optimizer, made of model.parameters(), and then a "
-            "schedule of it. By name they are set as optim and lr_scheduler_type, by class in optimizer_cls_and_kwargs."
-        )
-    chosen = parts.optimizer_cls_and_kwargs
+    (optimizer, scheduler), chosen = pair, parts.optimizer_cls_and_kwargs
     if optimizer is not None and chosen is not None:
-        yield ValueError(
-            "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no effect; pass one of them."
-        )
+        yield ValueError("optimizers holds an optimizer, so optimizer_cls_and_kwargs has no effect; pass one of them.")
     if parts.model_init is not None and (optimizer is not None or scheduler is not None):
         yield ValueError(
             "model_init makes new parameters at each train, which are not in the optimizer in optimizers; pass a "
