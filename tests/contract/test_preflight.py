@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+import torch
 import transformers
 
 from posttrain.cli import main
@@ -75,7 +76,7 @@ def make(folder, tmp_path, monkeypatch):
 PARTS = (
     "model", "train_dataset", "eval_dataset", "peft_config", "callbacks", "optimizers", "reward_funcs",
     "compute_metrics", "quantization_config", "data_collator", "processing_class", "optimizer_cls_and_kwargs",
-    "agent",
+    "agent", "compute_loss_func",
 )  # fmt: skip
 
 
@@ -117,6 +118,10 @@ ALONE = [
     ({"callbacks": ["print"]}, TypeError, ["'print' is no callback"]),
     ({"callbacks": [EarlyStoppingCallback()]}, ConfigError, ["metric_for_best_model", "eval_strategy"]),
     ({"optimizers": 5}, TypeError, ["optimizers=5", "pair"]),
+    ({"optimizers": ("adamw", None)}, TypeError, ["('adamw', None)", "optim is a name"]),
+    ({"optimizers": (torch.optim.AdamW, None)}, TypeError, ["torch.optim.adamw.AdamW", "must be a pair"]),
+    ({"processing_class": "gpt2"}, TypeError, ["processing_class is 'gpt2'", "AutoTokenizer.from_pretrained gives"]),
+    ({"processing_class": transformers.AutoTokenizer}, TypeError, ["AutoTokenizer'>; pass a loaded one"]),
     ({"train_dataset": []}, DataError, ["train_dataset has no rows"]),
     ({"train_dataset": "gsm8k"}, TypeError, ["train_dataset is the string 'gsm8k'"]),
     ({"eval_dataset": 7}, TypeError, ["eval_dataset is of type int"]),
@@ -157,6 +162,12 @@ def test_what_is_wrong_with_a_named_model_is_said_before_it_is_loaded(trainer_cl
         make(trainer_class, **changes)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, SFTTrainer])
+def test_a_loss_function_of_other_arguments_is_said_before_a_model_is_loaded(trainer_class, make):
+    with pytest.raises(TypeError, match="called with num_items_in_batch=..., and this one has no such"):
+        make(trainer_class, compute_loss_func=lambda outputs, labels: outputs.loss)
 
 
 def test_flash_attention_that_is_not_there_is_said_before_a_model_is_loaded(make):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import yaml
 
 from posttrain.core import TrainingArguments
 from posttrain.core.config import Choice, ConfigMeta, JSONObject, bounds_of, element_type, opt, other_default, validate
@@ -286,3 +287,12 @@ def test_the_usual_short_names_of_the_command_line_lead_to_the_long_ones():
     known = ["check_saved_model", "model_init_kwargs", "model_name_or_path", "dataset_name", "shuffle_dataset"]
     assert did_you_mean("model", known) == ", did you mean 'model_name_or_path'?"
     assert did_you_mean("dataset", known) == ", did you mean 'dataset_name'?"
+
+
+def test_a_number_that_yaml_reads_as_a_text_is_explained():
+    read = yaml.safe_load("learning_rate: 2e-5")
+    with pytest.raises(ConfigError, match=r"learning_rate='2e-5' must be of type float; YAML reads 2\.0e-5"):
+        TrainingArguments("out", **read)
+    with pytest.raises(ConfigError, match="must be of type float$"):
+        TrainingArguments("out", learning_rate="fast")
+    assert TrainingArguments("out", **yaml.safe_load("learning_rate: 2.0e-5")).learning_rate == 2e-5

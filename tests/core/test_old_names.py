@@ -39,6 +39,8 @@ class ScriptArguments(TrainingArguments):
         ({"use_cpu": True}, "no_cuda", True),
         ({}, "save_safetensors", True),
         ({}, "past_index", -1),
+        ({"include_tokens_per_second": True}, "include_tokens_per_second", True),
+        ({}, "include_tokens_per_second", False),
         ({}, "use_legacy_prediction_loop", False),
         ({"logging_nan_inf_filter": True}, "logging_nan_inf_filter", True),
         ({}, "logging_nan_inf_filter", False),

@@ -74,16 +74,28 @@ def test_where_memory_is_short_nothing_is_read_back(tmp_path, read, monkeypatch)
     assert not read
 
 
+class Plain(nn.Module):
+    """A module that transformers knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm = tiny.causal_lm()
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.lm(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize("written", ["whole", "damaged"])
+def test_messages_on_a_checkpoint_name_the_folder_that_stays(tmp_path, monkeypatch, caplog, written):
+    if written == "damaged":
+        damaged(monkeypatch)
+    with caplog.at_level(logging.INFO, LOGGER):
+        trainer(tmp_path, Plain()).train()
+    assert f"{tmp_path}/checkpoint-1" in caplog.text and ".tmp-" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["transformers", "module"])
 def test_a_difference_is_a_warning_or_as_asked_an_error(tmp_path, monkeypatch, caplog, kind):
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lm = tiny.causal_lm()
-
-        def forward(self, input_ids, attention_mask=None, labels=None):
-            return self.lm(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-
     damaged(monkeypatch)
     one = trainer(tmp_path, Plain() if kind == "module" else None)
     one.save_model()

@@ -275,6 +275,12 @@ def test_a_revision_is_a_branch_that_is_made(hub, tmp_path):
     assert up.finish(20) and "model.safetensors" in on_hub(hub, "trial") and on_hub(hub) == []
 
 
+def test_a_model_that_no_run_has_trained_is_pushed_too(hub, tmp_path):
+    args = TrainingArguments(str(tmp_path / "model"), hub_token=TOKEN, use_cpu=True, report_to="none")
+    assert Trainer(tiny.causal_lm(), args).push_to_hub()
+    assert {"config.json", "model.safetensors"} <= set(on_hub(hub))
+
+
 # ---- one after another, in the background ----
 
 

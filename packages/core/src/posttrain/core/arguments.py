@@ -82,7 +82,7 @@ OLD_NAMES: dict[str, Renamed | Removed] = {
         "mixed precision is torch's autocast; choose it by bf16 or fp16", (None, "auto", "amp", "cuda_amp", "cpu_amp")
     ),
     "fp16_opt_level": Removed("it set Apex, which torch's autocast replaced", (None, "O1")),
-    "include_tokens_per_second": Removed("set include_num_input_tokens_seen='all' to log tokens", (None, False)),
+    "include_tokens_per_second": Removed("perf/tokens_per_second is always measured", (None, True, False)),
     "dispatch_batches": Removed("every process reads its own rows", (None, False)),
     "split_batches": Removed("it is now part of accelerator_config", (None, False)),
     "past_index": Removed("outputs of one batch are not fed to the next; do so in compute_loss", (None, -1)),

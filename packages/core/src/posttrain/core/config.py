@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 import os
+import re
 import sys
 import types
 import typing
@@ -242,7 +243,8 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         return
     if not _has_type(value, allowed) and _is_ours(config_class, field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
-        yield f"{field.name}={shown(field.name, value)} must be of type {names}"
+        hint = "; YAML reads 2.0e-5 as a number" if names == "float" and re.fullmatch(r"\d+e-?\d+", str(value)) else ""
+        yield f"{field.name}={shown(field.name, value)} must be of type {names}{hint}"
         return
     if isinstance(value, str) and _is_object(config_class, field.name):  # what could be read as JSON is a dict by now
         yield f"{field.name}={shown(field.name, value)} is not a JSON object; give a dict, or one written as JSON"

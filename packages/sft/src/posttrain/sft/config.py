@@ -204,14 +204,14 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
     elif not isinstance(args, SFTConfig):
         fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
         args = SFTConfig(**{name: value for name, value in fields.items() if name in fields_of(SFTConfig)})
-        own = [name for name in vars(SFTConfig)["__annotations__"] if name not in fields]
+        given = fields.keys() | {MOVED_TO_CONFIG[old] for old in moved}
+        own = [name for name in vars(SFTConfig)["__annotations__"] if name not in given]
         rest = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
         logger.info("Plain TrainingArguments were given, which are kept. The rest is SFTConfig's default: %s.", rest)
     changes, problems = {}, []
-    default = {name: field.default for name, field in fields_of(SFTConfig).items()}
     for old, value in moved.items():
         new = MOVED_TO_CONFIG[old]
-        is_set = new in vars(args).get("_given", ()) or getattr(args, new) != default[new]
+        is_set = new in vars(args).get("_given", ()) or getattr(args, new) != fields_of(SFTConfig)[new].default
         if is_set and getattr(args, new) != value:
             problems.append(f"{old}={value!r} was passed to SFTTrainer, and {new}={getattr(args, new)!r} in its args")
         changes[new] = value

@@ -41,9 +41,9 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
         check(model, folder, logits=logits)
     except Exception as error:  # of any kind: the code of the model reads it
         logger.warning(
-            f"The model saved in {folder} could not be read back as the one that is trained: {type(error).__name__}: "
-            f"{error} Its files are kept. check_saved_model=True makes this an error of save_model, False leaves the "
-            "comparison out."
+            f"The model saved in {final_path(folder)} could not be read back as the one that is trained: "
+            f"{type(error).__name__}: {error} Its files are kept. check_saved_model=True makes this an error of "
+            "save_model, False leaves the comparison out."
         )
 
 
@@ -62,42 +62,37 @@ def check(
     Raises:
         CheckpointError: something differs; the message names it.
     """
+    where = final_path(folder)
     if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
-        logger.info("The adapters in %s were read back and are those that were trained.", final_path(folder))
+        logger.info("The adapters in %s were read back and are those that were trained.", where)
         return
     own = model.state_dict() if state_dict is None else state_dict
     if not wrapping.is_pretrained(model):
-        _compare(own, weights.read_tensors(Path(folder)), folder, tied=True)
-        logger.info("The weights in %s were read back and are those that were trained.", folder)
+        _compare(own, weights.read_tensors(Path(folder)), where, tied=True)
+        logger.info("The weights in %s were read back and are those that were trained.", where)
         return
     kind: Any = wrapping.plain_class(model)
     random = rng.rng_state()  # a run that is resumed draws the same numbers, and reads nothing back
     try:
         with weights.quiet():
             twin = kind.from_pretrained(str(folder)).eval()
-        _compare(own, twin.state_dict(), folder)
+        _compare(own, twin.state_dict(), where)
         largest = _largest_difference(model, twin) if logits and state_dict is None else None
     finally:
         rng.set_rng_state(random)
-    logger.info(
-        "The model in %s was read back by %s.from_pretrained: the same weights%s.",
-        final_path(folder),
-        kind.__name__,
-        "" if largest is None else f", and logits that differ by {largest:.2g} of their size at most",
-    )
+    also = "" if largest is None else f", and logits that differ by {largest:.2g} of their size at most"
+    logger.info(f"The model in {where} was read back by {kind.__name__}.from_pretrained: the same weights{also}.")
     limit = TOLERANCES.get(next(iter(own.values())).dtype, COARSE)
     if largest is not None and not largest <= limit:
         raise CheckpointError(
-            f"The model in {folder} has the trained weights, and its logits differ by {largest:.3g} of their size "
-            f"(at most {limit:g} is rounding): its config does not describe what was trained. Compare config.json "
-            "with the config of the trained model."
+            f"The model in {where} has the trained weights, and its logits differ by {largest:.3g} of "
+            f"their size (at most {limit:g} is rounding): its config does not describe what was trained. Compare "
+            "config.json with the config of the trained model."
         )
 
 
-def _compare(
-    own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folder: str | Path, tied: bool = False
-) -> None:
+def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folder: Path, tied: bool = False) -> None:
     missing = [name for name in own if name not in saved and not tied]
     wrong = [
         f"{name} ({saved[name].dtype} instead of {value.dtype})" if saved[name].dtype != value.dtype else name

@@ -282,7 +282,7 @@ def check_dataset(dataset: Any, name: str) -> None:
         TypeError: it is a dict of splits, an iterator, which gives its rows once only, or no dataset.
     """
     if dataset is None:
-        raise DataError(f"{name} is None: a dataset is needed here. Pass {name}=... to the trainer.")
+        raise DataError(f"{name} is None: a dataset is needed here. Pass one.")
     if isinstance(dataset, Mapping):
         raise TypeError(
             f"`{name}` must be a `Dataset` or `IterableDataset`, or any other rows; it is a dict of datasets "

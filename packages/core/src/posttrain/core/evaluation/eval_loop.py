@@ -78,7 +78,7 @@ class EvaluationArguments:
     batch_eval_metrics: bool = opt(
         False, "Call `compute_metrics(batch, compute_result)` after each batch, so that no prediction is stored."
     )
-    include_for_metrics: list[str] = opt([], "Also hand `compute_metrics` the `inputs` and/or the `loss` of each row.")
+    include_for_metrics: list[str] = opt([], "Also hand `compute_metrics` `inputs`, or the mean `loss` of each batch.")
 
     def _problems(self) -> Iterator[str]:
         for name in self.include_for_metrics:

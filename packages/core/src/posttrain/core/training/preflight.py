@@ -25,6 +25,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
@@ -177,12 +178,15 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     yield from optimizer_problems(args, parts)
     yield from metric_problems(args, parts)
     yield from problems_of_callbacks(parts.callbacks, args)
-    if parts.data_collator is not None and not callable(parts.data_collator):
-        name = type(parts.data_collator).__name__
-        yield TypeError(f"data_collator must be callable with a list of rows; {name} is not.")
+    if (given := parts.data_collator) is not None and not callable(given):
+        yield TypeError(f"data_collator must be callable with a list of rows; {type(given).__name__} is not.")
+    if isinstance(given := parts.processing_class, (str, type)):
+        yield TypeError(f"processing_class is {given!r}; pass a loaded one, as AutoTokenizer.from_pretrained gives.")
     for name in ("compute_loss_func", "model_init"):
         if (value := getattr(parts, name)) is not None and not callable(value):
             yield TypeError(f"{name} must be a function, not {value!r}.")
+    if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):
+        yield TypeError("compute_loss_func is called with num_items_in_batch=..., and this one has no such argument.")
 
 
 def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
@@ -250,15 +254,13 @@ def named_sets(eval_dataset: Any) -> dict[str, Any]:
 
 def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     """Problems with the passed or named optimizer."""
-    if not isinstance(parts.optimizers, (tuple, list)) or len(parts.optimizers) != 2:
-        yield TypeError(f"optimizers={parts.optimizers!r} must be a pair (optimizer, lr_scheduler); each may be None.")
+    pair = parts.optimizers
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or any(isinstance(each, (str, type)) for each in pair):
+        yield TypeError(f"optimizers={pair!r} must be a pair (optimizer, lr_scheduler), made or None; optim is a name.")
         return
-    optimizer, scheduler = parts.optimizers
-    chosen = parts.optimizer_cls_and_kwargs
+    (optimizer, scheduler), chosen = pair, parts.optimizer_cls_and_kwargs
     if optimizer is not None and chosen is not None:
-        yield ValueError(
-            "optimizers holds an optimizer already, so optimizer_cls_and_kwargs has no effect; pass one of them."
-        )
+        yield ValueError("optimizers holds an optimizer, so optimizer_cls_and_kwargs has no effect; pass one of them.")
     if parts.model_init is not None and (optimizer is not None or scheduler is not None):
         yield ValueError(
             "model_init makes new parameters at each train, which are not in the optimizer in optimizers; pass a "

@@ -175,8 +175,8 @@ class Saving:
             if check:
                 reload.check(model, directory, whole, logits=dist.cp_size == 1)
             elif args.check_saved_model is None and not writes_itself and whole is None:
-                is_later = of_checkpoint and (args.save_async or owner.checkpoints.saved_step is not None)
-                if not is_later and not (of_checkpoint and wrapping.is_peft_model(model)):
+                first = owner.checkpoints and owner.checkpoints.saved_step is None and not args.save_async
+                if not of_checkpoint or (first and not wrapping.is_peft_model(model)):
                     reload.check_if_cheap(model, directory, logits=not of_checkpoint and dist.cp_size == 1)
 
     def write(self, directory: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
