@@ -66,7 +66,11 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         None, "Names of parameters that get an adapter, for experts that are kept as one tensor."
     )
     lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
-    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.")
+    lora_task_type: str = opt(
+        "CAUSAL_LM",
+        "Task type given to peft; SEQ_CLS for reward models.",
+        choices=("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"),
+    )
     use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
     init_lora_weights: str | None = opt(
         None,
@@ -78,7 +82,11 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
     bnb_4bit_quant_type: str = opt("nf4", "4-bit number format.", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = opt(False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.")
-    bnb_4bit_quant_storage: str | None = opt(None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.")
+    bnb_4bit_quant_storage: str | None = opt(
+        None,
+        "Type the 4-bit weights are packed in; FSDP needs that of dtype.",
+        choices=("uint8", "int8", "bfloat16", "float16", "float32", "float64"),
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -92,6 +100,8 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
                 f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter "
                 "on them"
             )
+        if self.use_peft and self.lora_target_parameters and self.lora_dropout:
+            yield f"lora_dropout={self.lora_dropout}: adapters of lora_target_parameters have no dropout; set it to 0"
 
     def _preflight(self) -> Iterator[str | Exception]:
         if self.model_name_or_path is not None:
