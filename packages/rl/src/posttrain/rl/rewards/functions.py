@@ -34,16 +34,23 @@ def text_of(completion: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ right answers
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*-?\d[\d,]*)?|-?\.\d+")
-_NOISE = re.compile(
-    r"\\(?:left|right|displaystyle|!|,|;|:|\s)|\\text\{[^}]*\}|\\mathrm\{[^}]*\}|[\s$%°]|\\%|\\\$|^\{|\}$"
+_NUMBER = re.compile(
+    r"-?\\[dt]?frac\s*(?:\{\s*-?\d+\s*\}\s*\{\s*-?\d+\s*\}|\d\d)|-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*-?\d[\d,]*)?"
+    r"|-?\.\d+"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_NOISE = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:|\s)|[\s$%°]|\\%|\\\$|^\{|\}$")
+_TEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
+_FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+#: A formula at the end, between dollar signs, or in \(...\) or \[...\].
+_FORMULA = re.compile(r"(?:\$\$|\$(?=\S)|\\[(\[])\s*+((?:(?!\$|\\[()\[\]]).)++)\s*+(?:\$\$?|\\[)\]])[\s.!]*\Z")
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
+_OPERATOR = re.compile(r"[\\^_(\[{+*=,/]")
+_EQUALS = re.compile(r"(?<![<>!])=")
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, or the last number; else
-    None.
+    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, the formula at its end, all
+    of it if it is one formula without words, or the last number; else None.
     """
     start = text.rfind("\\boxed{")
     if start >= 0:
@@ -55,13 +62,18 @@ def final_answer(text: str) -> str | None:
     if "####" in text:
         after = text.rpartition("####")[2].strip()
         return after.splitlines()[0].strip() if after else None
+    if formula := _FORMULA.search(text):
+        return formula[1].strip()
+    text = text.strip()
+    if _OPERATOR.search(text) and not _WORD.search(_TEXT.sub("", text)) and "\n" not in text:
+        return text
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
 
 def as_number(answer: str) -> Fraction | None:
     """An answer as an exact number: ``1,000``, ``0.5``, ``1/2``, ``\\frac{1}{2}``; None if it is not one."""
-    plain = _FRACTION.sub(r"\1/\2", answer)
+    plain = _FRACTION.sub(r"\1\2/\3\4", _TEXT.sub("", answer))
     plain = _NOISE.sub("", plain).replace(",", "").rstrip(".")
     over, _, under = plain.partition("/")
     try:
@@ -71,11 +83,15 @@ def as_number(answer: str) -> Fraction | None:
 
 
 def same_answer(left: str, right: str) -> bool:
-    """Whether two answers are the same number, or the same text up to spaces and LaTeX that only changes the look."""
+    """Whether two answers are the same number, or the same text up to spaces and LaTeX that only changes the look. Of
+    an equation, the right side counts.
+    """
+    left, right = (_EQUALS.split(answer)[-1] for answer in (left, right))
     numbers = as_number(left), as_number(right)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return _NOISE.sub("", left).lower() == _NOISE.sub("", right).lower()
+    left, right = (_NOISE.sub("", _TEXT.sub(r"\1", answer)).rstrip(".").lower() for answer in (left, right))
+    return left == right
 
 
 def accuracy_reward(
