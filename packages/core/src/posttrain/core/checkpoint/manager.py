@@ -252,7 +252,8 @@ class CheckpointManager:
 
     def rotate(self, keep: list[Path]) -> None:
         """Remove the oldest checkpoints over the limit, but for those to `keep`."""
-        self._on_savers(functools.partial(self.store.rotate, self.limit, keep))
+        limit = self.args.save_total_limit or 1 if self.args.save_top_k else self.limit  # the best ones are in `keep`
+        self._on_savers(functools.partial(self.store.rotate, limit, keep))
 
     def close(self) -> None:
         """Let the save under way and the removals end, also after an error."""
