@@ -325,7 +325,7 @@ def test_a_reward_model_scores_each_text_by_itself():
     (r"\boxed{x=4}", "$4$", 1), ("4", "x = 4", 1), (r"\boxed{5.5}", r"1\frac{1}{2}", 0),
     (r"\boxed{\text{Bob}}", r"\text{Eve}", 0), (r"\boxed{\text{(B)}}", "(B)", 1), (r"5\text{ cm}", "5", 1),
     ("it costs $5", "5", 1), ("from 3$ to 5$", "5", 1), ("$5 and 2\nis 7$", "7", 1), ("so\n$$\n\\pi\n$$", "\\pi", 1),
-    ("18km", "18", 1), ("so 2 + 3 = 5 clips", "5", 1),
+    ("2", "x=1, x=2", 0), ("18km", "18", 1), ("so 2 + 3 = 5 clips", "5", 1),
 ])  # fmt: skip
 def test_accuracy(completion, solution, reward):
     assert rewards.accuracy_reward([completion], [solution]) == [reward]

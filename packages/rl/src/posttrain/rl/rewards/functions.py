@@ -45,7 +45,7 @@ _FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}
 _FORMULA = re.compile(r"(?:\$\$|\$(?=\S)|\\[(\[])\s*+((?:(?!\$|\\[()\[\]]).)++)\s*+(?:\$\$?|\\[)\]])[\s.!]*\Z")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _OPERATOR = re.compile(r"[\\^_(\[{+*=,/]")
-_EQUALS = re.compile(r"(?<![<>!])=")
+_LEFT_SIDE = re.compile(r"\A[^,]*(?<![<>!])=")
 
 
 def final_answer(text: str) -> str | None:
@@ -86,7 +86,7 @@ def same_answer(left: str, right: str) -> bool:
     """Whether two answers are the same number, or the same text up to spaces and LaTeX that only changes the look. Of
     an equation, the right side counts.
     """
-    left, right = (_EQUALS.split(answer)[-1] for answer in (left, right))
+    left, right = (_LEFT_SIDE.sub("", answer) for answer in (left, right))
     numbers = as_number(left), as_number(right)
     if None not in numbers:
         return numbers[0] == numbers[1]
