@@ -91,7 +91,6 @@ def test_model_config_describes_quantization_only_when_asked():
         ({"load_in_4bit": True}, "set use_peft=True"),
         ({"dtype": "bf16"}, "dtype='bf16' is not one of auto, float32"),
         ({"lora_task_type": "LM"}, "lora_task_type='LM' is not one of CAUSAL_LM"),
-        ({"bnb_4bit_quant_storage": "int4"}, "bnb_4bit_quant_storage='int4' is not one of uint8"),
         ({"use_peft": True, "lora_target_parameters": ["experts.up"]}, "lora_dropout=0.05: .*set it to 0"),
         ({"lora_rank": 8}, "unknown argument 'lora_rank', did you mean 'lora_r"),
     ],

@@ -14,6 +14,8 @@ from posttrain.core.fields.old_names import AnswersToOldNames
 from posttrain.lm.loading.loading import DTYPES, loading_problems
 from posttrain.lm.loading.quantization import BITS
 
+TASK_TYPES = ("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+
 
 @dataclass
 class LanguageModelArguments(TrainingArguments):
@@ -59,18 +61,12 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
     lora_alpha: int = opt(32, "The LoRA weights are multiplied by lora_alpha / lora_r.", above=0)
     lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1)
-    lora_target_modules: list[str] | None = opt(
-        None, "Names of the modules that get an adapter; all-linear takes every linear layer but the head."
-    )
+    lora_target_modules: list[str] | None = opt(None, "Modules with an adapter; all-linear: every linear but the head.")
     lora_target_parameters: list[str] | None = opt(
-        None, "Names of parameters that get an adapter, for experts that are kept as one tensor."
+        None, "Names of parameters with an adapter, for experts in one tensor."
     )
     lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
-    lora_task_type: str = opt(
-        "CAUSAL_LM",
-        "Task type given to peft; SEQ_CLS for reward models.",
-        choices=("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"),
-    )
+    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; SEQ_CLS for reward models.", choices=TASK_TYPES)
     use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
     init_lora_weights: str | None = opt(
         None,
@@ -82,11 +78,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
     bnb_4bit_quant_type: str = opt("nf4", "4-bit number format.", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = opt(False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.")
-    bnb_4bit_quant_storage: str | None = opt(
-        None,
-        "Type the 4-bit weights are packed in; FSDP needs that of dtype.",
-        choices=("uint8", "int8", "bfloat16", "float16", "float32", "float64"),
-    )
+    bnb_4bit_quant_storage: str | None = opt(None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -96,10 +88,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
             yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
         elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
             bits = "load_in_8bit" if self.load_in_8bit else "load_in_4bit"
-            yield (
-                f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter "
-                "on them"
-            )
+            yield f"{bits}=True: quantized weights are not trained themselves; set use_peft=True to train an adapter"
         if self.use_peft and self.lora_target_parameters and self.lora_dropout:
             yield f"lora_dropout={self.lora_dropout}: adapters of lora_target_parameters have no dropout; set it to 0"
 
