@@ -62,8 +62,7 @@ def final_answer(text: str) -> str | None:
         return after.splitlines()[0].strip() if after else None
     if formula := _AT_END.search(text) or _FORMULA.match(text.strip()):
         return formula[1].strip()
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    return (_NUMBER.findall(text) or [None])[-1]
 
 
 def as_number(answer: str) -> Fraction | None:
