@@ -79,6 +79,7 @@ def test_rows_are_padded_to_a_multiple(tmp_path):
 
 def test_a_cache_of_transformers_writes_the_same(tmp_path):
     runs = [trainer(tmp_path, cache_implementation=name) for name in (None, "static")]
+    assert [run.generation_config.cache_implementation for run in runs] == [None, "static"]
     assert isinstance(runs[1].generator, TransformersGenerator)
     rollouts = [first_rollout(run) for run in runs]
     assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)
