@@ -62,7 +62,7 @@ def final_answer(text: str) -> str | None:
         return after.splitlines()[0].strip() if after else None
     if formula := _AT_END.search(text) or _FORMULA.match(text.strip()):
         return formula[1].strip()
-    return (_NUMBER.findall(text) or [None])[-1]
+    return next(reversed(_NUMBER.findall(text)), None)
 
 
 def as_number(answer: str) -> Fraction | None:
