@@ -209,6 +209,15 @@ def test_the_best_checkpoints_are_kept_and_the_newest(limit, kept, later, tmp_pa
     assert sorted(int(p.name.split("-")[1]) for p in tmp_path.glob("checkpoint-*")) == kept
 
 
+def test_no_other_checkpoint_is_kept_where_the_newest_is_among_the_best(tmp_path):
+    scores = iter([0.1, 0.2, 0.3, 0.4])
+    regression(
+        tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_top_k=2,
+        metric_for_best_model="score", compute_metrics=lambda p: {"score": next(scores)},
+    ).train()  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+
+
 def test_a_wrong_metric_name_is_answered_at_the_first_evaluation(tmp_path):
     trainer = regression(
         tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="best", metric_for_best_model="acuracy",

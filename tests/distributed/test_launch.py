@@ -156,6 +156,13 @@ def test_a_method_of_posttrain_is_a_program_too():
         launch.program_words(args, ["stf", "run.yaml"])
 
 
+@pytest.mark.parametrize("name", launch.PRESETS)
+def test_every_preset_can_be_started_as_it_is(name):
+    args, notes = launch.read({"config_file": launch.parse.Setting("--accelerate_config", name)})
+    assert not notes and (name != "single_gpu" or args.num_processes == 1)
+    assert launch.environment(args)["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
 # ---- the file ----
 
 

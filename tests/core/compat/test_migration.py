@@ -142,6 +142,20 @@ def test_a_script_for_trl_is_split_between_the_packages():
     assert rewritten(before) == dedent(after) and notes(before) == []
 
 
+@pytest.mark.parametrize(("before", "after"), [
+    ('["trl>=1.0", "peft"]', '["posttrain-core", "posttrain-sft", "peft"]'),
+    ('[\n#     "peft",\n#     "trl[vllm]",\n# ]', '[\n#     "peft",\n#     "posttrain-core", "posttrain-sft",\n# ]'),
+    ('["transformers"]', '["posttrain-core", "posttrain-sft", "transformers"]'),
+    ('["trl-lib/rows"]', '["trl-lib/rows"]'),
+])  # fmt: skip
+def test_the_dependencies_that_uv_installs_for_a_script_are_those_of_its_imports(before, after):
+    script = (
+        "# /// script\n# dependencies = {}\n# ///\nfrom transformers import AutoTokenizer, TrainerCallback\n"
+        "from trl import SFTTrainer\n"
+    )
+    assert rewritten(script.format(before)).startswith(f"# /// script\n# dependencies = {after}\n# ///\n")
+
+
 def test_names_below_modules_are_replaced_and_other_uses_stay():
     before = """
         import torch, transformers

@@ -91,6 +91,8 @@ def test_model_config_describes_quantization_only_when_asked():
         ({"load_in_4bit": True, "load_in_8bit": True, "use_peft": True}, "cannot both hold"),
         ({"load_in_4bit": True}, "set use_peft=True"),
         ({"dtype": "bf16"}, "dtype='bf16' is not one of auto, float32"),
+        ({"lora_task_type": "LM"}, "lora_task_type='LM' is not one of CAUSAL_LM"),
+        ({"use_peft": True, "lora_target_parameters": ["experts.up"]}, "lora_dropout=0.05: .*set it to 0"),
         ({"lora_rank": 8}, "unknown argument 'lora_rank', did you mean 'lora_r"),
     ],
 )

@@ -122,10 +122,26 @@ def test_a_model_loaded_by_name_gets_one_output(tmp_path):
     assert trainer.model.config.num_labels == 1 and "SequenceClassification" in type(trainer.model).__name__
 
 
+def test_a_class_of_ones_own_with_one_output_is_trained(tmp_path):
+    class Scorer(type(tiny.reward_model())):
+        """Named by nobody's rule, as classes in the repository of a model are."""
+
+    Scorer.__module__ = "transformers_modules.scorer"
+    model = tiny.reward_model()
+    model.__class__ = Scorer
+    before = model.score.weight.clone()
+    args = arguments(RewardConfig, tmp_path, max_steps=1)
+    RewardTrainer(model, args, None, preference_rows(8), None, tiny.tokenizer()).train()
+    assert not torch.equal(before, model.score.weight)
+
+
 def test_what_cannot_work_is_refused(tmp_path):
     rows, tokenizer = preference_rows(3), tiny.tokenizer()
     with pytest.raises(ValueError, match="num_labels=1"):
         RewardTrainer(tiny.reward_model(num_labels=3), arguments(RewardConfig, tmp_path), None, rows, None, tokenizer)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM with 1 labels"):
+        model = tiny.causal_lm(num_labels=1)
+        RewardTrainer(model, arguments(RewardConfig, tmp_path), None, rows, None, tokenizer)
     with pytest.raises(ValueError, match="num_labels=1"):
         RewardTrainer(tiny.causal_lm(), arguments(RewardConfig, tmp_path), None, rows, None, tokenizer)
     with pytest.raises(ConfigError, match="padding_free"):

@@ -69,16 +69,20 @@ def test_the_chat_template_is_given_its_variables(tmp_path):
     assert tokenizer.decode(ids[True]) == tokenizer.decode(ids[False]) + "Let us think."
 
 
-def test_rows_are_padded_to_a_multiple(tmp_path):
+def test_rows_are_padded_to_a_multiple(tmp_path, caplog):
     widths = {}
     for multiple in (None, "auto", 16):
         run = trainer(tmp_path, pad_to_multiple_of=multiple, share_prompts=False)
         widths[multiple] = run.rollout_maker.parts_of(first_rollout(run))[0]["input_ids"].shape[1]
     assert widths[16] == 16 and widths[None] == widths["auto"] < 16
+    assert "pad_to_multiple_of" not in caplog.text
+    trainer(tmp_path, pad_to_multiple_of=16, share_prompts=True)
+    assert "pad_to_multiple_of=16 has no effect" in caplog.text and "share_prompts=False" in caplog.text
 
 
 def test_a_cache_of_transformers_writes_the_same(tmp_path):
     runs = [trainer(tmp_path, cache_implementation=name) for name in (None, "static")]
+    assert [run.generation_config.cache_implementation for run in runs] == [None, "static"]
     assert isinstance(runs[1].generator, TransformersGenerator)
     rollouts = [first_rollout(run) for run in runs]
     assert torch.equal(rollouts[0].completion_ids, rollouts[1].completion_ids)

@@ -329,6 +329,14 @@ def test_a_reward_model_scores_each_text_by_itself():
     ("5", "#### 6", 0), (r"\boxed{\frac{1}{2}}", "0.5", 1), (r"\boxed{x+1}", r"\boxed{ x + 1 }", 1),
     ("none", "#### 6", 0), (r"\boxed{\frac{\sqrt{2}}{2}}", r"$\boxed{\frac{\sqrt{2}}{2}}$", 1), ("-4", "4", 0),
     ("4", "", None), ("none", None, None), ("$12.50", "12.5", 1),
+    # A solution that is a formula, of which the last number is no answer.
+    (r"\boxed{\frac{1}{3}}", r"\frac{1}{3}", 1), (r"\boxed{3}", r"\frac{1}{3}", 0), ("0.5", r"$\frac12$", 1),
+    ("2", r"$\frac{1}{2}$", 0), (r"it is $-\frac{3}{4}$.", r"\(-0.75\)", 1), (r"\boxed{\sqrt{2}}", r"\sqrt{2}", 1),
+    ("2", r"\sqrt{2}", 0), (r"\boxed{(2, 3)}", "(2,3)", 1), ("23", "(2,3)", 0), ("1", "$x+1$", 0),
+    (r"\boxed{x=4}", "$4$", 1), ("4", "x = 4", 1), (r"\boxed{5.5}", r"1\frac{1}{2}", 0),
+    (r"\boxed{\text{Bob}}", r"\text{Eve}", 0), (r"\boxed{\text{(B)}}", "(B)", 1), (r"5\text{ cm}", "5", 1),
+    ("it costs $5", "5", 1), ("from 3$ to 5$", "5", 1), ("$5 and 2\nis 7$", "7", 1), ("so\n$$\n\\pi\n$$", "\\pi", 1),
+    ("2", "x=1, x=2", 0), ("18km", "18", 1), ("so 2 + 3 = 5 clips", "5", 1),
 ])  # fmt: skip
 def test_accuracy(completion, solution, reward):
     assert rewards.accuracy_reward([completion], [solution]) == [reward]
@@ -382,7 +390,7 @@ def test_a_column_that_is_missing_is_named_for_functions_of_any_columns_too():
     def right(completions, solution, **others):
         raise AssertionError
 
-    with pytest.raises(DataError, match="parameter 'solution', which is no column of the dataset"):
+    with pytest.raises(DataError, match="'solution', which is no column of the dataset.*answer.*rename_columns"):
         score(right, columns={"answer": ["x", "y"]})
 
 

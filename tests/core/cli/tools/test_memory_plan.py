@@ -213,7 +213,7 @@ def test_an_adapter_is_planned_as_on_its_base(folder, tmp_path):
 
     new = a_run(folder, tmp_path, use_peft=True, lora_r=4)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    add_adapter(model, new.model.peft_config()).save_pretrained(tmp_path / "adapter")
+    adapters.add_adapter(model, new.model.peft_config()).save_pretrained(tmp_path / "adapter")
     run = a_run(str(tmp_path / "adapter"), tmp_path)
     assert memory_plan.measure(run, workload(run)) == memory_plan.measure(new, workload(new))
 

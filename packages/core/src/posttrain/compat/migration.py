@@ -36,6 +36,8 @@ WITH_IMAGES = {
     "rl": "takes prompts with images and the processor as processing_class; precomputed log-probabilities of the "
     "reference are refused there, and a vLLM server needs --enable-scale-out",
 }
+#: A library among the packages that uv installs for a script (PEP 723).
+DEPENDENCY = re.compile(r'^(#\s*(?:dependencies = \[.*?)?)("(trl|transformers)\b(?!-)[^"]*")', re.MULTILINE)
 IN_A_STRING = "stands where this Python does not tell, as in some f-strings"
 
 
@@ -89,7 +91,19 @@ def migrate(source: str) -> Migration | None:
         return None
     script = _Script(source, tree)
     script.rewrite(imports)
-    return Migration(script.edited(), sorted(set(script.notes), key=lambda note: (note.line, note.text)))
+    notes = sorted(set(script.notes), key=lambda note: (note.line, note.text))
+    return Migration(_with_dependencies(script.edited()), notes)
+
+
+def _with_dependencies(text: str) -> str:
+    """A script with posttrain's packages among its dependencies, in the place of a library that it imports no more."""
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+(?:\.\w+)?)", text, re.MULTILINE))
+    ours = [f'"posttrain-{package}"' for package in PACKAGES if f"posttrain.{package}" in imported]
+    ours, match = [name for name in ours if name not in text], DEPENDENCY.search(text)
+    if not ours or match is None:
+        return text
+    ours += [match[2]] * any(name.split(".")[0] == match[3] for name in imported)
+    return text[: match.start(2)] + ", ".join(ours) + text[match.end() :]
 
 
 def _roots(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -159,10 +173,9 @@ class _Script:
         for node in imports:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    if alias.name.split(".")[0] in (*LIBRARIES, "posttrain"):
-                        self.modules[alias.asname or alias.name.split(".")[0]] = (
-                            alias.name if alias.asname else alias.name.split(".")[0]
-                        )
+                    root = alias.name.split(".")[0]
+                    if root in (*LIBRARIES, "posttrain"):
+                        self.modules[alias.asname or root] = alias.name if alias.asname else root
             elif node.module == "posttrain" and not node.level and not any(homes(alias.name) for alias in node.names):
                 self.modules |= {alias.asname or alias.name: f"posttrain.{alias.name}" for alias in node.names}
             elif node.module and _roots(node):
@@ -184,9 +197,7 @@ class _Script:
                     self._rewrite_call(call, what)
 
     def _sees(self) -> bool:
-        """Whether the script is about images: by the classes of its models, or by the columns that it reads or
-        names.
-        """
+        """Whether the script is about images: by the classes of its models, or the columns that it reads or names."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.alias) and any(SEES.search(part) for part in node.name.split(".")):
                 return True
@@ -233,9 +244,7 @@ class _Script:
             self._restate(node, staying, [f"import posttrain.{package}" for package in sorted(packages)])
 
     def _restate(self, node: Any, staying: list[ast.alias], added: list[str], module: str | None = None) -> None:
-        """Leave the names `staying` in the import `node`, taken from `module`, and put the statements `added` before
-        it.
-        """
+        """Leave the names `staying`, of `module`, in the import `node`, and put the statements `added` before it."""
         start, end = self.span(node)
         line_start, line_end = self.starts[node.lineno - 1], self.starts[node.end_lineno]
         alone = not self.code[line_start:start].strip() and self.code[end:line_end].strip()[:1] in (b"", b"#")
@@ -274,9 +283,7 @@ class _Script:
     # ---- names below a module ----
 
     def _rewrite_attributes(self) -> tuple[dict[str, list[str]], Counter[str]]:
-        """Replace ``trl.SFTTrainer``; returns the packages now needed and the uses left, by the module's name in the
-        script.
-        """
+        """Replace ``trl.SFTTrainer``; returns packages needed and uses left, by the module's name in the script."""
         inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         chains = [list(_chain(n)) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute) and id(n) not in inner]
         plain = [n for n in ast.walk(self.tree) if isinstance(n, ast.Name) and id(n) not in inner]
@@ -380,9 +387,7 @@ class _Script:
 
 
 def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[str, Any] | str | None:
-    """What the argument `name` of a config is today: its name and value, a sentence where a person decides, None: the
-    same.
-    """
+    """What the argument `name` of a config is today: name and value, or what a person has to decide; None: the same."""
     known = {field.name for field in dataclasses.fields(config_class)}
     old, value = old_names(config_class).get(name), given[name]
     if name in known:
@@ -392,22 +397,17 @@ def _of_config(config_class: type, name: str, given: dict[str, Any]) -> tuple[st
         return None if says_nothing else f"{name} has no effect: {old.why}"
     if isinstance(old, Renamed):
         if value is UNKNOWN:
-            plain = old == Renamed(old.new)
-            return (
-                (old.new, UNKNOWN)
-                if plain
-                else f"{name} is now {old.new}, which may want another value; the old name still works"
-            )
+            if old == Renamed(old.new):
+                return old.new, UNKNOWN
+            return f"{name} is now {old.new}, which may want another value; the old name still works"
         if value in old.ignore:
             return f"{name}={value!r} has no meaning; leave it out"
         return old.new, old.convert(value)
     literal = {name: value for name, value in given.items() if value is not UNKNOWN}
     accepted = getattr(config_class, "accept_old_names", dict)(dict(literal))
     if name in literal and name not in accepted:
-        return (
-            f"{name} is now "
-            f"{', '.join(f'{new}={accepted[new]!r}' for new in accepted if accepted[new] != given.get(new))}"
-        )
+        now = ", ".join(f"{new}={value!r}" for new, value in accepted.items() if value != given.get(new))
+        return f"{name} is now {now}"
     hint = getattr(config_class, "unknown_argument_hint", lambda _: "")(name) or did_you_mean(name, known)
     return f"unknown argument {name!r}{hint}"
 

@@ -34,7 +34,7 @@ def _run(kind: str, **options: Any) -> dict[str, Any]:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "single_gpu": _run("NO", gpu_ids="all", num_processes=1),
+    "single_gpu": _run("NO", gpu_ids="all", num_processes="1"),
     "multi_gpu": _run("MULTI_GPU", gpu_ids="all"),
     "fsdp1": _run("FSDP", fsdp_config=_FSDP | _FSDP1),
     "fsdp2": _run("FSDP", fsdp_config=_FSDP | {"fsdp_reshard_after_forward": True, "fsdp_version": 2}),

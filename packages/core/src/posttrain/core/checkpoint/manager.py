@@ -151,8 +151,7 @@ class CheckpointManager:
         args = self.args
         if args.save_strategy == "no" or not self.dist.is_main:
             return
-        limit = self.limit
-        count = saves if limit is None else min(saves, limit + 1)  # the oldest goes after the newest is there
+        count = saves if self.limit is None else min(saves, self.limit + 1)  # the oldest goes after the newest is there
         is_saved = weights.is_saved(contents.model)
         least = sum(p.nbytes for name, p in contents.model.named_parameters() if is_saved(name))
         each = least if args.save_only_model else least + builder.state_bytes(contents.optimizer)
@@ -252,7 +251,8 @@ class CheckpointManager:
 
     def rotate(self, keep: list[Path]) -> None:
         """Remove the oldest checkpoints over the limit, but for those to `keep`."""
-        self._on_savers(functools.partial(self.store.rotate, self.limit, keep))
+        limit = self.args.save_total_limit or 1 if self.args.save_top_k else self.limit  # the best ones are in `keep`
+        self._on_savers(functools.partial(self.store.rotate, limit, keep))
 
     def close(self) -> None:
         """Let the save under way and the removals end, also after an error."""

@@ -15,6 +15,8 @@ from posttrain.lm.loading.adapters import is_same_adapter, saved_config
 from posttrain.lm.loading.loading import DTYPES, is_adapter, loading_problems
 from posttrain.lm.loading.quantization import BITS
 
+TASK_TYPES = ("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
+
 
 @dataclass
 class LanguageModelArguments(TrainingArguments):
@@ -60,14 +62,14 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
     lora_alpha: int = opt(32, "The LoRA weights are multiplied by lora_alpha / lora_r.", above=0)
     lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1)
-    lora_target_modules: list[str] | None = opt(
-        None, "Names of the modules that get an adapter; all-linear takes every linear layer but the head."
-    )
+    lora_target_modules: list[str] | None = opt(None, "Modules with an adapter; all-linear: every linear but the head.")
     lora_target_parameters: list[str] | None = opt(
-        None, "Names of parameters that get an adapter, for experts that are kept as one tensor."
+        None, "Names of parameters with an adapter, for experts in one tensor."
     )
     lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
-    lora_task_type: str = opt("CAUSAL_LM", "Task type given to peft; of a classifier or an encoder-decoder, its own.")
+    lora_task_type: str = opt(
+        "CAUSAL_LM", "Task type given to peft; of a classifier or an encoder-decoder, its own.", choices=TASK_TYPES
+    )
     use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
     init_lora_weights: str | None = opt(
         None,
@@ -89,10 +91,9 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
             yield "load_in_8bit=True and load_in_4bit=True cannot both hold; keep one"
         elif (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
             bits = "load_in_8bit" if self.load_in_8bit else "load_in_4bit"
-            yield (
-                f"{bits}=True: quantized weights cannot be trained themselves; set use_peft=True to train an adapter "
-                "on them"
-            )
+            yield f"{bits}=True: quantized weights are not trained themselves; set use_peft=True to train an adapter"
+        if self.use_peft and self.lora_target_parameters and self.lora_dropout:
+            yield f"lora_dropout={self.lora_dropout}: adapters of lora_target_parameters have no dropout; set it to 0"
 
     def _preflight(self) -> Iterator[str | Exception]:
         if self.model_name_or_path is not None:

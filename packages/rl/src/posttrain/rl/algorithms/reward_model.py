@@ -183,11 +183,11 @@ class RewardTrainer(ReferenceFreeTrainer):
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that gives no single number for a text."""
         base: Any = wrapping.base_model(model)
-        config = wrapping.config_of(base)
-        if getattr(config, "num_labels", 1) != 1 or "SequenceClassification" not in type(base).__name__:
+        kind, labels = type(base), getattr(wrapping.config_of(base), "num_labels", "unknown")
+        of_another_task = kind.__module__.startswith("transformers.") and "SequenceClassification" not in kind.__name__
+        if labels != 1 or of_another_task:
             raise ValueError(
-                f"The model is a {type(base).__name__} with "
-                f"{getattr(config, 'num_labels', 'unknown')} labels, and reward models require `num_labels=1`: one "
+                f"The model is a {kind.__name__} with {labels} labels, and reward models require `num_labels=1`: one "
                 f"number for a text. {HOW_TO_SEE if self.sees else HOW_TO_READ}"
             )
 

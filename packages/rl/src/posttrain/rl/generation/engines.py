@@ -126,20 +126,20 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
         args.generation_batch_invariant,
     )
     if not shares_prompts(args):
-        cache = {"cache_implementation": args.cache_implementation} if args.cache_implementation else {}
-        local = TransformersGenerator(tokenizer, settings | cache)
+        local = TransformersGenerator(tokenizer, settings)
     return CopiedGenerator(local) if args.max_staleness else local
 
 
 def shares_prompts(args: Any) -> bool:
     """Whether the engine for `args` is the local one, whose cache holds a prompt once for all its completions."""
-    others = args.use_vllm, args.use_transformers_continuous_batching, args.cache_implementation, settings_of(args)
-    return not any(others)
+    return not (args.use_vllm or args.use_transformers_continuous_batching or settings_of(args))
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """The generation_kwargs of `args` that are for the engine, and not for `Sampling`."""
-    return {k: v for k, v in (args.generation_kwargs or {}).items() if k not in (*FOLDED, *ENDS, "do_sample")}
+    """The generation_kwargs of `args` that are for the engine, and not for `Sampling`, and its kind of cache."""
+    given = args.generation_kwargs or {}
+    given = given | ({"cache_implementation": args.cache_implementation} if args.cache_implementation else {})
+    return {k: v for k, v in given.items() if k not in (*FOLDED, *ENDS, "do_sample")}
 
 
 def server_url(args: Any) -> str:

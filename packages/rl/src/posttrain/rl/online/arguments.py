@@ -149,9 +149,7 @@ class GenerationArguments:
                 "ever; set a number of tokens, such as 512"
             )
         if self.use_vllm and self.use_transformers_continuous_batching:
-            yield (
-                "use_vllm=True and use_transformers_continuous_batching=True name two engines; set one of them to False"
-            )
+            yield "use_vllm=True and use_transformers_continuous_batching=True name two engines; set one to False"
         if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
             yield "vllm_structured_outputs_regex is followed by vLLM alone; set use_vllm=True, or leave it out"
         if self.cache_implementation is not None and (self.use_vllm or self.use_transformers_continuous_batching):
@@ -366,9 +364,7 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
                 "per_device_train_batch_size instead"
             )
         if self.num_generations is None:
-            yield (
-                "num_generations=None names no size of a group; set the number of completions of each prompt, such as 8"
-            )
+            yield "num_generations=None names no size of a group; set the completions of each prompt, such as 8"
         for name in ("include_for_metrics", "batch_eval_metrics"):
             if value := getattr(self, name):
                 yield (

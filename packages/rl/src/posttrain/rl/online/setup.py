@@ -171,6 +171,9 @@ def shares_prompts(
     if problem is None:
         for model in models:
             varlen_attention.enable_segments(model, example)
+        if isinstance(args.pad_to_multiple_of, int):
+            why = "the completions of a prompt are one row, which has no padding; share_prompts=False pads each of them"
+            logger.warning("pad_to_multiple_of=%d has no effect: %s.", args.pad_to_multiple_of, why)
         return True
     if wanted:
         raise ValueError(f"share_prompts=True cannot be had: {problem}")

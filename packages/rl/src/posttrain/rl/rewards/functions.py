@@ -34,16 +34,21 @@ def text_of(completion: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ right answers
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*-?\d[\d,]*)?|-?\.\d+")
-_NOISE = re.compile(
-    r"\\(?:left|right|displaystyle|!|,|;|:|\s)|\\text\{[^}]*\}|\\mathrm\{[^}]*\}|[\s$%°]|\\%|\\\$|^\{|\}$"
+_NUMBER = re.compile(
+    r"-?\\[dt]?frac\s*(?:\{-?\d+\}\s*\{-?\d+\}|\d\d)|-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*-?\d[\d,]*)?|-?\.\d+"
 )
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_NOISE = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:|\s)|[\s$%°]|\\%|\\\$|^\{|\}$")
+_TEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
+_FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+#: A formula at the end, between dollar signs, \(...\) or \[...\]; all of a text that has operators and no words.
+_AT_END = re.compile(r"(?:\$\$|\$(?=\S)|\\[(\[])\s*+((?:(?!\$|\\[()\[\]]).)++)\s*+(?:\$\$?|\\[)\]])[\s.!]*\Z")
+_FORMULA = re.compile(r"(?=.*[\\^_(\[{+*=,/])((?:(?!(?<!\\)\b[A-Za-z]{2}).)++)\Z")
+_LEFT_SIDE = re.compile(r"\A[^,]*(?<![<>!])=")
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, or the last number; else
-    None.
+    r"""The answer that a solution ends in: the last ``\boxed{...}``, what follows ``####``, the formula at its end, all
+    of it if it is one formula without words, or the last number; else None.
     """
     start = text.rfind("\\boxed{")
     if start >= 0:
@@ -55,13 +60,14 @@ def final_answer(text: str) -> str | None:
     if "####" in text:
         after = text.rpartition("####")[2].strip()
         return after.splitlines()[0].strip() if after else None
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    if formula := _AT_END.search(text) or _FORMULA.match(text.strip()):
+        return formula[1].strip()
+    return next(reversed(_NUMBER.findall(text)), None)
 
 
 def as_number(answer: str) -> Fraction | None:
     """An answer as an exact number: ``1,000``, ``0.5``, ``1/2``, ``\\frac{1}{2}``; None if it is not one."""
-    plain = _FRACTION.sub(r"\1/\2", answer)
+    plain = _FRACTION.sub(r"\1\2/\3\4", _TEXT.sub("", answer))
     plain = _NOISE.sub("", plain).replace(",", "").rstrip(".")
     over, _, under = plain.partition("/")
     try:
@@ -71,11 +77,13 @@ def as_number(answer: str) -> Fraction | None:
 
 
 def same_answer(left: str, right: str) -> bool:
-    """Whether two answers are the same number, or the same text up to spaces and LaTeX that only changes the look."""
+    """Whether two answers, or right sides of equations, are the same number, or text up to spaces and LaTeX's look."""
+    left, right = (_LEFT_SIDE.sub("", answer) for answer in (left, right))
     numbers = as_number(left), as_number(right)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return _NOISE.sub("", left).lower() == _NOISE.sub("", right).lower()
+    left, right = (_NOISE.sub("", _TEXT.sub(r"\1", answer)).rstrip(".").lower() for answer in (left, right))
+    return left == right
 
 
 def accuracy_reward(
@@ -84,12 +92,7 @@ def accuracy_reward(
     log_extra: Callable[[str, list[Any]], None] | None = None,
     **others: Any,
 ) -> list[float | None]:
-    """1 where the final answer of a completion equals that of the solution, else 0; None for solutions without an
-    answer.
-
-    Answers are found by `final_answer` and compared by `same_answer`: numbers and fractions exactly, anything else as
-    text.
-    """
+    """1 where the `final_answer` of a completion is the `same_answer` as the solution's, else 0; None without one."""
     known = ["" if text is None else str(text) for text in solution]
     gold = [final_answer(text) or text.strip() or None for text in known]
     given = [final_answer(text_of(completion)) for completion in completions]
@@ -125,10 +128,7 @@ def math_verify_reward(completions: Sequence[Any], solution: Sequence[str], **ot
     ``reward_timeout``.
     """
     math_verify = require("math_verify", "posttrain-rl[environments]", "math_verify_reward")
-
-    def parsed(text: str) -> Any:
-        return math_verify.parse(text, parsing_timeout=None)
-
+    parsed = partial(math_verify.parse, parsing_timeout=None)
     rewards: list[float | None] = []
     for completion, right in zip(completions, solution, strict=True):
         gold = parsed(right) or parsed(f"${right}$")

@@ -356,11 +356,11 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
         if parameter.name not in available and parameter.default is parameter.empty:
             raise DataError(
                 f"The reward function {name!r} has the parameter {parameter.name!r}, which is no column of the "
-                f"dataset{did_you_mean(parameter.name, available, '.')} There are: {', '.join(sorted(available))}."
+                f"dataset{did_you_mean(parameter.name, available, '.')} There are: {', '.join(sorted(available))}. "
+                "Give a column this name (rename_columns on the command line), or the parameter a default."
             )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(available)
-    return {p.name: available[p.name] for p in named if p.name in available}
+    takes_all, names = any(p.kind is p.VAR_KEYWORD for p in parameters), {p.name for p in named}
+    return {name: value for name, value in available.items() if takes_all or name in names}
 
 
 def _short(value: Any, length: int = 300) -> str:
