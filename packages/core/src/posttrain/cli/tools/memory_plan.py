@@ -421,9 +421,8 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
         head = wrapping.output_embedding(model)
         quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    adapter = options.peft_config()
-    if loading.is_adapter(options.model_name_or_path):
-        adapter = adapters.saved_config(options.model_name_or_path)
+    path: Any = options.model_name_or_path
+    adapter = adapters.saved_config(path) if loading.is_adapter(path) else options.peft_config()
     if adapter is not None:
         model = adapters.add_adapter(model, adapter, getattr(run.config, "train_parts", None))
     elif (trained := getattr(run.config, "train_parts", None)) is not None:
