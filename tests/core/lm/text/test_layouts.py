@@ -102,3 +102,8 @@ def test_a_system_prompt_beside_conversations_is_not_lost_in_silence(talk, caplo
     rows = [{"system": "Be kind.", talk: [turn("user", "Hi"), turn("assistant", "Hello")]}]
     assert layouts.canonical(rows, CHATS, SFT) is rows
     assert "does not read the column 'system'" in caplog.text
+
+
+def test_conversations_with_their_answers_are_not_offered_as_prompts():
+    assert '{"frage": "prompt"}' in layouts.rename_hint(["frage"], ("prompt",))
+    assert "the turns before an answer" in layouts.rename_hint(iter(["id", "messages"]), ("prompt",))

@@ -119,8 +119,11 @@ def as_messages(dataset: Any) -> Any:
 
 def rename_hint(columns: Iterable[str], wanted: Sequence[str]) -> str:
     """The argument that gives the first of `columns` the names that are `wanted`; "" where there are too few."""
-    free = [name for name in columns if name not in wanted]
+    columns = list(columns)
     absent = [name for name in wanted if name not in columns]
+    if absent == ["prompt"] and "messages" in columns:
+        return " messages holds the answers too: give the turns before an answer as prompt."
+    free = [name for name in columns if name not in wanted]
     if not absent or len(free) < len(absent):
         return ""
     renamed = json.dumps(dict(zip(free, absent, strict=False)), ensure_ascii=False)
