@@ -102,10 +102,12 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
     OLD_NAMES = WITH_REFERENCE
 
     def _problems(self) -> Iterator[str]:
-        if self.max_batch_tokens is not None:
+        by_tokens, strategy = self.max_batch_tokens is not None, str(self.train_sampling_strategy)
+        if by_tokens or strategy == "batch_rebalance":
+            name = "max_batch_tokens" if by_tokens else f"train_sampling_strategy={strategy!r}"
             yield (
-                "max_batch_tokens makes micro-batches of rows of similar length, and KTO compares the rows of one with "
-                "each other; set per_device_train_batch_size instead"
+                f"{name} makes micro-batches of rows of similar length, and KTO compares the rows of one with each "
+                "other; set per_device_train_batch_size instead"
             )
 
 
