@@ -352,6 +352,14 @@ def test_padding_that_cannot_be_told_is_counted_and_said_once(script, caplog):
     assert sum("padding looks like any token" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_tokens_that_cannot_be_counted_are_said_once(script, caplog):
+    trainer = script(OURS, include_num_input_tokens_seen=True, max_steps=2)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 0
+    said = [record for record in caplog.records if "'input_ids', which the batches do not hold" in record.getMessage()]
+    assert len(said) == 1
+
+
 class Tokenizer:
     pad_token_id, eos_token_id, bos_token_id = 0, 1, 2
 
