@@ -201,7 +201,7 @@ def test_what_it_does_not_go_with_is_refused(tmp_path):
             config("out", max_batch_tokens=9)
     with pytest.raises(ConfigError, match="auto_find_batch_size=True does not go with .*batch_rebalance"):
         TrainingArguments("out", train_sampling_strategy="batch_rebalance", auto_find_batch_size=True)
-    with pytest.raises(ConfigError, match="batch_rebalance' makes micro-batches .* KTO compares"):
+    with pytest.raises(ConfigError, match="batch_rebalance make micro-batches .* KTO compares"):
         KTOConfig("out", train_sampling_strategy="batch_rebalance")
     with pytest.raises(ConfigError, match="packing=True fills"):
         SFTConfig("out", max_batch_tokens=9, packing=True)

@@ -534,16 +534,9 @@ class Trainer(TrainerNames):
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """The order of the training rows; None: that of the dataset."""
-        args, by_length = self.args, self.args.train_sampling_strategy in pipeline.BY_LENGTH
-        step = {"num_parts": args.gradient_accumulation_steps, "world_size": self.dist.world_size}
-        return pipeline.make_train_sampler(
-            dataset,
-            strategy=args.train_sampling_strategy,
-            seed=self.data_seed,
-            batch_size=self.train_batch_size * args.gradient_accumulation_steps,
-            lengths=self.row_lengths(dataset) if by_length else (),
-            **step | {"drop_last": args.dataloader_drop_last},
-        )
+        strategy, drop_last = self.args.train_sampling_strategy, self.args.dataloader_drop_last
+        size = self.train_batch_size, self.args.gradient_accumulation_steps, self.dist.world_size
+        return pipeline.make_train_sampler(dataset, strategy, self.data_seed, self.row_lengths, size, drop_last)
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """Tokens that the model reads of each row; batches are made of rows of similar length. Override it where the

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler, has_length, is_stream
+from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler, has_length, is_stream, row_lengths
 from posttrain.core.errors import DataError
 
 
@@ -168,33 +168,30 @@ def _cut(costs: list[int], limit: int, multiple: int) -> list[int]:
 
 def make_train_sampler(
     dataset: Any,
-    *,
-    strategy: str = "random",
+    strategy: str,
     seed: int,
-    batch_size: int = 1,
-    lengths: Sequence[int] = (),
-    num_parts: int = 1,
-    world_size: int = 1,
+    lengths: Callable[[Any], Sequence[int]] = row_lengths,
+    size: tuple[int, int, int] = (1, 1, 1),
     drop_last: bool = False,
 ) -> Sampler[int] | None:
     """The sampler for `dataset`; None for a stream, which has its own order.
 
     Args:
         strategy: one of `STRATEGIES`.
-        batch_size: rows of one optimizer step on one process, for those of `BY_LENGTH`.
-        lengths: of each row, for those of `BY_LENGTH`.
-        num_parts: micro-batches of one optimizer step on one process.
-        world_size: processes.
+        lengths: ``dataset -> the length of each row``, for those of `BY_LENGTH`.
+        size: of an optimizer step: rows of a micro-batch, micro-batches on a process, processes.
         drop_last: "batch_rebalance" leaves out the rows that do not fill a step.
     """
     if not has_length(dataset) or is_stream(dataset):
         return None
+    rows, accumulation, processes = size
     if strategy == "sequential":
         return SequentialSampler(dataset)
     if strategy == "group_by_length":
-        return LengthGroupedSampler(lengths, batch_size, seed)
+        return LengthGroupedSampler(lengths(dataset), rows * accumulation, seed)
     if strategy == "batch_rebalance":
-        return BalancedBatchSampler(lengths, batch_size * world_size, num_parts * world_size, seed, drop_last)
+        parts = accumulation * processes
+        return BalancedBatchSampler(lengths(dataset), rows * parts, parts, seed, drop_last)
     return EpochSampler(len(dataset), seed)
 
 

@@ -102,12 +102,10 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
     OLD_NAMES = WITH_REFERENCE
 
     def _problems(self) -> Iterator[str]:
-        by_tokens, strategy = self.max_batch_tokens is not None, str(self.train_sampling_strategy)
-        if by_tokens or strategy == "batch_rebalance":
-            name = "max_batch_tokens" if by_tokens else f"train_sampling_strategy={strategy!r}"
+        if self.max_batch_tokens is not None or self.train_sampling_strategy == "batch_rebalance":
             yield (
-                f"{name} makes micro-batches of rows of similar length, and KTO compares the rows of one with each "
-                "other; set per_device_train_batch_size instead"
+                "max_batch_tokens and batch_rebalance make micro-batches of rows of similar length, and KTO compares "
+                "the rows of one with each other; set per_device_train_batch_size instead"
             )
 
 
