@@ -8,8 +8,9 @@ from itertools import islice
 import pytest
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
+from posttrain.core.data.batch_samplers import BalancedBatchSampler, TokenBatchSampler
 from posttrain.core.data.pipeline import is_filler
-from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler, TokenBatchSampler
+from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler
 from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.training.plan import make_plan, resumed
 from posttrain.rl.samples.prompts import GroupSampler, Layout
@@ -26,7 +27,10 @@ def grouped(batch, processes):  # each rollout is of two steps: whole groups, on
     return Layout(GROUP, 2 * batch * processes * GROUP // processes, batch * GROUP, processes)
 
 
-def sampled(kind, batch, processes):
+def sampled(kind, batch, accumulation, processes):
+    if kind == "batch_rebalance":
+        parts = accumulation * processes
+        return {"batch_sampler": BalancedBatchSampler(LENGTHS, batch * parts, parts, 7)}
     if kind == "max_batch_tokens":
         return {"batch_sampler": TokenBatchSampler(LENGTHS, 13 + 5 * batch, 7, processes)}
     if kind == "rollouts":
@@ -41,11 +45,11 @@ class Run:
 
     def __init__(self, kind, shape, drop_last=False, epochs=EPOCHS):
         self.shape = shape
-        batch, accumulation, self.processes = shape
+        _, accumulation, self.processes = shape
         self.loaders = [
             Loader(
                 range(NUM_ROWS), collate_fn=lambda rows: {"rows": rows}, rank=rank, world_size=self.processes,
-                drop_last=drop_last, **sampled(kind, batch, self.processes),
+                drop_last=drop_last, **sampled(kind, *shape),
             )
             for rank in range(self.processes)
         ]  # fmt: skip
@@ -96,7 +100,7 @@ def legs(kind, shapes, stops, **options):
 
 
 @pytest.mark.parametrize("first", SHAPES)
-@pytest.mark.parametrize("kind", ["random", "group_by_length", "max_batch_tokens", "rollouts"])
+@pytest.mark.parametrize("kind", ["random", "group_by_length", "batch_rebalance", "max_batch_tokens", "rollouts"])
 def test_every_row_is_read_once_an_epoch_whatever_the_sizes(kind, first):
     for second in SHAPES:
         for stop in range(1, Run(kind, first).plan.max_steps + 1):
@@ -155,7 +159,14 @@ def train(folder, batch, accumulation, stop=None, resume=None, **changes):
     return read, trainer
 
 
-@pytest.mark.parametrize("changes", [{}, {"save_only_model": True}, {"train_sampling_strategy": "group_by_length"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"save_only_model": True},
+        *({"train_sampling_strategy": way} for way in ("group_by_length", "batch_rebalance")),
+    ],
+)
 @pytest.mark.parametrize(("first", "second"), [((2, 2), (2, 4)), ((3, 2), (2, 1)), ((2, 3), (5, 1))])
 def test_a_trainer_ends_with_its_last_epoch_whatever_the_sizes(first, second, changes, tmp_path):
     read, _ = train(tmp_path, *first, stop=3, **changes)

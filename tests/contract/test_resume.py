@@ -352,6 +352,7 @@ KINDS = {
     "stream of datasets, 2 workers": (dict(max_steps=9, dataloader_num_workers=2), dict(train_dataset=hf())),
     "sequential": (dict(train_sampling_strategy="sequential"), dict()),
     "group_by_length": (dict(train_sampling_strategy="group_by_length"), dict()),
+    "batch_rebalance": (dict(train_sampling_strategy="batch_rebalance"), dict()),
     "drop_last": (dict(dataloader_drop_last=True), dict()),
     "bf16": (dict(bf16=True), dict()),
     "cosine with warm-up": (dict(lr_scheduler_type="cosine", warmup_steps=3), dict()),

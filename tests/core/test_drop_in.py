@@ -352,6 +352,14 @@ def test_padding_that_cannot_be_told_is_counted_and_said_once(script, caplog):
     assert sum("padding looks like any token" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_tokens_that_cannot_be_counted_are_said_once(script, caplog):
+    trainer = script(OURS, include_num_input_tokens_seen=True, max_steps=2)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 0
+    said = [record for record in caplog.records if "'input_ids', which the batches do not hold" in record.getMessage()]
+    assert len(said) == 1
+
+
 class Tokenizer:
     pad_token_id, eos_token_id, bos_token_id = 0, 1, 2
 
@@ -698,14 +706,14 @@ def test_a_training_step_written_anew_trains_the_same(script):
 
 
 @pytest.mark.long
-def test_a_training_loader_written_anew_reads_the_same_rows_and_can_be_resumed(script, tmp_path):
+@pytest.mark.parametrize("order", ["of the trainer", "of the loader"])
+def test_a_training_loader_written_anew_reads_the_same_rows_and_can_be_resumed(script, tmp_path, order):
     def run(library):
         class Own(library.Trainer):
             def get_train_dataloader(self):
                 collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
-                options = dict(
-                    batch_size=self._train_batch_size, sampler=self._get_train_sampler(), collate_fn=collator
-                )
+                options = {"shuffle": True} if order == "of the loader" else {"sampler": self._get_train_sampler()}
+                options |= {"batch_size": self._train_batch_size, "collate_fn": collator}
                 return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, **options))
 
         options = dict(trainer=Own, max_steps=9, learning_rate=0.1, save_strategy="steps", save_steps=5)

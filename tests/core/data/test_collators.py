@@ -52,6 +52,7 @@ def test_default_collator_takes_arrays_tensors_label_ids_and_objects():
     batch = default_data_collator([{"x": np.float64([1, 2]), "label": np.float64(0.5), "n": None}] * 2)
     assert batch["labels"].dtype == torch.float32 and "n" not in batch and batch["x"].shape == (2, 2)
     assert default_data_collator([{"label_ids": [1, 2]}])["labels"].tolist() == [[1, 2]]
+    assert default_data_collator([{"label_ids": np.float64([1, 0])}])["labels"].dtype == torch.float32
     assert default_data_collator([{"label": torch.tensor(3)}])["labels"].tolist() == [3]
     assert isinstance(default_data_collator([{"x": [1]}], return_tensors="np")["x"], np.ndarray)
 

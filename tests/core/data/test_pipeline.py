@@ -167,8 +167,8 @@ def test_lengths_come_from_the_column_or_the_input_and_their_absence_is_explaine
     for dataset in (rows, columns):
         assert samplers.row_lengths(dataset) == [3, 1, 2]
         assert samplers.row_lengths(dataset, length_column_name="n") == [7, 9, 8]
-    make = {"strategy": "group_by_length", "seed": 0, "batch_size": 2, "lengths": [3, 1, 2]}
-    assert isinstance(pipeline.make_train_sampler(rows, **make), LengthGroupedSampler)
+    grouped = pipeline.make_train_sampler(rows, "group_by_length", seed=0, size=(1, 2, 1))
+    assert isinstance(grouped, LengthGroupedSampler) and grouped.lengths.tolist() == [3, 1, 2]
     with pytest.raises(DataError, match="neither 'length' nor 'input_ids'.*length_column_name"):
         samplers.row_lengths([{"text": "a"}])
 

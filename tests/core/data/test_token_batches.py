@@ -1,7 +1,9 @@
-"""Micro-batches of at most so many tokens: little padding, exact gradients, in step on all processes, resumable."""
+"""Micro-batches made by the lengths of rows, of at most so many tokens or of equal cost: little padding, exact
+gradients, in step on all processes, resumable."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from types import SimpleNamespace
 
@@ -9,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from posttrain.cli.tools.memory_plan import rows_of
 from posttrain.cli.tools.memory_proposals import _smaller_batches
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
-from posttrain.core.data.samplers import TokenBatchSampler
+from posttrain.core.data.batch_samplers import BalancedBatchSampler, TokenBatchSampler
 from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.rl import DistillationConfig, GRPOConfig, KTOConfig
@@ -62,10 +65,47 @@ def test_processes_get_about_as_many_tokens_and_equally_many_batches():
     assert dealt.sum() / (4 * dealt.max(1).sum()) < 0.75
 
 
-def test_a_loader_goes_on_where_it_stood():
+def cost(rows):
+    longest = max(LENGTHS[row] for row in rows)
+    return len(rows) * longest * (1000 + longest)
+
+
+@pytest.mark.parametrize(("accumulation", "processes"), [(1, 1), (4, 1), (1, 4), (4, 4), (16, 1)])
+def test_the_micro_batches_of_a_step_cost_about_as_much(accumulation, processes):
+    parts, size = accumulation * processes, 16 * accumulation * processes
+    sampler, theirs = (
+        BalancedBatchSampler(LENGTHS, size, parts, seed=1),
+        [list(BatchRebalanceSampler(LENGTHS, size, processes, accumulation, rank=rank)) for rank in range(processes)],
+    )
+    batches, steps = list(sampler), 1000 // size
+    assert len(batches) == len(sampler) == steps * parts + (parts if 1000 % size else 0)
+    assert Counter(row for rows in batches for row in rows) == Counter(range(1000))
+    for step in range(steps):
+        made = batches[step * parts : (step + 1) * parts]
+        assert sum(map(len, made)) == size and min(map(len, made)) > 0
+        assert sorted(map(cost, made), reverse=True) == list(map(cost, made))
+    ours = np.mean([max(map(cost, batches[n * parts : (n + 1) * parts])) for n in range(steps)])
+    other = [[rows for one in theirs for rows in one[n * accumulation : (n + 1) * accumulation]] for n in range(steps)]
+    assert ours < 1.05 * np.mean([max(map(cost, made)) for made in other])
+    if parts > 1:
+        even = np.random.default_rng(1).permutation(1000)[: steps * size].reshape(steps, parts, 16)
+        assert ours < 0.75 * np.mean([max(map(cost, made)) for made in even])
+
+
+def test_no_step_is_short_of_rows_where_the_last_ones_are_dropped():
+    sampler = BalancedBatchSampler(LENGTHS, 64, 8, seed=1, drop_last=True)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == 1000 // 64 * 8 and sum(map(len, batches)) == 1000 // 64 * 64
+
+
+MADE = [TokenBatchSampler(LENGTHS, 4096, 1, 2), BalancedBatchSampler(LENGTHS, 48, 6, 1)]
+
+
+@pytest.mark.parametrize("sampler", MADE, ids=["tokens", "balanced"])
+def test_a_loader_goes_on_where_it_stood(sampler):
     def loader():
         return Loader(
-            list(range(1000)), batch_sampler=TokenBatchSampler(LENGTHS, 4096, 1, 2), rank=1, world_size=2,
+            list(range(1000)), batch_sampler=copy.deepcopy(sampler), rank=1, world_size=2,
             collate_fn=lambda rows: {"rows": torch.tensor(rows)},
         )  # fmt: skip
 
@@ -95,11 +135,14 @@ BUDGETS = {"causal-lm": 48, "sft": 64, "sft-mixture": 64, "seq2seq": 40, "dpo": 
            "tpo": 240, "simpo": 160, "reward": 160}  # fmt: skip
 
 
+@pytest.mark.parametrize("way", ["max_batch_tokens", "batch_rebalance"])
 @pytest.mark.parametrize("name", BUDGETS)
-def test_the_gradients_are_those_of_any_other_split(name, tmp_path):
-    results = []
-    for split in ({"per_device_train_batch_size": 22}, {"max_batch_tokens": BUDGETS[name]}):
-        trainer = TRAINERS[name](tmp_path, **split | {"gradient_accumulation_steps": 99, "num_train_epochs": 1})
+def test_the_gradients_are_those_of_any_other_split(name, way, tmp_path):
+    results, split = [], {"max_batch_tokens": BUDGETS[name]}
+    if way == "batch_rebalance":
+        split = {"train_sampling_strategy": way, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 6}
+    for changes in ({"per_device_train_batch_size": 22}, split):
+        trainer = TRAINERS[name](tmp_path, **{"gradient_accumulation_steps": 99, "num_train_epochs": 1} | changes)
         trainer.train()
         assert trainer.state.global_step == 1
         batches = trainer.run.progress.batches or len(trainer.run.loader)
@@ -110,10 +153,15 @@ def test_the_gradients_are_those_of_any_other_split(name, tmp_path):
         torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-6, msg=key)
 
 
-def test_a_run_resumes_bit_for_bit_inside_an_epoch(tmp_path):
+@pytest.mark.parametrize(
+    "way",
+    [{"max_batch_tokens": 40}, {"train_sampling_strategy": "batch_rebalance", "per_device_train_batch_size": 2}],
+    ids=lambda way: "-".join(way),
+)
+def test_a_run_resumes_bit_for_bit_inside_an_epoch(tmp_path, way):
     def make(folder, **changes):
         return TRAINERS["causal-lm"](
-            folder, max_batch_tokens=40, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2, **changes
+            folder, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2, **way | changes
         )
 
     whole = make(tmp_path / "whole")
@@ -138,6 +186,7 @@ def test_another_budget_inside_an_epoch_is_told(tmp_path, caplog):
 def test_what_it_does_not_go_with_is_refused(tmp_path):
     for changes, match in (
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy='sequential' does not go with"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "each decides which rows"),
         ({"dataloader_drop_last": True}, "no micro-batch is short"),
         ({"auto_find_batch_size": True}, "no set number of rows"),
     ):
@@ -150,6 +199,10 @@ def test_what_it_does_not_go_with_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=match):
             config("out", max_batch_tokens=9)
+    with pytest.raises(ConfigError, match="auto_find_batch_size=True does not go with .*batch_rebalance"):
+        TrainingArguments("out", train_sampling_strategy="batch_rebalance", auto_find_batch_size=True)
+    with pytest.raises(ConfigError, match="batch_rebalance make micro-batches .* KTO compares"):
+        KTOConfig("out", train_sampling_strategy="batch_rebalance")
     with pytest.raises(ConfigError, match="packing=True fills"):
         SFTConfig("out", max_batch_tokens=9, packing=True)
     with pytest.raises(DataError, match=r"max_batch_tokens=10 is less than row \d+ has, 16 tokens"):

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,6 +93,19 @@ def test_label_smoothing_and_loss_functions_keep_the_labels_from_the_model():
 def test_a_model_without_a_loss_says_what_it_gave():
     with pytest.raises(ValueError, match="only logits, from the inputs x"):
         normalization.model_loss(lambda x: {"logits": x}, {"x": N}, pass_count=False)
+
+
+def test_an_error_of_a_model_that_reads_other_columns_is_not_explained_by_missing_tokens():
+    class Fails(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def forward(self, x, labels=None):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = Fails(transformers.PretrainedConfig())
+    assert model.main_input_name == "input_ids"
+    with pytest.raises(torch.OutOfMemoryError):
+        normalization.model_loss(model, {"x": N, "labels": N}, pass_count=False)
 
 
 class Copies(TorchDispatchMode):

@@ -534,13 +534,9 @@ class Trainer(TrainerNames):
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """The order of the training rows; None: that of the dataset."""
-        return pipeline.make_train_sampler(
-            dataset,
-            strategy=self.args.train_sampling_strategy,
-            seed=self.data_seed,
-            batch_size=self.train_batch_size * self.args.gradient_accumulation_steps,
-            lengths=self.row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else (),
-        )
+        strategy, drop_last = self.args.train_sampling_strategy, self.args.dataloader_drop_last
+        size = self.train_batch_size, self.args.gradient_accumulation_steps, self.dist.world_size
+        return pipeline.make_train_sampler(dataset, strategy, self.data_seed, self.row_lengths, size, drop_last)
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """Tokens that the model reads of each row; batches are made of rows of similar length. Override it where the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,8 +90,10 @@ def explain_failure(batch: Any, model: Any, limits: Mapping[str, int]) -> None:
     if not isinstance(batch, Mapping):
         return
     check_limits(batch, limits)
-    main_input = getattr(model, "main_input_name", None)
-    if main_input is not None and main_input not in batch and not {"inputs_embeds", "encoder_outputs"} & set(batch):
+    # transformers gives a model this name even where its forward reads something else.
+    main_input: Any = getattr(model, "main_input_name", None)
+    missing = main_input in inspect.signature(model.forward).parameters and main_input not in batch
+    if missing and not {"inputs_embeds", "encoder_outputs"} & set(batch):
         raise DataError(
             f"The model reads {main_input}, and the batch holds only {', '.join(map(str, batch)) or 'nothing'}. The "
             "rows have no such column, or it is null in the first of them. Texts become tokens by, for instance, "

@@ -86,7 +86,7 @@ def _stack(values: list[Any], is_label: bool) -> torch.Tensor:
         stacked = torch.from_numpy(np.stack(values))
     else:
         stacked = torch.tensor(values)  # Python's floats become float32, its ints long
-    if is_label and stacked.dim() == 1:  # one label a row, of any shape
+    if is_label and (stacked.dim() == 1 or not isinstance(values[0], torch.Tensor)):
         return stacked.float() if stacked.is_floating_point() else stacked.long()
     return stacked
 

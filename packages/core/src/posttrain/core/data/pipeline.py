@@ -15,13 +15,16 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from posttrain.core.config import opt
+from posttrain.core.data.batch_samplers import EpochBatchSampler
+from posttrain.core.data.batch_samplers import make_train_sampler as make_train_sampler
+from posttrain.core.data.batch_samplers import token_batches as token_batches
 from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
-from posttrain.core.data.samplers import STRATEGIES, TokenBatchSampler, follows_epochs, transforms_rows
+from posttrain.core.data.samplers import BY_LENGTH as BY_LENGTH
+from posttrain.core.data.samplers import STRATEGIES, follows_epochs, transforms_rows
 from posttrain.core.data.samplers import has_length as has_length
 from posttrain.core.data.samplers import is_stream as is_stream
-from posttrain.core.data.samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.samplers import row_lengths as row_lengths
 from posttrain.core.data.stateful_dataloader import Loader as Loader
 from posttrain.core.errors import DataError, did_you_mean
@@ -66,12 +69,13 @@ class DataArguments:
     )
     train_sampling_strategy: str = opt(
         "random",
-        "The order of rows: shuffled, sequential, or shuffled with rows of similar length together.",
+        "The order of rows: shuffled, sequential, or shuffled with rows of similar length together (group_by_length), "
+        "or with the rows of a step in micro-batches that cost about as much (batch_rebalance).",
         choices=STRATEGIES,
         old_flags=("group_by_length",),
     )
     length_column_name: str = opt(
-        "length", "Column with each row's length, for `train_sampling_strategy='group_by_length'`."
+        "length", "Column with each row's length, for strategies that look at it and for `max_batch_tokens`."
     )
     max_batch_tokens: int | None = opt(
         None,
@@ -98,11 +102,17 @@ class DataArguments:
         if self.max_batch_tokens is not None:
             for name, value, why in (
                 ("train_sampling_strategy", "sequential", "rows are sorted by their lengths"),
+                ("train_sampling_strategy", "batch_rebalance", "each decides which rows a micro-batch holds"),
                 ("dataloader_drop_last", True, "no micro-batch is short of rows"),
                 ("auto_find_batch_size", True, "micro-batches hold no set number of rows"),
             ):
                 if vars(self).get(name) == value:
                     yield f"{name}={value!r} does not go with max_batch_tokens: {why}; leave one of them out"
+        if self.train_sampling_strategy == "batch_rebalance" and vars(self).get("auto_find_batch_size"):
+            yield (
+                "auto_find_batch_size=True does not go with train_sampling_strategy='batch_rebalance': micro-batches "
+                "hold no set number of rows; leave one of them out"
+            )
         if self.dataloader_num_workers == 0:
             for name, given in (
                 ("persistent_workers", self.dataloader_persistent_workers),
@@ -122,7 +132,7 @@ def build_loader(
     is_training: bool,
     batch_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
-    sampler: Iterable[int] | TokenBatchSampler | None = None,
+    sampler: Iterable[int] | EpochBatchSampler | None = None,
     args: DataArguments,
     seed: int,
     rank: int = 0,
@@ -155,7 +165,7 @@ def build_loader(
             "drops it: nothing is evaluated. Set per_device_eval_batch_size to "
             f"{max(len(dataset) // world_size, 1)} or less, or dataloader_drop_last=False."
         )
-    makes_batches = isinstance(sampler, TokenBatchSampler)
+    makes_batches = isinstance(sampler, EpochBatchSampler)
     order: dict[str, Any] = {"batch_sampler" if makes_batches else "sampler": sampler}
     return Loader(
         dataset,
@@ -195,22 +205,6 @@ def first_rows(dataset: Any, number: int) -> Any:
         return dataset.take(number)
     kept = range(min(number, len(dataset)))
     return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
-
-
-def token_batches(
-    dataset: Any, lengths: Callable[[Any], list[int]], max_tokens: int, seed: int, world_size: int
-) -> TokenBatchSampler:
-    """The batches of `dataset` that hold `max_tokens` tokens at most.
-
-    Raises:
-        DataError: the data is a stream, or its rows have no known lengths, or one is too long.
-    """
-    if is_stream(dataset):
-        raise DataError(
-            "max_batch_tokens needs the length of each row before training, and the training data is a stream. Give "
-            "rows by index, or set per_device_train_batch_size instead."
-        )
-    return TokenBatchSampler(lengths(dataset), max_tokens, seed, world_size)
 
 
 def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bool = True) -> Loader:

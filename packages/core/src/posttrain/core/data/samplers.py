@@ -23,7 +23,9 @@ from posttrain.core.errors import DataError
 
 T = TypeVar("T")
 
-STRATEGIES = ("random", "sequential", "group_by_length")
+#: Strategies that need the length of each row.
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+STRATEGIES = ("random", "sequential", *BY_LENGTH)
 MEGABATCHES = 50
 """Batches that `LengthGroupedSampler` sorts together, at most: more pad less, and mix rows less."""
 
@@ -106,99 +108,6 @@ class LengthGroupedSampler(EpochSampler):
             longest = int(self.lengths[ordered].argmax())
             ordered[[0, longest]] = ordered[[longest, 0]]
         return ordered
-
-
-class TokenBatchSampler(EpochSampler):
-    """Micro-batches of at most `max_tokens` tokens each, padding included, in a random order: lists of indices.
-
-    Rows are sorted by their lengths, equal ones in a random order, and cut into batches; each batch is padded to its
-    longest row. `world_size` neighbouring batches, which hold about as many tokens, form a round: each process gets one
-    of them, so that no process waits long for another. The rounds are shuffled; the one with the longest row comes
-    first, so that a run that does not fit into memory fails at once. All epochs have as many batches, and every process
-    gets as many.
-
-    Args:
-        lengths: of each row, in tokens.
-        max_tokens: rows of a batch times its longest row.
-        world_size: processes.
-
-    Raises:
-        DataError: a row is longer than `max_tokens`.
-    """
-
-    def __init__(self, lengths: Sequence[int], max_tokens: int, seed: int, world_size: int = 1) -> None:
-        self.lengths, self.world_size = torch.as_tensor(lengths), world_size
-        if len(lengths) and (longest := int(self.lengths.max())) > max_tokens:
-            raise DataError(
-                f"max_batch_tokens={max_tokens} is less than row {int(self.lengths.argmax())} has, {longest} tokens. "
-                f"Set max_batch_tokens to {longest} or more, or a smaller max_length."
-            )
-        #: ``[max_tokens, world_size, batches before]`` of each way in which the rest of an epoch is cut.
-        self.own_cut = [[max_tokens, world_size, 0]]
-        super().__init__(len(_cut(self.lengths.sort(descending=True).values.tolist(), max_tokens, world_size)), seed)
-
-    def resume(self, epoch: int, cut: Any, given: int) -> int:
-        [now] = self.own_cut
-        cuts = cut if cut[-1][:2] == now[:2] else [*cut, [*now[:2], given]]
-        self._begun = {epoch: cuts} if len(cuts) > 1 else {}
-        if self._begun:
-            self.epoch = epoch
-            self._num_begun = len(self.order())
-        return given
-
-    def order(self) -> list[list[int]]:  # type: ignore[override]  # of batches, where the base class has rows
-        """The batches of this epoch, `world_size` of a round after each other."""
-        generator = self.generator()
-        batches: list[list[int]] = []
-        rows = torch.randperm(len(self.lengths), generator=generator)
-        for max_tokens, size, before in self.cut(self.epoch):
-            if before:  # those that were read stay as they are
-                rows = torch.tensor([row for batch in batches[before:] for row in batch], dtype=torch.long)
-            rows = rows[self.lengths[rows].argsort(descending=True, stable=True)]
-            made = rows.split(_cut(self.lengths[rows].tolist(), max_tokens, size)) if len(rows) else ()
-            later = torch.randperm(max(-(-len(made) // size) - 1, 0), generator=generator)
-            rounds = [0, *(later + 1).tolist()]
-            batches[before:] = [one.tolist() for turn in rounds for one in made[turn * size : (turn + 1) * size]]
-        return batches
-
-    def __len__(self) -> int:
-        return self._num_begun if self.epoch in self._begun else self.num_rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.order())
-
-
-def _cut(lengths: list[int], max_tokens: int, multiple: int) -> list[int]:
-    """How many rows each batch takes, longest first; a multiple of batches where there are enough rows."""
-    sizes, start = [], 0
-    while start < len(lengths):
-        fits = max_tokens // max(lengths[start], 1)
-        sizes.append(min(fits, len(lengths) - start))
-        start += sizes[-1]
-    while len(sizes) % multiple and max(sizes) > 1:
-        widest = max(range(len(sizes)), key=sizes.__getitem__)
-        half = sizes[widest] // 2
-        sizes[widest : widest + 1] = [sizes[widest] - half, half]
-    return sizes
-
-
-def make_train_sampler(
-    dataset: Any, *, strategy: str = "random", seed: int, batch_size: int = 1, lengths: Sequence[int] = ()
-) -> Sampler[int] | None:
-    """The sampler for `dataset`; None for a stream, which has its own order.
-
-    Args:
-        strategy: "random", "sequential", or "group_by_length".
-        batch_size: rows of one optimizer step on one process, grouped by "group_by_length".
-        lengths: of each row, for "group_by_length".
-    """
-    if not has_length(dataset) or is_stream(dataset):
-        return None
-    if strategy == "sequential":
-        return SequentialSampler(dataset)
-    if strategy == "group_by_length":
-        return LengthGroupedSampler(lengths, batch_size, seed)
-    return EpochSampler(len(dataset), seed)
 
 
 def row_lengths(dataset: Any, length_column_name: str = "length", main_input: str = "input_ids") -> list[int]:

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.data import workers
+from posttrain.core.data.batch_samplers import EpochBatchSampler
 from posttrain.core.data.batches import Collate, Rows
 from posttrain.core.data.samplers import (
     Draws,
     EpochSampler,
     SeededRandomSampler,
-    TokenBatchSampler,
     inner_sampler,
     is_stream,
     knows_position,
@@ -161,7 +161,7 @@ class Loader(DataLoader[Any]):
     @property
     def rows_per_turn(self) -> float | None:
         """Rows of one batch over all processes, on average, where batches hold as many rows as fit; else None."""
-        if isinstance(self.batch_sampler, TokenBatchSampler):
+        if isinstance(self.batch_sampler, EpochBatchSampler):
             return len(self.batch_sampler.lengths) / max(len(self), 1)
         return None
 

@@ -94,7 +94,7 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accele
         ConfigError: the launcher sets a precision that this machine lacks.
     """
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
+    from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 
     if precision(args) == "fp16" and (args.use_cpu or not accelerator_present()):
         raise ConfigError("TrainingArguments", ["the launcher sets fp16, but this run is on the CPU"])
@@ -108,8 +108,12 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accele
     # precision is not set, because all accelerators of a process share it. Its accumulation is not set either: its
     # backward, which old training_steps call, would divide the loss again.
     forget_another_device(device(args.use_cpu))
+    # For loaders that a subclass prepares itself. Their batch sizes are divided already (`split_batches`).
+    own: Any = args
+    names = ("dispatch_batches", "even_batches", "use_seedable_sampler")
+    loaders = DataLoaderConfiguration(data_seed=own.data_seed, **{name: own.accelerator_config[name] for name in names})
     with without_plugins():
-        return Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group])
+        return Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group], dataloader_config=loaders)
 
 
 class World:

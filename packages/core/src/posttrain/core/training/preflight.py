@@ -228,7 +228,8 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
                 f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'."
             )
     rows = parts.train_dataset
-    by_length = "train_sampling_strategy='group_by_length'" if args.train_sampling_strategy == "group_by_length" else ""
+    strategy = str(args.train_sampling_strategy)
+    by_length = f"train_sampling_strategy={strategy!r}" if strategy in pipeline.BY_LENGTH else ""
     by_length = by_length if args.max_batch_tokens is None else f"max_batch_tokens={args.max_batch_tokens}"
     if by_length and rows is not None and not isinstance(rows, Mapping):
         if pipeline.is_stream(rows) and parts.is_ours("get_train_dataloader", "_get_train_sampler", "train_sampler"):

@@ -38,6 +38,7 @@ class Record:
         needs_padding = args.include_num_input_tokens_seen == "non_padding"
         self._pad = pad_token_id if needs_padding else None
         self._needs_mask = needs_padding and pad_token_id is None
+        self._needs_tokens = args.include_num_input_tokens_seen != "no"
 
     def read(self, inputs: Mapping[str, Any], main_input: str, operations: int) -> None:
         """Count the tokens of a micro-batch, without waiting for the device.
@@ -51,6 +52,12 @@ class Record:
             logger.warning(
                 "include_num_input_tokens_seen='non_padding', but the batches have no attention_mask and there is no "
                 "tokenizer with a pad token: padding looks like any token, and all of them are counted."
+            )
+        if self._needs_tokens and main_input not in inputs:
+            self._needs_tokens = False
+            logger.warning(
+                f"include_num_input_tokens_seen counts the numbers of the column {main_input!r}, which the batches do "
+                "not hold: the count stays 0. Set main_input_name, of the model's class, to the column that it reads."
             )
         self.metrics.add_sum(TOKENS, *normalization.count_tokens(inputs, main_input, self._pad))
         if operations:

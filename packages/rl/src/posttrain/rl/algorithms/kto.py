@@ -102,10 +102,10 @@ class KTOConfig(ReferenceArguments, PreferenceConfig):
     OLD_NAMES = WITH_REFERENCE
 
     def _problems(self) -> Iterator[str]:
-        if self.max_batch_tokens is not None:
+        if self.max_batch_tokens is not None or self.train_sampling_strategy == "batch_rebalance":
             yield (
-                "max_batch_tokens makes micro-batches of rows of similar length, and KTO compares the rows of one with "
-                "each other; set per_device_train_batch_size instead"
+                "max_batch_tokens and batch_rebalance make micro-batches of rows of similar length, and KTO compares "
+                "the rows of one with each other; set per_device_train_batch_size instead"
             )
 
 
