@@ -420,6 +420,20 @@ def test_without_any_dataset_it_is_said_what_is_needed(kind, tmp_path):
         trainer(tmp_path, kind, rows=None)
 
 
+def test_a_column_that_a_reward_function_lacks_is_told_before_the_run_of_a_trainer_that_adds_none(tmp_path):
+    def reward(completions, solution):
+        return [0.0] * len(completions)
+
+    class Adds(GRPOTrainer):
+        pass
+
+    rows = Dataset.from_list([{"prompt": "the cat", "answer": "sat"}] * 4)
+    with pytest.raises(DataError, match="the parameter 'solution', which is no column of the dataset.*rename_columns"):
+        trainer(tmp_path, reward=reward, rows=rows)
+    trainer(tmp_path, Adds, reward=reward, rows=rows)
+    trainer(tmp_path, reward=reward, rows=rows.rename_column("answer", "solution"))
+
+
 def test_no_source_of_rewards_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No reward source"):
         trainer(tmp_path, reward=None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from posttrain.core.data.samplers import is_stream
+from posttrain.core.data.samplers import columns_of, is_stream, transforms_rows
 from posttrain.core.errors import DataError, missing
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention import router_replay, varlen_attention
@@ -56,7 +56,9 @@ def problems(args: RolloutConfig, parts: Parts, trainer: type[RolloutTrainer]) -
     given = parts.others["reward_funcs"]
     if trainer.learns_from_rewards or given is not None:
         makes_rewards = parts.others["environment_factory"] or parts.others["agent"]
-        yield from reward_problems(given, args.reward_weights, makes_rewards)
+        rows = parts.train_dataset
+        may_add = bool(names) or not trainer.__module__.startswith("posttrain.") or transforms_rows(rows)
+        yield from reward_problems(given, args.reward_weights, makes_rewards, () if may_add else columns_of(rows))
     for part in trainer.does_not_take:
         if parts.others.get(part):
             yield f"{name} reads the prompts of rows, with one sequence of tokens each; leave out {part}"

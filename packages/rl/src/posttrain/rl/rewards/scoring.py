@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 RESERVED = {"prompt", "completion", "completions", "completion_ids", "prompts"}
 """Columns that reward functions get by other names, or from elsewhere."""
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "environments", "log_metric", "log_extra")
+"""What they get beside the columns of the rows."""
 
 
 class RewardError(RuntimeError):
@@ -401,11 +403,20 @@ def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any
         ) from error
 
 
-def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -> Iterator[str | Exception]:
-    """Problems with the names, types and number of reward functions, without loading a model."""
+def reward_problems(
+    given: Any, weights: Any, environment_factory: Any = None, columns: Sequence[str] = ()
+) -> Iterator[str | Exception]:
+    """Problems with the names, types, number and parameters of reward functions, without loading a model.
+
+    Args:
+        columns: those of all rows; empty where they are not known beforehand.
+    """
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    available = dict.fromkeys([*PASSED, *(name for name in columns if name not in RESERVED)])
     for function in functions:
-        if isinstance(function, str) and is_function_name(function):
+        if columns and (callable(function) or (isinstance(function, str) and is_function_name(function))):
+            yield from caught(_check_parameters, function, available)
+        elif isinstance(function, str) and is_function_name(function):
             yield from caught(named_function, function)
         elif isinstance(function, (str, os.PathLike)):
             if (error := missing_folder(function)) is not None:
@@ -423,6 +434,12 @@ def reward_problems(given: Any, weights: Any, environment_factory: Any = None) -
             f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
             f"({', '.join(map(_named_as, functions))}). Give one for each."
         )
+
+
+def _check_parameters(function: Any, available: Mapping[str, Any]) -> None:
+    named = named_function(function) if isinstance(function, str) else function
+    if not isinstance(named, nn.Module):
+        asked_for(named, background.name_of(named), available)
 
 
 def distinct(names: list[str]) -> list[str]:
