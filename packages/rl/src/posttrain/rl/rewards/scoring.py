@@ -414,15 +414,12 @@ def reward_problems(
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     available = dict.fromkeys([*PASSED, *(name for name in columns if name not in RESERVED)])
     for function in functions:
-        if columns and (callable(function) or (isinstance(function, str) and is_function_name(function))):
-            yield from caught(_check_parameters, function, available)
-        elif isinstance(function, str) and is_function_name(function):
-            yield from caught(named_function, function)
-        elif isinstance(function, (str, os.PathLike)):
-            if (error := missing_folder(function)) is not None:
-                yield ValueError(f"reward_funcs: {error}")
-        elif not callable(function):
+        if callable(function) or (isinstance(function, str) and is_function_name(function)):
+            yield from caught(_check_function, function, available if columns else None)
+        elif not isinstance(function, (str, os.PathLike)):
             yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
+        elif (error := missing_folder(function)) is not None:
+            yield ValueError(f"reward_funcs: {error}")
     if environment_factory is not None:
         return  # whose get_reward may be one more
     if not functions:
@@ -436,9 +433,9 @@ def reward_problems(
         )
 
 
-def _check_parameters(function: Any, available: Mapping[str, Any]) -> None:
+def _check_function(function: Any, available: Mapping[str, Any] | None) -> None:
     named = named_function(function) if isinstance(function, str) else function
-    if not isinstance(named, nn.Module):
+    if available is not None and not isinstance(named, nn.Module):
         asked_for(named, background.name_of(named), available)
 
 
