@@ -57,41 +57,33 @@ def load(
     path, place = os.fspath(model), _device(device)
     if (absent := loading.missing_folder(path)) is not None:
         raise absent
-    adapter = path if (Path(path) / "adapter_config.json").is_file() else None
+    adapter = path if loading.is_adapter(path) else None
     if adapter is not None:
-        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {adapter}")
-        path = base or peft.PeftConfig.from_pretrained(adapter).base_model_name_or_path
+        config = adapters.saved_config(adapter)
+        path, scores = base or config.base_model_name_or_path, config.task_type == "SEQ_CLS"
         if not path:
             raise CheckpointError(f"The adapter in {adapter} does not name its base. Name it: --base MODEL")
     elif base is not None:
         raise CheckpointError(f"base={base!r} has no use: {path} holds no adapter.")
-    if scores := gives_scores(os.fspath(model), trust_remote_code):
-        if not may_score:
-            raise ValueError(
-                f"{model} is a reward model: it scores texts, and writes none. posttrain evaluate takes it."
-            )
+    else:
+        with loading.explain_missing(path, "model"):
+            kinds = loading.config_of(path, {}, trust_remote_code).architectures or ()
+        scores = any(kind.endswith("ForSequenceClassification") for kind in kinds)
+    if scores and not may_score:
+        raise ValueError(f"{model} is a reward model: it scores texts, and writes none. posttrain evaluate takes it.")
     has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
     tokenizer = loading.load_tokenizer(adapter if adapter and has_tokenizer else path, trust_remote_code)
     special_tokens.ensure_pad_token(tokenizer)
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     options |= changes_of_run(adapter, path, trust_remote_code) if adapter is not None else {}
-    kind: dict[str, Any] = {"auto_class": "AutoModelForSequenceClassification"} if scores else {}
     options |= {"num_labels": 1} if scores else {}
-    found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code, **kind)
+    auto_class = "AutoModelForSequenceClassification" if scores else loading.READING[0]
+    found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code, auto_class=auto_class)
     if adapter is not None:
+        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {adapter}")
         found = peft.PeftModel.from_pretrained(found, adapter)
         adapters.find_cache_in_generation(found)
     return found.to(place).eval(), tokenizer
-
-
-def gives_scores(model: str, trust_remote_code: bool = False) -> bool:
-    """Whether the model or the adapter in a folder, or on the Hub, is a reward model."""
-    if loading.is_adapter(model):
-        peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {model}")
-        return bool(peft.PeftConfig.from_pretrained(model).task_type == "SEQ_CLS")
-    with loading.explain_missing(model, "model"):
-        kinds = loading.config_of(model, {}, trust_remote_code).architectures or ()
-    return any(kind.endswith("ForSequenceClassification") for kind in kinds)
 
 
 def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code: bool = False) -> dict[str, Any]:
