@@ -38,15 +38,19 @@ def adds(prompt):
     return call("final_answer", answer="5") if "final_answer" in prompt else "It is 5."
 
 
-def trained_on(tmp_path, program, engine):
-    """(a trainer after one step of two episodes of `program`, runs of tokens that it has learned from)."""
+def command(program):
+    """A program of the environment, as an agent."""
+    return AgentCommand([str(PYTHON), str(program)], environment=QUIET | {"HOME": "{folder}"})
+
+
+def trained_on(tmp_path, agent, engine, row=None):
+    """(a trainer after one step of two episodes of `agent` on `row`, runs of tokens that it has learned from)."""
     args = GRPOConfig(
-        str(tmp_path), max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=4000,
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, num_generations=2, max_completion_length=8000,
         beta=0.1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    agent = AgentCommand([str(PYTHON), str(program)], environment=QUIET | {"HOME": "{folder}"})
     model = tiny.causal_lm(max_position_embeddings=32768)
-    run = GRPOTrainer(model, None, args, [{}] * 2, processing_class=TOKENIZER, generator=engine, agent=agent)
+    run = GRPOTrainer(model, None, args, [row or {}] * 2, processing_class=TOKENIZER, generator=engine, agent=agent)
     rollouts, make = [], run.make_rollout
     run.make_rollout = lambda batches: rollouts.append(make(batches)) or rollouts[-1]
     run.train()
@@ -61,7 +65,7 @@ def test_it_is_trained_on_what_was_sampled(tmp_path, program):
     if name is not None and not (PYTHON.parents[1] / "node_modules" / ".bin" / name).exists():
         pytest.skip(f"{name} is not installed: run make test-agents where there is npm")
     engine = ScriptedEngine(TOKENIZER, adds)
-    run, learned = trained_on(tmp_path, program, engine)
+    run, learned = trained_on(tmp_path, command(program), engine)
     assert learned == sorted(ids for _, ids in engine.written)
     assert not run.old_logps.recomputes  # its log-probabilities are those of a forward of the whole conversation
     logged = run.state.log_history[0]
@@ -79,7 +83,7 @@ def test_so_it_is_with_the_trainers_own_engine(tmp_path, monkeypatch):
             return done
 
     monkeypatch.setattr("posttrain.rl.generation.local_steps.Call", Recorded)
-    run, learned = trained_on(tmp_path, PROGRAMS[0].with_name("openai_turns.py"), engine)
+    run, learned = trained_on(tmp_path, command(PROGRAMS[0].with_name("openai_turns.py")), engine)
     assert learned == sorted(written) and len(written) == 4 and not run.old_logps.recomputes
 
 
