@@ -174,7 +174,7 @@ def test_the_counts_of_a_step_are_made_for_a_tiny_model(counts, monkeypatch):
     head = 10 * 4 * 2 * 40 * 600 * 16  # completions alone, and the policy's logits twice
     attention = 9 * 4 * 4 * 16 * 8 * (53 * 54 // 2 + 2 * 40 * 53 + 40 * 41)
     assert found["flops"] == pytest.approx(8 * tokens * weights + head + attention, rel=0.1)
-    assert found["operations"] < 1900
+    assert found["operations"] < 1450
     [row] = columns(counts.table({"dpo-40": {"posttrain": found, "trl": found}}))
     assert row[0] == counts.TASKS["dpo-40"] and row[4:] == ["0 / 0", "0 / 0"]
 
@@ -201,7 +201,7 @@ def test_the_counts_on_record_are_those_of_a_run(task, counts):
 @pytest.mark.parametrize("task", ["sft-packed", "dpo-77"])
 def test_a_step_takes_less_of_everything_than_one_of_trl(task, counts):
     ratio = counts.compare(task, 16)["ratio"]
-    assert ratio["flops"] < 0.6 and ratio["operations"] <= 1 and ratio["bytes"] < 0.3 and ratio["waits"] == 0
+    assert ratio["flops"] < 0.6 and ratio["operations"] < 0.8 and ratio["bytes"] < 0.3 and ratio["waits"] == 0
 
 
 def test_the_gap_between_engine_and_trainer_is_rounding(monkeypatch, capsys):

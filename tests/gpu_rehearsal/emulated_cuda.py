@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.checkpoint import codec
+from posttrain.core.models import rms_norm
 from posttrain.lm.attention import varlen_attention
 from tests.gpu_rehearsal.order import Order, OrderError
 
@@ -670,6 +671,10 @@ def _rms_norm(x, shape, weight=None, eps=None, _original=F.rms_norm):
     return _OneKernel.apply("rms_norm", lambda x, weight=None: _original(x, shape, weight, eps), 0, *tensors)
 
 
+def _norm_kernel(x, shape, weight, eps, _original=rms_norm.KERNEL):
+    return (_rms_norm(x, shape, weight, eps), None) if isinstance(x, CudaTensor) else _original(x, shape, weight, eps)
+
+
 def _captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
     """A graph that does the work again; tests/rl/generation/test_step_graph.py has the addresses."""
     counts = _active.dispatched, _active.flops
@@ -739,6 +744,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
         stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
+        stack.enter_context(mock.patch.object(rms_norm, "KERNEL", _norm_kernel))
         stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda kind: _flex))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
         stack.enter_context(mock.patch("posttrain.core.data.accelerator.CaptureGraphs", lambda: _captured))

@@ -109,6 +109,9 @@ def test_a_run_on_the_emulated_gpu_is_that_of_the_cpu(name, tmp_path, monkeypatc
     with EmulatedCuda() as gpu:
         found = run(name, tmp_path / "cuda", gpu)
         assert all(isinstance(parameter, CudaTensor) for parameter in found.model.parameters())
+        # Norms are one kernel, those of a reference too: its log-probabilities begin as those of the policy.
+        assert bool(gpu.operations["rms_norm_backward"]) == (name != "classifier")
+        assert not gpu.operations["aten::rsqrt"]
         logged = figures(found)
         gpu.phase = AGAIN
         found.evaluate()

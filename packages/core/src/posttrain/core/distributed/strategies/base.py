@@ -17,6 +17,7 @@ from posttrain.core.distributed.collectives import Collectives, whole_rows
 from posttrain.core.distributed.environment import has_bfloat16_instructions
 from posttrain.core.distributed.shard_settings import Sharding
 from posttrain.core.distributed.world import NOTHING
+from posttrain.core.models import rms_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -95,8 +96,7 @@ class Distributed(Collectives):
         """
         if not (trained and self.shards) and self.moves(model):
             model.to(self.device)
-        if self.device.type != "cpu":
-            pkgutil.resolve_name(ANNOUNCE_MASKS)(model)
+        self._use_device(model)
         if trained and self._warns_of_bfloat16:
             if self.precision == "bf16" or any(p.dtype == torch.bfloat16 for p in model.parameters()):
                 self._warns_of_bfloat16 = False  # one warning is enough
@@ -104,6 +104,15 @@ class Distributed(Collectives):
                     "This processor has no bfloat16 instructions (AVX-512, AMX). torch emulates them: a step takes "
                     "ten times as long as in float32. Set bf16=False, and load the model with dtype='float32'."
                 )
+
+    def _use_device(self, model: nn.Module) -> None:
+        """Let `model` run as it is fastest on a device other than the CPU."""
+        if self.device.type == "cpu":
+            return
+        args: Any = self.args
+        pkgutil.resolve_name(ANNOUNCE_MASKS)(model)
+        if self.tp_size == 1 and not args.torch_compile:  # the compiler makes kernels of its own
+            rms_norm.use_kernels(model)
 
     def prepare_model(
         self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None

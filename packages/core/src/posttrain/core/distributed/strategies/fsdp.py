@@ -37,6 +37,7 @@ class FSDP(Distributed):
         dtype = self.sharding.param_dtype if self.sharding is not None else None
         if rounds and (dtype := dtype or LOW.get(self.precision)) is not None:
             round_weights(model, dtype, everything=True)
+        self._use_device(model)
         self._slice_rows(model)
         self._cut(model, frozen=True)
         return model
