@@ -4,7 +4,6 @@ in smaller micro-batches where memory is short.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.core.logging import memory
-from posttrain.core.models import compiling
-from posttrain.core.training import loss_spikes, nonfinite, nonfinite_report, override_checks
-from posttrain.core.training.nonfinite import Update
+from posttrain.core.training import nonfinite
+from posttrain.core.training.loss_spikes import SpikeWatch
+from posttrain.core.training.nonfinite_report import Reporter
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer
@@ -23,55 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 #: What looks at each optimizer step before it is applied.
-Guard = nonfinite.FiniteGuard | loss_spikes.SpikeWatch
+Guard = nonfinite.FiniteGuard | SpikeWatch
 
 
-def make(owner: Trainer) -> tuple[nonfinite.FiniteGuard, loss_spikes.SpikeWatch | None]:
+def make(owner: Trainer) -> tuple[nonfinite.FiniteGuard, SpikeWatch | None]:
     """(the guard against steps that are not finite, that against spikes of the loss where `on_loss_spike` asks)."""
-    args, dist, policy = owner.args, owner.dist, owner.args.on_nonfinite
+    args, dist, policy, report = owner.args, owner.dist, owner.args.on_nonfinite, Reporter(owner)
     if policy == "stop" and dist.scaler is None and nonfinite.has_float16(owner.model):
         policy = "skip"  # as a loss scaler would: that one batch overflows in 16 bits is no fault of the run
-    report = nonfinite_report.Reporter(
-        owner.model,
-        args.on_nonfinite,
-        args.output_dir,
-        rank=dist.rank,
-        world_size=dist.world_size,
-        gather=dist.gather_object,
-        rows_of=lambda epoch, number: rows_of(owner, epoch, number),
-        find=lambda update: find_fault(owner, update),
-    )
     total = dist.sum if dist.world_size > 1 else None
     finite = nonfinite.FiniteGuard(policy, args.max_nonfinite_steps, report, total)
-    return finite, loss_spikes.watch(args, total, dist.world_size, report.named)
-
-
-def rows_of(owner: Trainer, epoch: int, number: int) -> list[int] | None:
-    """Indices of the dataset in micro-batch `number` of `epoch`; None where batches are made in some other way."""
-    if not all(override_checks.is_from(owner, method, "Trainer") for method in ("windows", "get_batch_samples")):
-        return None
-    return owner.run.loader.rows_of(epoch, number)
-
-
-def find_fault(owner: Trainer, update: Update) -> str | None:
-    """Where the numbers of `update` go bad, found by running it again; nothing of that is kept."""
-    objective, run = owner.scaling.objective, owner.run
-
-    def again(batch: Any) -> torch.Tensor:
-        if not owner.scaling.steps_in_backward:
-            given: Any = owner.model, batch, update.num_items
-            return owner.training_step(*given[: run.step_takes])
-        with torch.no_grad(), owner.compute_loss_context_manager():
-            inputs = owner.prepare_inputs(batch)
-            return objective(owner.compute_loss, owner.model, inputs, update.num_items)[0]
-
-    before, run.num_items = run.num_items, update.num_items
-    with contextlib.ExitStack() as apart:
-        for context in (owner.metrics.apart(), objective.frozen(), compiling.uncompiled()):
-            apart.enter_context(context)
-        apart.callback(objective.take_terms)
-        apart.callback(setattr, run, "num_items", before)
-        return nonfinite_report.find_fault(update, owner.model, run.parameters, again)
+    if args.on_loss_spike == "ignore":
+        return finite, None
+    mean = None if total is None else lambda loss: total(loss) / dist.world_size
+    return finite, SpikeWatch(args.on_loss_spike, args.loss_spike_threshold, mean, report.named)
 
 
 class BatchSplitter:

@@ -119,20 +119,3 @@ class SpikeWatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses = deque(state["losses"], maxlen=REMEMBERED)
         self.in_a_row, self.since_log = state["in_a_row"], state["since_log"]
-
-
-def watch(
-    args: SpikeArguments,
-    total: Callable[[torch.Tensor], torch.Tensor] | None,
-    world_size: int,
-    name: Callable[[Update], str],
-) -> SpikeWatch | None:
-    """The `SpikeWatch` that `args` ask for; None for ``on_loss_spike='ignore'``.
-
-    Args:
-        total: the sum of a tensor over all processes; None: there is one.
-    """
-    if args.on_loss_spike == "ignore":
-        return None
-    mean = None if total is None else lambda loss: total(loss) / world_size
-    return SpikeWatch(args.on_loss_spike, args.loss_spike_threshold, mean, name)

@@ -7,11 +7,12 @@ output; `watched` checks every module at every step, for debugging.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ class FiniteGuard:
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
         self._flagged: Any = None  # the optimizer that a scaler's attributes were set on
         self.counts = Counts()
-        self._without_labels, self._has_warned = "", False
+        self._without_labels = ""  # the message about the last step without a label
 
     def may_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
@@ -153,16 +154,13 @@ class FiniteGuard:
         Raises:
             NonFiniteError: this step or an earlier one is not finite, and the run must stop.
         """
-        if loss_scale is not None:
-            with accelerator.waiting():
-                bad = not math.isfinite(update.loss.item())
-                bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
-        elif update.grad_norm.is_cpu or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            with accelerator.waiting():
-                bad = not (math.isfinite(update.loss.item()) and math.isfinite(update.grad_norm.item()))
-        else:
+        reads_flag = not update.grad_norm.is_cpu and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if reads_flag and loss_scale is None:
             self.flag(optimizer, update)
             return True
+        with accelerator.waiting():
+            bad, overflows = (not math.isfinite(number.item()) for number in (update.loss, update.grad_norm))
+            bad = bad or (overflows and (loss_scale is None or loss_scale() <= 1))
         if self._total is not None:
             bad = bool(self._total(int(bad)))
         return self._judge(bad, update, 0)
@@ -206,33 +204,23 @@ class FiniteGuard:
         if not bad:
             counts.in_a_row, counts.seen_labels = 0, True
             return True
-        if self._lacks_labels(update):
-            return self._leave_out(update, late)
-        self.counts = counts = Counts(counts.in_a_row + 1, counts.since_log + 1, counts.count + 1, True)
-        stops = self.policy == "stop" or counts.in_a_row >= self.limit
-        text = self._report(update, stops, late, counts.count == 1)
+        lacks_labels = update.lacks_labels
+        if self._total is not None:  # on any process
+            lacks_labels = not self._total(int(not lacks_labels))
+        counts.in_a_row += 1
+        if not lacks_labels:
+            counts.since_log, counts.count, counts.seen_labels = counts.since_log + 1, counts.count + 1, True
+        is_due = self.policy == "stop" and not lacks_labels  # labels may be drawn at random: many in a row are wrong
+        stops = is_due or counts.in_a_row >= self.limit
+        text = self._report(update, stops, late, counts.count == 1 and not lacks_labels)
         if stops:
-            if self.policy != "stop":
+            if not is_due:
                 text += f" The run stops: max_nonfinite_steps={self.limit} of them came in a row."
             raise NonFiniteError(text)
-        logger.warning("%s", text)
-        return self.policy == "warn"
-
-    def _lacks_labels(self, update: Update) -> bool:
-        """Whether `update` has no label on any process."""
-        lacks = update.lacks_labels
-        return lacks if self._total is None else not self._total(int(not lacks))
-
-    def _leave_out(self, update: Update, late: int) -> bool:
-        """Counts windows without a label: labels may be drawn at random, so only many in a row are an error."""
-        self.counts.in_a_row += 1
-        stops = self.counts.in_a_row >= self.limit
-        self._without_labels = text = self._report(update, stops, late, False)
-        if stops:
-            raise NonFiniteError(f"{text} The run stops: max_nonfinite_steps={self.limit} of them came in a row.")
-        logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", text)
-        self._has_warned = True
-        return False
+        logger.log(logging.INFO if lacks_labels and self._without_labels else logging.WARNING, "%s", text)
+        if lacks_labels:
+            self._without_labels = text
+        return self.policy == "warn" and not lacks_labels
 
     def finish(self) -> None:
         """Check pending flags at the end of a run.
@@ -341,11 +329,8 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and not value.is_meta:
             yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item, depth - 1)
 
 
@@ -373,9 +358,9 @@ class _Trace:
     forward: str | None = None
     lowest: str | None = None
     backward: str | None = None
-    handles: list[Any] = field(default_factory=list)
 
-    def saw_output(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+    def saw_output(self, name: str, module: nn.Module, *given_and_output: Any) -> None:
+        *given, output = given_and_output
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         fault = _fault(_tensors(output))
         if fault == "-inf":
@@ -410,29 +395,19 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
             if (fault := _fault(_tensors(value))) in ("NaN", "inf"):
                 return f"the batch itself holds {fault}{f', in {name}' if name else ''}"
     trace = _Trace()
-    try:
+    with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            hook = _hook(trace, name)
-            trace.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            saw = functools.partial(trace.saw_output, name)
+            hooks.enter_context(module.register_forward_hook(saw, with_kwargs=True))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 what = f"the gradient of {name}"
-                trace.handles.append(parameter.register_hook(lambda g, what=what: trace.saw_gradient(g, what)))
+                hooks.enter_context(parameter.register_hook(lambda g, what=what: trace.saw_gradient(g, what)))
         loss = _fault(_tensors([run(batch) for batch in batches]))
-    finally:
-        for handle in trace.handles:
-            handle.remove()
     itself = (
         loss and f"the loss itself is {loss}, but every module's output is finite: check how it is computed from them"
     )
     return trace.forward or (trace.lowest if loss else None) or itself or trace.backward or trace.lowest
-
-
-def _hook(trace: _Trace, name: str) -> Callable[..., None]:
-    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        trace.saw_output(name, module, (args, kwargs), output)
-
-    return saw
 
 
 @contextlib.contextmanager
@@ -448,27 +423,21 @@ def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
     """
     seen: deque[str] = deque(maxlen=frames)
 
-    def look(name: str) -> Callable[..., None]:
-        def saw(module: nn.Module, given: Any, output: Any) -> None:
-            weights = "".join(f", {n} {_range(p)}" for n, p in module.named_parameters(recurse=False))
-            outputs = ", ".join(_range(tensor) for tensor in _tensors(output))
-            seen.append(f"  {name or 'the model'} ({type(module).__name__}): output {outputs or 'no tensor'}{weights}")
-            if (fault := _fault(_tensors(output))) in ("NaN", "inf"):
-                listing = "\n".join(seen)
-                raise NonFiniteError(
-                    f"debug='underflow_overflow': the output of {name or 'the model'} ({type(module).__name__}) "
-                    f"holds {fault}. The last modules, with the smallest and largest magnitude of their numbers:\n"
-                    f"{listing}"
-                )
+    def saw(where: str, module: nn.Module, given: Any, output: Any) -> None:
+        weights = "".join(f", {n} {_range(p)}" for n, p in module.named_parameters(recurse=False))
+        outputs = ", ".join(_range(tensor) for tensor in _tensors(output))
+        seen.append(f"  {where} ({type(module).__name__}): output {outputs or 'no tensor'}{weights}")
+        if (fault := _fault(_tensors(output))) in ("NaN", "inf"):
+            listing = "\n".join(seen)
+            raise NonFiniteError(
+                f"debug='underflow_overflow': the output of {where} ({type(module).__name__}) holds {fault}. The last "
+                f"modules, with the smallest and largest magnitude of their numbers:\n{listing}"
+            )
 
-        return saw
-
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(saw, name or "the model")))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _range(tensor: torch.Tensor) -> str:
