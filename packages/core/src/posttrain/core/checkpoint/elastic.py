@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.arguments import AUTO
 from posttrain.core.checkpoint.store import Store
+from posttrain.core.data import pipeline
 from posttrain.core.data.rng import rng_state, set_rng_state
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import Metrics
@@ -99,7 +100,7 @@ def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str,
     return first | {"metrics": metrics if rank == 0 else {}, "progress": progress}
 
 
-def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[int], Any]) -> dict[str, Any]:
+def fresh_random_numbers(seed: int, step: int, rank: int) -> dict[str, Any]:
     """The state of generators seeded for this position of the run; this process's generators do not change."""
     if rank == 0:
         logger.warning(
@@ -107,7 +108,7 @@ def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[in
             f"(dropout) are reseeded from seed {seed} and step {step}."
         )
     before = rng_state()
-    set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
+    pipeline.set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
     fresh = rng_state()
     set_rng_state(before)
     return fresh

@@ -69,10 +69,7 @@ def found(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any
     """
     path = checkpoint / "training_args.json"
     before = codec.read_json(path) if path.is_file() else {}
-    changed = differences(before, json.loads(args.to_json_string()))
-    if changed:
-        logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
-    return changed
+    return _warned_of(differences(before, json.loads(args.to_json_string())), checkpoint, epoch)
 
 
 def of_groups(
@@ -83,16 +80,13 @@ def of_groups(
     Args:
         fresh: `group_options` from before its state was loaded.
     """
-    new, old = (
-        {**groups[0], "learning_rate": groups[0].get("initial_lr")} for groups in (fresh, group_options(optimizer))
-    )
-    names = {"learning_rate": ("learning_rate",)} | _OPTIONS
-    changed = {
-        name: (old[key], new[key])
-        for name, keys in names.items()
-        for key in keys
-        if key in old and old[key] != new[key]
-    }
+    new, old = fresh[0], group_options(optimizer)[0]
+    options = [(name, key) for name, keys in ({"learning_rate": ("initial_lr",)} | _OPTIONS).items() for key in keys]
+    changed = {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}
+    return _warned_of(changed, checkpoint, epoch)
+
+
+def _warned_of(changed: dict[str, tuple[Any, Any]], checkpoint: Path, epoch: float) -> dict[str, tuple[Any, Any]]:
     if changed:
         logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
     return changed

@@ -54,7 +54,7 @@ def set_up(
     owner.state.train_batch_size, owner.state.is_hyper_param_search = owner.train_batch_size, trial is not None
     new_record(owner, clock_of(owner.model, owner.dist))
     owner.run = run = Run.make(owner, plan, loader, trial, ignore_keys)
-    owner.checkpoints.check_space(owner.saving.contents(), number_of_saves(plan, args))
+    owner.checkpoints.check_space(number_of_saves(plan, args))
     loader.set_epoch(0)
     owner.scaling, owner._non_blocking = Scaling(owner), args.non_blocking
     if checkpoint is not None:

@@ -83,7 +83,7 @@ class Reporter:
 
     def _rows_of(self, update: Update, number: int) -> list[int] | None:
         """The dataset's indices of the rows in a micro-batch of the epoch; None where batches are made otherwise."""
-        if all(override_checks.is_from(self.owner, method, "Trainer") for method in ("windows", "get_batch_samples")):
+        if all(override_checks.is_stock(self.owner, method) for method in ("windows", "get_batch_samples")):
             return self.owner.run.loader.rows_of(update.epoch, number)
         return None
 

@@ -77,9 +77,9 @@ def is_ours(owner: object, method: str) -> bool:
     return method not in vars(owner) and defined.__module__.startswith("posttrain.")
 
 
-def is_from(owner: object, method: str, kind: str) -> bool:
-    """Whether `method` of `owner` is that of the class named `kind`."""
-    return getattr(getattr(owner, method), "__qualname__", "") == f"{kind}.{method}"
+def is_stock(owner: object, method: str) -> bool:
+    """Whether `method` of `owner` is that of `Trainer` itself, whichever class of ours or of the user it has."""
+    return getattr(getattr(owner, method), "__qualname__", "") == f"Trainer.{method}"
 
 
 def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from torch.utils.data import SequentialSampler
 from posttrain.core.checkpoint import elastic, sharded
 from posttrain.core.checkpoint.foreign import Taken
 from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
-from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import EpochSampler
 from posttrain.core.optim import lr_scheduler as schedules
 from posttrain.core.state import TrainerState
@@ -21,54 +19,37 @@ from posttrain.core.training import argument_changes, ema
 from posttrain.core.training.plan import Plan, resumed
 
 if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
     from posttrain.core.training.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-def resume_plan(
-    plan: Plan,
-    loader: Any,
-    checkpoint: Path,
-    rows_per_step: int,
-    batches_left: Callable[[Any, dict[str, Any]], int],
-    rank: int,
-    world_size: int,
-    by_steps: bool,
-) -> Plan:
-    """`plan` for a run that resumes from `checkpoint`, whose optimizer steps may have held another number of rows.
-
-    Args:
-        rows_per_step: batch x accumulation x processes.
-        batches_left: ``(loader, trainer state) -> micro-batches`` that are left of the epoch of a checkpoint.
-        by_steps: the run ends after `max_steps`, and not with its epochs.
-    """
+def resume_plan(owner: Trainer, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
+    """`plan` for a run that resumes from `checkpoint`, whose optimizer steps may have held another number of rows."""
+    by_steps = owner.args.max_steps > 0  # the run does not end with its epochs
     if not sharded.is_there(checkpoint, "rank-0"):
         return _plan_without_position(plan, loader, checkpoint, by_steps)
-    saved = elastic.load(checkpoint, rank, world_size)
-    trainer, shape = saved["trainer"], [plan.accumulation, plan.batches_per_epoch]
-    as_before = saved["rows_per_update"] == rows_per_step
-    *then, at = trainer["plan"]
-    if plan.batches_per_epoch is None or (as_before and then == shape):
-        if at is None:
-            return plan
-        step, epoch, left = at
-        return resumed(plan, step, epoch, left, by_steps)
+    saved = elastic.load(checkpoint, owner.dist.rank, owner.dist.world_size)
+    trainer, rows, then = saved["trainer"], owner.get_total_train_batch_size(owner.args), saved["rows_per_update"]
+    *shape, resized_at = trainer["plan"]
+    is_alike = rows == then and shape == [plan.accumulation, plan.batches_per_epoch]
+    if plan.batches_per_epoch is None or is_alike:
+        return plan if resized_at is None else resumed(plan, *resized_at, keeps_max_steps=by_steps)
     step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
     epoch, left = trainer["progress"]["epoch"], plan.batches_per_epoch
     if trainer["progress"]["epoch_ended"] or trainer["epoch_stops"]:
         epoch += 1
     else:
-        left = batches_left(loader, trainer)
+        left = owner.batches_left(loader, trainer)
     changed = resumed(plan, step, epoch, left, by_steps)
-    if as_before:
-        return changed
-    logger.warning(
-        f"A step holds {rows_per_step} rows (batch x accumulation x processes) and held {saved['rows_per_update']} in "
-        f"{checkpoint}: the data continues with the row at which the checkpoint stands, {changed.max_steps - step} "
-        f"steps are left, and the schedule ends at step {changed.max_steps}. "
-        f"global_batch_size={saved['rows_per_update']} would keep the step, with any number of processes."
-    )
+    if rows != then:
+        logger.warning(
+            f"A step holds {rows} rows (batch x accumulation x processes) and held {then} in {checkpoint}: the data "
+            f"continues with the row at which the checkpoint stands, {changed.max_steps - step} steps are left, and "
+            f"the schedule ends at step {changed.max_steps}. global_batch_size={then} would keep the step, with any "
+            "number of processes."
+        )
     return changed
 
 
@@ -76,7 +57,7 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
     if plan.steps_per_epoch is None or plan.batches_per_epoch != len(loader):
         return plan
-    epoch, rows = position(plan, loader, state, checkpoint)
+    epoch, rows = _position(plan, loader, state, checkpoint)
     before, batches = plan.position(state.global_step)
     if (epoch, rows) == (before, batches * loader.rows_per_batch):
         return plan
@@ -90,7 +71,7 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     return changed
 
 
-def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
+def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
     """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data.
 
     Where its steps held another number of rows, the share of the epoch that they had read tells.
@@ -100,9 +81,7 @@ def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> 
     size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
     theirs = rows_per_batch(checkpoint, size)
     if state.epoch and theirs and loader.total_rows:
-        number = -(-loader.total_rows // theirs)
-        if loader.drop_last:
-            number = max(loader.total_rows // theirs, 1)
+        number = max(loader.total_rows // theirs, 1) if loader.drop_last else -(-loader.total_rows // theirs)
         epoch, batches = divmod(round(state.epoch * number), number)
         return epoch, batches * theirs
     epoch, batches = plan.position(state.global_step)
@@ -111,16 +90,10 @@ def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> 
     return epoch, batches * unit
 
 
-def without_position(
-    checkpoint: Path, plan: Plan, state: TrainerState, run: Run, lr_scheduler: Any, taken: Taken, skips_data: bool
-) -> None:
-    """Move `run` and `lr_scheduler` to where `checkpoint` stands, which holds no position: it is of `save_only_model`
-    or of another trainer.
-
-    Args:
-        taken: what was loaded from it already.
-        skips_data: whether to skip the rows of the steps that are done (`ignore_data_skip` is not set).
-    """
+def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
+    """Move `run` and its schedule to where `checkpoint` stands, of which `taken` was loaded already. It holds no
+    position: it is of `save_only_model` or of another trainer."""
+    state, lr_scheduler = run.owner.state, run.owner.lr_scheduler
     step, lacks = state.global_step, list(taken.lacks)
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
         with warnings.catch_warnings():
@@ -128,8 +101,8 @@ def without_position(
             for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
                 schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
-    seeks = plan.steps_per_epoch is not None and skips_data
-    data = _seek(run, plan, state, checkpoint) if seeks else "starts from the beginning"
+    seeks = run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip
+    data = _seek(run, state, checkpoint) if seeks else "starts from the beginning"
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
     if is_foreign(checkpoint):
         if (checkpoint / "training_args.bin").is_file():
@@ -140,11 +113,11 @@ def without_position(
     logger.warning("%s %s The schedule continues at step %d, and the data %s.", checkpoint, known, step, data)
 
 
-def _seek(run: Run, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
+def _seek(run: Run, state: TrainerState, checkpoint: Path) -> str:
     """Let the data continue after `state`; what it does, in words."""
-    run.progress.epoch, rows = position(plan, run.loader, state, checkpoint)
+    run.progress.epoch, rows = _position(run.plan, run.loader, state, checkpoint)
     run.loader.set_epoch(run.progress.epoch)
-    if len(run.loader) != (length := plan.batches_per_epoch or 0):  # each batch of it is several of the plan
+    if len(run.loader) != (length := run.plan.batches_per_epoch or 0):  # each batch of it is several of the plan
         return f"begins with epoch {run.progress.epoch}"
     run.loader.skip(rows // run.loader.rows_per_batch, rows)
     batches = run.progress.batches = length - run.loader.batches_left(run.loader.state_dict())
@@ -154,21 +127,9 @@ def _seek(run: Run, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
     return f"continues with batch {batches} of epoch {run.progress.epoch}, {order} for its seed"
 
 
-def drop_missing_best(state: TrainerState, metric: str | None, is_there: bool) -> None:
-    """Warn at once, rather than when it is to be loaded, that the best checkpoint of `state` is gone, and forget it."""
-    if state.best_model_checkpoint is None or is_there:
-        return
-    logger.warning(
-        f"The best checkpoint so far, {state.best_model_checkpoint} ({metric}={state.best_metric}), is no longer "
-        "there. The best of those that follow is kept if it is better than that."
-    )
-    state.best_model_checkpoint = None
-
-
 def resume(run: Run, checkpoint: Path) -> None:
     """Set state, optimizer, schedule, callbacks and data to where `checkpoint` stands."""
     owner, args, plan, fresh = run.owner, run.owner.args, run.plan, run.owner.state
-    saved = owner.checkpoints
     run.is_new = False
     ema.load(run.ema, checkpoint)
     owner.state = state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
@@ -179,18 +140,22 @@ def resume(run: Run, checkpoint: Path) -> None:
         is_there = owner.dist.on_main(
             lambda: Path(best).is_dir() or (remote is not None and Path(best).name in remote.whole())
         )
-        drop_missing_best(state, args.metric_for_best_model, is_there)
+        if not is_there:  # say so at once, rather than when it is to be loaded
+            logger.warning(
+                f"The best checkpoint so far, {best} ({args.metric_for_best_model}={state.best_metric}), is no longer "
+                "there. The best of those that follow is kept if it is better than that."
+            )
+            state.best_model_checkpoint = None
     if args.restore_callback_states_from_checkpoint:
         owner.callback_handler.restore(state.stateful_callbacks)
     options = argument_changes.group_options(owner.optimizer)
     if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):  # the weights alone
-        taken = saved.read_foreign(checkpoint, owner.saving.contents())
+        taken = owner.checkpoints.read_foreign(checkpoint)
         changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
         argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
-        skips = not args.ignore_data_skip
-        return without_position(checkpoint, plan, state, run, owner.lr_scheduler, taken, skips)
+        return _without_position(run, checkpoint, taken)
     changed = argument_changes.found(checkpoint, args, state.epoch)
-    position = saved.read(checkpoint, owner.saving.contents(), args.seed, state.global_step, pipeline.set_seed)
+    position = owner.checkpoints.read(checkpoint)
     argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
     owner.load_state_dict(position["trainer"])
     if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):

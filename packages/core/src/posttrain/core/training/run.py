@@ -118,7 +118,7 @@ class Run:
             pace=Pace(dist.seconds_waited, dist.process_index) if dist.num_processes > 1 else None,
             ema=ema.make(owner.model, args, owner.optimizer),
             rows_per_batch=loader.rows_per_turn or rows * dist.world_size,
-            reads_as_given=override_checks.is_from(owner, "windows", "Trainer"),
+            reads_as_given=override_checks.is_stock(owner, "windows"),
             step_takes=len(override_checks.taken(owner.training_step, None, None, None)),
             sync_each_batch=bool(args.accelerator_config.accumulation.get("sync_each_batch")),
         )
@@ -135,7 +135,7 @@ class Run:
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
         if preemption.may_save(args):
-            owner.checkpoints.check_state(owner.saving.contents(), owner.state)
+            owner.checkpoints.check_state()
         self.meet("what callbacks do when training begins")
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:
@@ -327,7 +327,7 @@ class Run:
         if self.splitter is not None and self.splitter.cuts:
             state.train_batch_size = self.splitter.rows
         if state.global_step == self.first_step + 1 and preemption.may_save(owner.args):
-            owner.checkpoints.check_optimizer_state(owner.optimizer)
+            owner.checkpoints.check_optimizer_state()
         state.epoch = self.plan.epoch_at(self.progress.epoch, self.progress.batches, state.global_step)
         every = owner.args.torch_empty_cache_steps
         if every is not None and state.global_step % every == 0:
@@ -388,7 +388,7 @@ class Run:
             with owner.clock("save"):
                 owner._save_checkpoint(owner.model_wrapped, self.trial)
         if args.save_on_exception:
-            owner.checkpoints.boundary = copy.deepcopy(owner.saving.contents().position())
+            owner.checkpoints.boundary = copy.deepcopy(owner.checkpoints.position())
         if self.pace is not None:
             owner.dist.enter_step(owner.state.global_step + 1, self.progress.batches)
             self.pace.resume()

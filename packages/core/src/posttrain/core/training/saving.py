@@ -13,7 +13,6 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
-from posttrain.core.checkpoint.manager import Contents
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
@@ -45,24 +44,9 @@ class Saving:
         owner = self.owner
         self.settle()
         with self.averages():  # resuming goes on from them, as this run does
-            owner.checkpoints.save(owner.state, self.contents(), owner.write_checkpoint)
+            owner.checkpoints.save()
         if not owner.args.save_async:
             self.settle()
-
-    def contents(self) -> Contents:
-        """The objects that a checkpoint holds the state of."""
-        owner = self.owner
-        return Contents(
-            model=wrapping.unwrap(owner.model),
-            optimizer=owner.optimizer,
-            lr_scheduler=owner.lr_scheduler,
-            ema=owner.run.ema,
-            trainer=owner,
-            scaler=owner.dist.scaler,
-            rows_per_step=owner.get_total_train_batch_size(owner.args),
-            callbacks=[*owner.callback_handler.callbacks, owner.control],
-            parts=owner.checkpoint_parts(),
-        )
 
     def settle(self, wait: bool = True) -> None:
         """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks.

@@ -105,9 +105,7 @@ class Distributed(Collectives):
                     "ten times as long as in float32. Set bf16=False, and load the model with dtype='float32'."
                 )
 
-    def prepare_model(
-        self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Move `model` to this process's device and, with several processes, wrap it so that gradients are averaged.
 
         Args:

@@ -42,9 +42,7 @@ class DeepSpeed(Distributed):
     def _needs_scaler(self) -> bool:
         return False  # the engine has its own
 
-    def prepare_model(
-        self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """As `Distributed.prepare_model`.
 
         Raises:
