@@ -33,6 +33,9 @@ from posttrain.core.data.streams import GAP, Stream, is_one_shot
 
 logger = logging.getLogger(__name__)
 
+#: How a `torch.utils.data.DataLoader` reads, by its attributes.
+ENGINE = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout")
+
 
 @dataclass
 class _Position:
@@ -136,8 +139,7 @@ class Loader(DataLoader[Any]):
         super().__init__(dataset, collate_fn=collate_fn, **shown)
         collate = Collate(self.collate_fn, self._stream is not None, limits)
         self._engine = DataLoader(source, collate_fn=collate, **engine)
-        for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout"):
-            vars(self)[name] = vars(self._engine)[name]
+        vars(self).update({name: vars(self._engine)[name] for name in ENGINE})
         self._now = self._next = self._beginning()
         self._shift = 0, 0  # rows by which batches of an epoch begin later than their number says
 
