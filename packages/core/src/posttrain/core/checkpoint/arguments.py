@@ -134,14 +134,11 @@ class CheckpointArguments:
             yield f"save_steps={self.save_steps!r} must be a whole number of optimizer steps, or a share below 1"
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if self.remote_dir is not None:
-            try:
-                remote = self.remote
-            except (ImportError, ValueError) as error:
-                yield type(error)(f"remote_dir={self.remote_dir!r} cannot be reached: {error}")
-                return
-        else:
-            remote = None
+        try:
+            remote = self.remote
+        except (ImportError, ValueError) as error:
+            yield type(error)(f"remote_dir={self.remote_dir!r} cannot be reached: {error}")
+            return
         wanted = asked_for(self.resume_from_checkpoint)
         if wanted and getattr(self, "should_save", True) and not is_url(wanted):
             try:

@@ -78,7 +78,6 @@ class Source:
 
     def fill(self, image: torch.Tensor) -> None:
         """Copy everything into `image`, on several threads because one reaches half of the memory bandwidth."""
-        image = image[: self.size]
         self._synchronize()  # other threads copy in streams of their own
         with ThreadPoolExecutor(min(cores(), _COPYING), "checkpoint-copy") as pool:
             for _ in pool.map(self.copy, range(0, self.size, BLOCK), image.split(BLOCK)):
@@ -117,22 +116,17 @@ class Memory:
         """`size` bytes, aligned to pages; those that `name` had the last time, if they suffice."""
         size, kept = size + -size % _PAGE, self._kept.get(name)
         if kept is None or len(kept) < size or kept.is_pinned() != pinned:
-            self._kept[name] = kept = allocate(size, pinned)
+            if pinned:
+                kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            else:  # not in huge pages, which are filled no faster and may take seconds to be found
+                kept = torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]
+            self._kept[name] = kept
         return kept
 
     @property
     def bytes(self) -> int:
         """How much is kept."""
         return sum(map(len, self._kept.values()))
-
-
-def allocate(size: int, pinned: bool = False) -> torch.Tensor:
-    """`size` bytes of page-aligned host memory; not in huge pages, which are filled no faster and may take seconds to
-    be found.
-    """
-    if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]
 
 
 class Part:
@@ -162,9 +156,9 @@ class Part:
         """Write `source` to `path`; or copy it into memory, so that it may change before it is written."""
         name = path.relative_to(self.directory).as_posix()
         if self.later and source.size >= SMALL:
-            image = self.memory.take(name, source.size, pinned=bool(source.devices))
+            image = self.memory.take(name, source.size, pinned=bool(source.devices))[: source.size]
             source.fill(image)
-            self._images.append((path, image[: source.size]))
+            self._images.append((path, image))
         else:
             self.digests[name] = write_blocks(path, source, self.memory)
 

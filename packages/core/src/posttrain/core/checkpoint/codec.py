@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import base64
 import collections
+import functools
 import json
 import math
 import os
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,6 @@ NATIVE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-_DTYPES = {name: dtype for dtype, name in NATIVE.items()}
-READERS = 4
-"""Threads that read a file: more than one keep a disk busy."""
 
 
 def save_tree(tree: Any, stem: str | Path) -> None:
@@ -241,7 +237,6 @@ class _Encoder:
 class _Decoder:
     def __init__(self, path: Path, mmap: bool) -> None:
         self.path, self.mmap = path, mmap
-        self._loaded: dict[str, torch.Tensor] | None = None
         self._others: dict[tuple[str, str], torch.Tensor] = {}  # those of dtypes that safetensors lacks
 
     def decode(self, value: Any) -> Any:
@@ -269,29 +264,23 @@ class _Decoder:
         if tag == "$array":
             raw = bytearray(self._tensor(content).numpy())
             return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"])
-        if tag == "$tensor":
-            return (
-                self._reinterpreted(content, value["dtype"], value["shape"])
-                if "dtype" in value
-                else self._tensor(content)
-            )
-        raise ValueError(f"{tag!r} is not a kind of value")
+        if tag != "$tensor":
+            raise ValueError(f"{tag!r} is not a kind of value")
+        if "dtype" not in value:
+            return self._tensor(content)
+        place = content, value["dtype"]
+        if place not in self._others:  # cloned: in the file, bytes need not start where an element of this dtype may
+            self._others[place] = self._tensor(content).clone().view(_dtype(value["dtype"])).reshape(value["shape"])
+        return self._others[place]
 
-    def _reinterpreted(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:
-        if (name, dtype) not in self._others:
-            # Cloned: in the file, bytes need not start where an element of this dtype may.
-            self._others[name, dtype] = self._tensor(name).clone().view(_dtype(dtype)).reshape(shape)
-        return self._others[name, dtype]
-
+    @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        if self._loaded is None:
-            self._loaded = read_tensors(self.path, self.mmap)
-        return self._loaded
+        return read_tensors(self.path, self.mmap)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        if name not in self._tensors():
+        if name not in self._tensors:
             raise CheckpointError(f"{self.path} lacks the tensor {name!r}.")
-        return self._tensors()[name]
+        return self._tensors[name]
 
 
 def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]:
@@ -306,13 +295,10 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing.")
     try:
-        if mmap or not hasattr(os, "preadv"):  # as on some systems
-            tensors = load_file(str(path))
-            return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
-        check_tensors(path)
-        return _read(Path(path))
+        tensors = load_file(str(path))
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+    return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def check_tensors(path: str | Path) -> None:
@@ -328,34 +314,6 @@ def check_tensors(path: str | Path) -> None:
             pass
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file with a valid header, read by several threads into new memory.
-
-    Twice as fast as copying them from a mapping, and the file's pages do not count as this process's memory.
-    """
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        tensors = {name: torch.empty(about["shape"], dtype=_DTYPES[about["dtype"]]) for name, about in header.items()}
-        jobs = [
-            pool.submit(_fill, file.fileno(), bytes_of(tensors[name]), 8 + size + about["data_offsets"][0])
-            for name, about in header.items()
-        ]
-        for job in jobs:
-            job.result()
-    return tensors
-
-
-def _fill(file: int, raw: torch.Tensor, offset: int) -> None:
-    view = raw.numpy().data
-    while view:
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise ValueError("it ends too early")
-        view, offset = view[count:], offset + count
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -150,7 +150,8 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
         if strange := (set(their) ^ set(our)) - _KERNELS - {"initial_lr"}:
             raise _Misfit(f"it is not a {type(optimizer).__name__}, going by {', '.join(sorted(strange))}")
         groups.append(our | {name: value for name, value in their.items() if name in our and name not in _KERNELS})
-    for number, parameter in _numbered(theirs, ours):
+    numbers = [number for group in theirs for number in group["params"]]
+    for number, parameter in zip(numbers, [p for group in ours for p in group["params"]], strict=True):
         for name in _LIKE_THE_PARAMETER:
             value = saved["state"].get(number, {}).get(name)
             if value is not None and value.shape != parameter.shape:
@@ -160,20 +161,12 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
     optimizer.load_state_dict(sharded.optimizer_state({**saved, "param_groups": groups}, optimizer))
 
 
-def _numbered(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[tuple[int, torch.Tensor]]:
-    numbers = [number for group in theirs for number in group["params"]]
-    return list(zip(numbers, [p for group in ours for p in group["params"]], strict=True))
-
-
 def load_schedule(saved: dict[str, Any], lr_scheduler: Any) -> None:
     """Load the position of a schedule; its curve is that of this run."""
     own = lr_scheduler.state_dict()
     if strange := (set(saved) ^ set(own)) - _OF_A_SCHEDULE:
         raise _Misfit(f"it is not a {type(lr_scheduler).__name__}, going by {', '.join(sorted(strange))}")
-    lr_scheduler.load_state_dict(
-        {name: saved.get(name, own[name]) for name in own}
-        | ({"lr_lambdas": own["lr_lambdas"]} if "lr_lambdas" in own else {})
-    )
+    lr_scheduler.load_state_dict({n: own[n] if n == "lr_lambdas" else saved.get(n, own[n]) for n in own})
 
 
 def random_numbers(saved: dict[str, Any]) -> dict[str, Any]:

@@ -79,13 +79,13 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     """
     path = Path(checkpoint) / MANIFEST
     if not path.is_file():
+        why = ", so it is not a checkpoint, or not a whole one"
         if is_foreign(path.parent):
-            raise CheckpointError(
-                f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or "
-                "trl's. Set its path to resume from it: "
-                f"resume_from_checkpoint={str(path.parent)!r}."
+            why = (
+                ": it was written by another trainer, such as transformers' or trl's. Set its path to resume from it: "
+                f"resume_from_checkpoint={str(path.parent)!r}"
             )
-        raise CheckpointError(f"{path.parent} has no {MANIFEST}, so it is not a checkpoint, or not a whole one.")
+        raise CheckpointError(f"{path.parent} has no {MANIFEST}{why}.")
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is damaged: it does not hold the format {FORMAT!r}.")

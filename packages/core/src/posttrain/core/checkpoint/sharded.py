@@ -143,10 +143,8 @@ def _joined(trees: list[Any], where: str) -> Any:
 def fitted(tensor: Any, like: Any) -> torch.Tensor:
     """`tensor`, whole or `Pieces`, sharded or gathered like `like`, without communication."""
     if sharding.is_piece(like) and not sharding.is_piece(tensor):
-        whole = isinstance(tensor, torch.Tensor)
-        return sharding.piece_like(
-            (lambda offset, shape: tensor[sharding.index(offset, shape)]) if whole else tensor.cut, like
-        )
+        own = tensor.cut(*sharding.extent(like)) if isinstance(tensor, Pieces) else sharding.part_of(tensor, like)
+        return sharding.piece_like(own, like)
     return tensor.whole() if isinstance(tensor, Pieces) else tensor
 
 

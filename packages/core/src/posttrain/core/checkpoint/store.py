@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.checkpoint.blocks import Digest
-from posttrain.core.checkpoint.disk import (
-    DiskFullError,
-    directory_bytes,
-    disk_full,
-    remove,
-    sync_directory,
-)
+from posttrain.core.checkpoint.disk import DiskFullError, directory_bytes, disk_full, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError, means_disk_full
@@ -126,8 +120,7 @@ class Store:
         hidden = _HIDDEN.fullmatch(temp.name)
         if hidden is None or hidden["role"] != "tmp" or temp.parent != self.output_dir:
             raise ValueError(f"{temp} is not a directory that begin() made in {self.output_dir}.")
-        final = self.output_dir / hidden["name"]
-        step = int(hidden["name"].removeprefix("checkpoint-"))
+        final, step = self.output_dir / hidden["name"], number_of(Path(hidden["name"]))
         try:
             with self.writing(temp):
                 write_manifest(temp, step, extra or {}, known)
@@ -176,10 +169,9 @@ class Store:
         """The whole checkpoint of the highest step of the run that saved last, with a warning on each damaged one that
         is passed over."""
         self.clean()
-        checkpoints = self.checkpoints()
         remote = self.remote
         there = [] if remote is None else remote.whole()
-        names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: number_of(Path(name)))
+        names = sorted({path.name for path in self.checkpoints()} | {*there}, key=lambda name: number_of(Path(name)))
         manifests = {name: self._manifest(name, there) for name in names}
         run = run_of(max(manifests.values(), key=lambda manifest: manifest.get("written", 0), default={}))
         for name in reversed(names):
@@ -190,7 +182,6 @@ class Store:
             if problems and remote is not None and name in there:
                 problems = self._fetch(remote, name)
             if not problems:
-                self._warn_of_another_run(path, checkpoints)
                 return path
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None
@@ -278,8 +269,7 @@ class Store:
             CheckpointError: it is damaged. Of another trainer's checkpoint, the readable parts are used.
         """
         if resume_from_checkpoint is True:
-            newest = self.newest_whole()
-            if newest is None:
+            if (newest := self.newest_whole()) is None:
                 raise self._none_whole()
             return newest
         if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -318,24 +308,20 @@ class Store:
             self.resolve(resume_from_checkpoint)
 
     def _none_whole(self) -> MissingCheckpointError:
-        passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
+        text = f"No valid checkpoint found in output directory ({self.output_dir})"
+        text += f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
         *earlier, _ = [*self.by_run().values()] or [[]]
         if earlier:
-            passed_over += f" of the run that saved last. To go on with an earlier run, set a path: {earlier[-1][-1]}"
-        foreign = [path for path in self.checkpoints() if is_foreign(path)]
-        theirs = (
-            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one to "
-            f"resume from it: resume_from_checkpoint={str(foreign[-1])!r}."
-            if foreign
-            else ""
-        )
-        return MissingCheckpointError(
-            f"No valid checkpoint found in output directory ({self.output_dir}){passed_over}.{theirs}"
-        )
+            text += f" of the run that saved last. To go on with an earlier run, set a path: {earlier[-1][-1]}"
+        if foreign := [path for path in self.checkpoints() if is_foreign(path)]:
+            text += (
+                f". {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one "
+                f"to resume from it: resume_from_checkpoint={str(foreign[-1])!r}"
+            )
+        return MissingCheckpointError(f"{text}.")
 
     def _check(self, path: Path, deep: bool = True) -> None:
-        problems = self.verify(path, deep)
-        if problems:
+        if problems := self.verify(path, deep):
             if inside := [str(other) for other in Store(path).checkpoints()]:
                 problems.append(f"It is a directory of checkpoints; name one of them: {', '.join(inside)}.")
             raise CheckpointError(
@@ -353,31 +339,20 @@ class Store:
             raise CheckpointError(f"Can't find a valid checkpoint at {remote}/{name}: {' '.join(problems)}")
         return path
 
-    def _warn_of_another_run(self, newest: Path, checkpoints: list[Path]) -> None:
-        latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
-        if number_of(latest) < number_of(newest):
-            logger.warning(
-                f"{newest} is the checkpoint of the highest step, but {latest} was written after it, perhaps by a new "
-                "run in the same directory. To resume from that one, pass its path."
-            )
-
     # ---- removing ----
 
     def rotate(self, limit: int | None, keep: Iterable[str | Path] = ()) -> list[Path]:
-        """Delete checkpoints of the lowest steps until `limit` are left, those of earlier runs first.
+        """Delete checkpoints of the lowest steps until `limit` are left, those of earlier runs first; returns them.
 
         Never deleted are the whole checkpoint of the highest step of each run, the one written last, and those in
         `keep`, even if more than `limit` are left then.
 
         Args:
             limit: None or 0 deletes nothing.
-
-        Returns:
-            The checkpoints that were deleted.
         """
-        if not limit or limit < 0:
+        if not limit:
             return []
-        checkpoints = self.checkpoints()
+        checkpoints, removed = self.checkpoints(), []
         whole = {path: read for path, read in self.manifests().items() if not damages(path, deep=False, manifest=read)}
         by_run = [*self.by_run(whole).values()]
         protected = {Path(path).resolve() for path in [*keep, *(paths[-1] for paths in by_run)]}
@@ -393,7 +368,6 @@ class Store:
                     f"Old checkpoints in {self.remote} could not be deleted ({redact(str(error))}); they stay."
                 )
         removable = [path for path in checkpoints if path.resolve() not in protected]
-        removed = []
         for path in removable[: max(0, len(checkpoints) - limit - len(by_run[:-1]))]:
             trash = self._hidden("trash", number_of(path))
             try:
@@ -445,14 +419,6 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 def number_of(path: Path) -> int:
     """The optimizer steps of a checkpoint, by its name."""
     return int(path.name.removeprefix("checkpoint-"))
-
-
-def _written(path: Path) -> float:
-    """When the checkpoint was committed, in seconds since 1970; 0 without a manifest."""
-    try:
-        return float(read_manifest(path)["written"])
-    except CheckpointError:
-        return 0.0
 
 
 def _is_dead(path: Path, host: str, pid: int, run: str) -> bool:

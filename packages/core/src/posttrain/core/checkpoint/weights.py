@@ -52,12 +52,12 @@ def save_weights(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if is_pretrained(model):
-        _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
-    elif state_dict is not None:
-        write(state_dict, directory, type(model).__name__)
+        return _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
+    about = {"format": "pt", "class": type(model).__name__}
+    if state_dict is not None:
+        codec.write_tensors(state_dict, directory / WEIGHTS, about)
     else:
         with _written_by(write_file):
-            about = {"format": "pt", "class": type(model).__name__}
             safetensors.torch.save_model(model, str(directory / WEIGHTS), metadata=about)
 
 
@@ -139,13 +139,6 @@ def save_description(model: nn.Module, directory: str | Path) -> None:
     generation_config: Any = getattr(model, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(str(directory))
-
-
-def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "") -> None:
-    """Write `tensors` as the weights of a model outside transformers."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    codec.write_tensors(tensors, directory / WEIGHTS, {"format": "pt", "class": kind})
 
 
 @contextlib.contextmanager
@@ -231,12 +224,11 @@ def files_of_index(index: Path) -> list[str]:
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{index} is damaged: it has no weight_map of tensors and files.")
-    for name in sorted(set(names.values())):
+    files = sorted(set(names.values()))
+    for name in files:
         if name in ("", ".", "..") or re.search(r"[/\\:]", name):
-            raise CheckpointError(
-                f"{index} names {name!r}, which is not a file in its own folder; refusing to read it."
-            )
-    return sorted(set(names.values()))
+            raise CheckpointError(f"{index} names {name!r}, which is not a file in its own folder; it is not read.")
+    return files
 
 
 def check_files(folder: str | Path) -> None:
@@ -255,9 +247,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
     for adapter in adapters_of(model):
-        # peft writes the adapter "default" into the folder itself and every other into a subfolder.
-        file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
-        if file is None:
+        if (file := _file_of_adapter(directory, adapter)) is None:
             whole = ""
             if any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
                 whole = (
@@ -278,12 +268,21 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
 
 
+def _file_of_adapter(directory: Path, adapter: str) -> Path | None:
+    # peft writes the adapter "default" into the folder itself and every other into a subfolder.
+    places = (directory / adapter / ADAPTER, directory / ADAPTER)
+    return next((place for place in places if place.is_file()), None)
+
+
+def _trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def has_encoder(model: nn.Module) -> bool:
     """Whether a trained network produces the virtual tokens of `model`, as in p-tuning and projected prefixes. The
     adapter file holds only the tokens, from which training cannot resume.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return any(name.startswith("prompt_encoder.") and not name.endswith(".embedding.weight") for name in names)
+    return any(n.startswith("prompt_encoder.") and not n.endswith(".embedding.weight") for n in _trained(model))
 
 
 def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -293,14 +292,11 @@ def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, 
         state_dict: the gathered weights, if `model` is sharded.
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    codec.write_tensors({name: state_dict[name] for name in names}, Path(directory) / ENCODER)
+    codec.write_tensors({name: state_dict[name] for name in _trained(model)}, Path(directory) / ENCODER)
 
 
 def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torch.Tensor]) -> list[str]:
     """Of the keys that were not in the file, those that no tied, loaded tensor fills, and that are saved at all."""
-    if not missing:
-        return []
     state = model.state_dict()
     filled = {local_part(state[name]).data_ptr() for name in loaded if name in state}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -312,8 +308,7 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
     adapters = tuple(adapters_of(model))
     if not adapters:
         return lambda name: True
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    base = base_model(model)
+    trained, base = set(_trained(model)), base_model(model)
     ends = [base.get_input_embeddings(), base.get_output_embeddings()] if hasattr(base, "get_input_embeddings") else []
     embeddings = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     return lambda name: (
@@ -332,14 +327,11 @@ def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str
     """
     from peft.utils import get_peft_model_state_dict
 
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = set(_trained(model))
     # Without values: of split matrices peft would gather them, and this process is here alone.
     empty = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
     for adapter in adapters_of(model):
-        file = next(
-            (d / ADAPTER for d in (Path(directory) / adapter, Path(directory)) if (d / ADAPTER).is_file()), None
-        )
-        if file is None:
+        if (file := _file_of_adapter(Path(directory), adapter)) is None:
             raise CheckpointError(f"The adapter {adapter!r} was not written into {directory}.")
         saved = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False)
