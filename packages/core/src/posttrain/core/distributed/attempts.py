@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from posttrain.core.distributed.waits import read
+
 SCHEME = "posttrain-attempt"
 _KEY = "posttrain/attempt"
 
@@ -56,7 +58,7 @@ def agreed_name(store: Any, rank: int, world_size: int, seconds: float = 600) ->
     own, until = uuid.uuid4().hex, time.monotonic() + seconds
     if rank:
         store.set(f"{_KEY}/hello/{rank}", own)
-        while not (answer := _said(store, f"welcome/{rank}")).startswith(own):
+        while not (answer := read(store, f"{_KEY}/welcome/{rank}")).startswith(own):
             _pause(until, "rank 0")
         name = answer.partition(" ")[2]
         store.set(f"{_KEY}/known/{rank}", name)
@@ -65,19 +67,15 @@ def agreed_name(store: Any, rank: int, world_size: int, seconds: float = 600) ->
     missing = set(range(1, world_size))
     while missing:
         for other in sorted(missing):
-            hello = _said(store, f"hello/{other}")
+            hello = read(store, f"{_KEY}/hello/{other}")
             if hello and hello != answered.get(other):
                 store.set(f"{_KEY}/welcome/{other}", f"{hello} {own}")
                 answered[other] = hello
-            if _said(store, f"known/{other}") == own:
+            if read(store, f"{_KEY}/known/{other}") == own:
                 missing.discard(other)
         if missing:
             _pause(until, f"ranks {', '.join(map(str, sorted(missing)))}")
     return own
-
-
-def _said(store: Any, key: str) -> str:
-    return store.get(f"{_KEY}/{key}").decode() if store.check([f"{_KEY}/{key}"]) else ""
 
 
 def _pause(until: float, whom: str) -> None:

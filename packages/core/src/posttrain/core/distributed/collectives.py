@@ -147,7 +147,7 @@ class Collectives(World):
         return self._waits is None or self._waits.all_come(name, seconds)
 
     @contextlib.contextmanager
-    def main_first(self, local: bool = False, what: str = "work that is done once for all") -> Iterator[None]:
+    def main_first(self, local: bool = False) -> Iterator[None]:
         """Rank 0 runs the block before all others, or the first of each machine if `local`, so that they read what it
         writes.
 
@@ -157,7 +157,7 @@ class Collectives(World):
             yield
             return
         leader, waits, error = self.process_index - self.local_rank if local else 0, self._waits, None
-        name = waits.next()
+        name, what = waits.next(), "work that is done once for all"
         if self.process_index != leader:
             error = waits.hear(name, leader, what)
         if error is None:

@@ -42,10 +42,8 @@ def is_asked_for(config: Any) -> bool:
 
 def problems(config: Any) -> Iterator[str]:
     """Problems with the argument `deepspeed` that can be checked early."""
-    if config is None:
-        return
     try:
-        read(config)
+        read({} if config is None else config)
     except ValueError as error:
         yield str(error)
 
@@ -106,8 +104,11 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
             wrong.append(f"deepspeed: {path} is {table[key]!r}, and {argument} is {value!r}; set it to 'auto'")
     config.setdefault("train_micro_batch_size_per_gpu", batch)
     config.setdefault("gradient_accumulation_steps", accumulation)
-    zero = config.get("zero_optimization", {})
-    _fill_sizes(zero, model)
+    zero, width = config.get("zero_optimization", {}), _width(model)
+    for path, size in OF_THE_MODEL.items():
+        name = path.rpartition(".")[2]
+        if width is not None and zero.get(name) == "auto":
+            zero[name] = size(width)
     # Ours is a torch optimizer, which DeepSpeed has not tested itself.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
@@ -127,7 +128,7 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
         kind, values = str(section.get("type", "AdamW")), section.get("params", {})
         if kind.lower() not in OPTIMIZERS:
             wrong.append(f"deepspeed: optimizer.type is {kind!r}; leave the section out and name an optimizer in optim")
-        own = {"betas": [args.adam_beta1, args.adam_beta2]} | {k: getattr(args, n) for k, n in MEANT.items() if n}
+        own = {"betas": [args.adam_beta1, args.adam_beta2]} | {k: vars(args)[n] for k, n in MEANT.items() if n}
         for name, value in values.items():
             if value != "auto" and name in own and value != own[name]:
                 argument = MEANT[name] or "adam_beta1 and adam_beta2"
@@ -142,16 +143,8 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
         )
 
 
-def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
-    config: Any = None if model is None else config_of(model)
-    text = text_config(config)
-    width = getattr(text, "hidden_size", None)
-    if width is None:
-        return
-    for path, size in OF_THE_MODEL.items():
-        name = path.rpartition(".")[2]
-        if zero.get(name) == "auto":
-            zero[name] = size(width)
+def _width(model: nn.Module | None) -> int | None:
+    return None if model is None else getattr(text_config(config_of(model)), "hidden_size", None)
 
 
 def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ imagined ones (`posttrain.cli.tools.memory_mesh`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,20 @@ from posttrain.core.distributed import expert_parallel, shard_settings, sharding
 from posttrain.core.errors import ConfigError
 
 
+def argument_problems(sizes: dict[str, int], args: Any) -> Iterator[str]:
+    """Why `args` cannot train with groups of processes of these `sizes`."""
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+    if tp > 1:
+        yield from shard_settings.piece_problems("tp_size", tp, "split", "split matrices", args)
+    if cp > 1:
+        yield from shard_settings.context_problems(cp, tp, args)
+    if ep > 1:
+        yield from expert_parallel.problems(ep, sizes, args)
+
+
 def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
     """Why a run of so many `processes` with `args` cannot divide its model into groups of these `sizes`."""
-    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
-    found = [*tensor_parallel.problems(tp, args)] if tp > 1 else []
-    found += shard_settings.context_problems(cp, tp, args) if cp > 1 else []
-    found += expert_parallel.problems(ep, sizes, args) if ep > 1 else []
-    return [*found, *shard_settings.world_problems(sizes, processes)]
+    return [*argument_problems(sizes, args), *shard_settings.world_problems(sizes, processes)]
 
 
 def sizes_of_run(args: Any, model: nn.Module | None, processes: int) -> dict[str, int]:

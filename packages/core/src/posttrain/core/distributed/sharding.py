@@ -126,32 +126,29 @@ def shard(
     param, reduce = settings.param_dtype or low, settings.reduce_dtype or (torch.float32 if low else None)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings.cpu_offload else OffloadPolicy()
     types = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-    options = {"mesh": mesh, "mp_policy": types, "offload_policy": offload}
-    options["shard_placement_fn"] = _placement(mesh)
+    common: dict[str, Any] = {"mp_policy": types, "offload_policy": offload}
+
+    def cut(part: nn.Module, over: Any, reshards: bool | None) -> Any:
+        place = _placement(over)
+        return fully_shard(part, mesh=over, reshard_after_forward=reshards, shard_placement_fn=place, **common)
+
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for part in experts:
-        unit: Any = fully_shard(
-            part,
-            reshard_after_forward=settings.reshard_after_forward,
-            **options | {"mesh": expert_mesh, "shard_placement_fn": _placement(expert_mesh)},
-        )
+        unit: Any = cut(part, expert_mesh, settings.reshard_after_forward)
         # Its gradient is a sum over the rows of all processes, of which the mean is wanted.
         unit.set_gradient_divide_factor(float(mesh.size()))
         # gloo has no scaled sum, and a group of one divides without any.
         unit.set_force_sum_reduction_for_comms(expert_mesh.size(expert_mesh.ndim - 1) > 1)
-    for unit in units(model, settings):
-        if unit in experts:
-            continue
+    for unit in [unit for unit in units(model, settings) if unit not in experts]:
         load_from_main(unit, device, moved)
         if any(map(is_piece, unit.parameters(recurse=False))):
             unit.register_forward_hook(_own_output)
-        fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
+        cut(unit, mesh, settings.reshard_after_forward)
     load_from_main(model, device, moved)
     # The rest, such as a tied embedding, is needed from the first layer to the last: gathered once for both passes.
     rest = frozen or (None if settings.reshard_after_forward else False)
-    root = fully_shard(model, reshard_after_forward=rest, **options)
     # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
-    root._get_fsdp_state()._lazy_init()
+    cut(model, mesh, rest)._get_fsdp_state()._lazy_init()
     return model
 
 
@@ -319,7 +316,7 @@ def _cuts(placement: Any) -> bool:
 
 def is_piece(value: Any) -> TypeGuard[Any]:
     """Whether `value` is a `DTensor`."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor") and hasattr(value, "placements")
+    return isinstance(value, torch.Tensor) and hasattr(value, "placements")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,12 +328,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_in_pieces(*tensors: torch.Tensor) -> bool:
     """Whether one of `tensors` is sharded, by FSDP or DeepSpeed's ZeRO-3."""
-    return any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in tensors)
+    return any(is_piece(tensor) or deepspeed.is_piece(tensor) for tensor in tensors)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole `tensor`."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape) if deepspeed.is_piece(tensor) else tensor.shape)
+    sharded: Any = tensor
+    return tuple(sharded.ds_shape if deepspeed.is_piece(tensor) else tensor.shape)
 
 
 def count(parameters: Iterable[torch.Tensor]) -> int:
@@ -350,23 +348,22 @@ def is_first_copy(tensor: Any) -> bool:
     return all(_cuts(p) or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
 
 
-def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], like: Any) -> Any:
-    """A `DTensor` laid out as `like` with the local shard ``cut(offset, shape)``; without communication."""
+def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:
+    """What this process holds of `full` if it is sharded as the `DTensor` `like`."""
+    return full[index(*extent(like))]
+
+
+def piece_like(own: torch.Tensor, like: Any) -> Any:
+    """A `DTensor` laid out as `like` with a copy of `own` as this process' shard; without communication."""
     from torch.distributed.tensor import DTensor
 
-    local = like.to_local()
-    values = cut(*extent(like)).to(device=local.device, copy=True)
-    return DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    values, layout = own.to(like.to_local().device, copy=True), {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(values, like.device_mesh, like.placements, run_check=False, **layout)
 
 
 def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     """Write `full` into `tensor`, which may be sharded."""
-    if is_piece(tensor):
-        tensor.to_local().copy_(full[index(*extent(tensor))])
-    else:
-        tensor.copy_(full)
+    local_part(tensor).copy_(part_of(full, tensor) if is_piece(tensor) else full)
 
 
 def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import expert_parallel
-from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part
@@ -156,11 +155,6 @@ def config_problem(config: Any, size: int) -> str | None:
                 f"tp_size={size} does not divide the {heads} {field} of {type(config).__name__}. Set a size that does."
             )
     return None
-
-
-def problems(size: int, args: Any) -> Iterator[str]:
-    """Why `args` cannot train with `size` processes to a matrix."""
-    yield from piece_problems("tp_size", size, "split", "split matrices", args)
 
 
 def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:

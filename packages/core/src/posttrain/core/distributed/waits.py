@@ -48,7 +48,7 @@ class _Pulse:
         self.last, self.seen = "", time.monotonic()
 
     def problem(self) -> str | None:
-        said, now = _said(self.store, self.rank), time.monotonic()
+        said, now = read(self.store, f"{_ALIVE}/{self.rank}"), time.monotonic()
         if said != self.last:
             self.last, self.seen = said, now
         if _has_ended(said):
@@ -56,8 +56,9 @@ class _Pulse:
         return f"has shown no sign of life for {self.limit:g} s" if now - self.seen > self.limit else None
 
 
-def _said(store: Any, rank: int) -> str:
-    return store.get(f"{_ALIVE}/{rank}").decode() if store.check([f"{_ALIVE}/{rank}"]) else ""
+def read(store: Any, key: str) -> str:
+    """What `store` holds under `key`; the empty string where that is nothing."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _has_ended(said: str) -> bool:
@@ -67,7 +68,7 @@ def _has_ended(said: str) -> bool:
 
 def is_lost(store: Any, rank: int) -> bool:
     """Whether process `rank` of this machine was killed, or failed. Of one of another machine it is not known."""
-    said = _said(store, rank)
+    said = read(store, f"{_ALIVE}/{rank}")
     return not said.startswith(LEFT) and _has_ended(said)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.distributed.waits import LEFT, LostProcessError, beat, is_lost
+from posttrain.core.distributed.waits import LEFT, LostProcessError, beat, is_lost, read
 
 FOLDER = "hang"
 _ALARM, _DONE = "posttrain/alarm", "posttrain/done"
@@ -102,8 +103,8 @@ class Watchdog(threading.Thread):
                 if waits is not None and problem:
                     what = f"rank {self.rank} {problem} for the others in {waits[0]}{self._at()}{hint}"
                     self.store.set(_ALARM, what)
-                if self.store.check([_ALARM]):
-                    return self._end(self.store.get(_ALARM).decode())
+                if alarm := read(self.store, _ALARM):
+                    return self._end(alarm)
                 self._stopped.wait(interval)
             except Exception:  # the store is gone, with the process that kept it: the launcher ends this one
                 return
@@ -152,22 +153,18 @@ class Watchdog(threading.Thread):
     def _report(self, alarm: str) -> None:
         lines = []
         for rank in range(self.world_size):
-            answered = self._wait_for(f"{_DONE}/{rank}", 0 if is_lost(self.store, rank) else 5)
-            said = self.store.get(f"{_DONE}/{rank}").decode() if answered else "did not answer: it is dead, or stopped"
-            lines.append(f"  rank {rank} {said}")
-        message = (
-            f"The processes of this run hang: {alarm}\n"
-            + "\n".join(lines)
-            + f"\nThe stacks of all threads are in {self.folder}."
-        )
+            said = self._wait_for(f"{_DONE}/{rank}", 0 if is_lost(self.store, rank) else 5)
+            lines.append(f"  rank {rank} {said or 'did not answer: it is dead, or stopped'}")
+        listed = "\n".join(lines)
+        message = f"The processes of this run hang: {alarm}\n{listed}\nThe stacks of all threads are in {self.folder}."
         print(message, file=sys.stderr, flush=True)
         record_failure(TimeoutError(message))
 
-    def _wait_for(self, key: str, seconds: float) -> bool:
+    def _wait_for(self, key: str, seconds: float) -> str:
         end = time.monotonic() + seconds
-        while not (there := self.store.check([key])) and time.monotonic() < end:
+        while not (said := read(self.store, key)) and time.monotonic() < end:
             time.sleep(0.05)
-        return there
+        return said
 
 
 def record_failure(error: BaseException) -> None:
@@ -202,13 +199,6 @@ def report_failures() -> None:
 
 def is_consequence(error: BaseException) -> bool:
     """Whether `error` only reports that another process is gone."""
-    words = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "connection refused",
-        "remote process",
-    )
-    if isinstance(error, LostProcessError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    signs = "connection (closed by peer|reset by peer|refused)|broken pipe|remote process"
+    is_of_torch = isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE)
+    return isinstance(error, LostProcessError) or bool(is_of_torch)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core.fields.durations import NEVER, as_steps, parse
 
 if TYPE_CHECKING:
     import torch
 
-Batch = TypeVar("Batch")
 #: What to set for data without a known length.
 END_OF_STREAM = (
     "Set max_steps; or max_duration in tokens, such as '100Mtok', which the schedule then follows; or max_duration in "
@@ -54,9 +51,7 @@ class Plan:
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, micro-batches of it already drawn) after `step` optimizer steps; needs a known length."""
-        if self.steps_per_epoch is None:
-            raise ValueError("The data has no known length, so the epoch of a step cannot be computed.")
-        epoch, steps = divmod(step, self.steps_per_epoch)
+        epoch, steps = divmod(step, self.steps_per_epoch or 1)
         return epoch, steps * self.accumulation
 
     def epoch_at(self, epoch: int, batches: int, step: int) -> float:
@@ -110,7 +105,7 @@ def make_plan(
     """Plan a run; `max_steps` > 0 overrides `num_train_epochs`.
 
     Args:
-        epochs_of_stream: of data without a known length: passes after which a run without `max_steps` ends, infinity
+        epochs_of_stream: passes over data without a known length after which a run without `max_steps` ends, infinity
             where something else ends it; None: such a run is refused.
 
     Raises:
@@ -122,20 +117,19 @@ def make_plan(
             "only, incomplete batch. Give more rows, or a smaller per_device_train_batch_size."
         )
     if batches_per_epoch is None:
-        if max_steps <= 0 and epochs_of_stream is None:
+        if max_steps > 0:
+            return Plan(accumulation, None, max_steps, sys.maxsize)
+        if epochs_of_stream is None:
             raise ValueError(
                 "The training data has no known length (it is iterable without __len__), so the number of optimizer "
                 f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
-        if max_steps > 0 or epochs_of_stream is None or math.isinf(epochs_of_stream):
-            return Plan(accumulation, None, max_steps if max_steps > 0 else NEVER, sys.maxsize)
-        return Plan(accumulation, None, NEVER, math.ceil(epochs_of_stream))
-    steps_per_epoch = max(math.ceil(batches_per_epoch / accumulation), 1)
+        return Plan(accumulation, None, NEVER, math.ceil(min(epochs_of_stream, sys.maxsize)))
+    steps_per_epoch = math.ceil(batches_per_epoch / accumulation)
     if max_steps > 0:
         return Plan(accumulation, batches_per_epoch, max_steps, math.ceil(max_steps / steps_per_epoch))
-    return Plan(
-        accumulation, batches_per_epoch, math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs)
-    )
+    steps, epochs = math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs)
+    return Plan(accumulation, batches_per_epoch, steps, epochs)
 
 
 def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool) -> Plan:
@@ -160,13 +154,6 @@ def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool)
     unread = max(total - last * plan.accumulation, 0)
     steps = math.ceil((left - unread) / plan.accumulation) if to_come == 0 else 0
     return replace(changed, max_steps=step + max(steps, 0))
-
-
-def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]]:
-    """Split a stream of micro-batches into accumulation windows; the last may be short."""
-    stream = iter(batches)
-    while window := list(islice(stream, accumulation)):
-        yield window
 
 
 def number_of_saves(plan: Plan, args: Any) -> int:
@@ -197,13 +184,13 @@ def check_intervals(plan: Plan, args: Any) -> None:
         ValueError: naming the argument.
     """
     for name in ("logging_steps", "eval_steps", "save_steps"):
-        interval = getattr(args, name)
+        interval = vars(args)[name]
         if plan.steps_per_epoch is None and isinstance(interval, str) and parse(interval).unit == "epochs":
             raise ValueError(
                 f"{name}={interval!r} counts epochs, but the training data has no known length (it is iterable without "
                 "__len__). Count steps (500), tokens (10Mtok) or time (30min)."
             )
-        by_steps = getattr(args, name.replace("_steps", "_strategy")) == "steps"
+        by_steps = vars(args)[name.replace("_steps", "_strategy")] == "steps"
         if plan.is_open and by_steps and isinstance(interval, float) and interval < 1:
             raise ValueError(
                 f"{name}={interval} is a share of all optimizer steps, whose number is unknown, since the training "

@@ -183,16 +183,10 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     if isinstance(given := parts.processing_class, (str, type)):
         yield TypeError(f"processing_class is {given!r}; pass a loaded one, as AutoTokenizer.from_pretrained gives.")
     for name in ("compute_loss_func", "model_init"):
-        if (value := getattr(parts, name)) is not None and not callable(value):
+        if (value := vars(parts)[name]) is not None and not callable(value):
             yield TypeError(f"{name} must be a function, not {value!r}.")
     if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):
         yield TypeError("compute_loss_func is called with num_items_in_batch=..., and this one has no such argument.")
-
-
-def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
-    """Problems of a command line's config, model and data."""
-    yield from of_arguments(config, *others)
-    yield from builder.package_problems(config)
 
 
 def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
@@ -280,8 +274,8 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     wanted, sets = args.metric_for_best_model, parts.eval_dataset
     if wanted is None or args.eval_strategy == "no" or not parts.is_ours("evaluate", "evaluation_loop", "log"):
         return
-    if any(hasattr(type(callback), "on_evaluate") for callback in _others_callbacks(parts.callbacks)):
-        return  # it may add to the metrics
+    if _hears_evaluations(parts.callbacks):
+        return
     key = eval_loop.metric_key(wanted).removeprefix("eval_")
     if isinstance(sets, Mapping) and sets:
         prefix = next((f"{name}_" for name in sets if key.startswith(f"{name}_")), None)
@@ -299,19 +293,15 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if known is None or open_ended or computes or getattr(args, "predict_with_generate", False):
         return
     if not any(fnmatch(key, pattern) for pattern in (*EVERY_EVALUATION, *known)):
-        why = (
-            "prediction_loss_only=True keeps compute_metrics from being called"
-            if parts.compute_metrics
-            else ("there is no compute_metrics to return it")
-        )
+        why = "there is no compute_metrics to return it"
+        if parts.compute_metrics:
+            why = "prediction_loss_only=True keeps compute_metrics from being called"
         names = ", ".join(name for name in ("loss", *known) if "*" not in name)
         yield f"metric_for_best_model={wanted!r} cannot exist: {why}. Without it, evaluations give {names}"
 
 
-def _others_callbacks(callbacks: Any) -> Iterator[Any]:
-    """The callbacks that classes other than ours define."""
-    for callback in as_list(callbacks):
-        kind = callback if isinstance(callback, type) else type(callback)
-        owner = next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), None)
-        if owner is not None and not owner.__module__.startswith(("posttrain.", "transformers.")):
-            yield callback
+def _hears_evaluations(callbacks: Any) -> bool:
+    """Whether one of the user's own callbacks hears of evaluations: it may add to their metrics."""
+    kinds = [one if isinstance(one, type) else type(one) for one in as_list(callbacks)]
+    owners = [next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), object) for kind in kinds]
+    return any(not owner.__module__.startswith(("posttrain.", "transformers.", "builtins")) for owner in owners)
