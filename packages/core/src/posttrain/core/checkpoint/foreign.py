@@ -29,17 +29,11 @@ _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buff
 
 @dataclass
 class Taken:
-    """What a run takes over from a checkpoint without `rank-N.json`, beside weights, log and step.
+    """What a run takes over from a checkpoint without `rank-N.json`, beside weights, log and step."""
 
-    Attributes:
-        parts: names of what was taken.
-        lacks: what was not, each with the reason.
-        rng: the random numbers, for `posttrain.core.data.rng.set_rng_state`.
-    """
-
-    parts: list[str] = field(default_factory=list)
-    lacks: list[str] = field(default_factory=list)
-    rng: dict[str, Any] | None = None
+    parts: list[str] = field(default_factory=list)  # names of what was taken
+    lacks: list[str] = field(default_factory=list)  # what was not, each with the reason
+    rng: dict[str, Any] | None = None  # the random numbers, for `posttrain.core.data.rng.set_rng_state`
 
 
 def take(

@@ -97,16 +97,13 @@ def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folde
     wrong = [
         f"{name} ({saved[name].dtype} instead of {value.dtype})" if saved[name].dtype != value.dtype else name
         for name, value in own.items()
-        if name in saved and (saved[name].dtype != value.dtype or not _same(value, saved[name]))
+        if name in saved
+        and not (saved[name].dtype == value.dtype and torch.equal(value.detach().cpu(), saved[name].cpu()))
     ]
     if missing or wrong or not saved:
         faults = {"missing": missing, "different": wrong}
         listed = "; ".join(f"{what}: {names[:5]} ({len(names)} in all)" for what, names in faults.items() if names)
         raise CheckpointError(f"The model in {folder}, read back, is not the one that was trained: {listed}.")
-
-
-def _same(value: torch.Tensor, saved: torch.Tensor) -> bool:
-    return value.shape == saved.shape and torch.equal(value.detach().cpu(), saved.cpu())
 
 
 @torch.no_grad()

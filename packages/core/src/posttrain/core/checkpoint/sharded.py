@@ -23,15 +23,11 @@ _MARK = "piece of a tensor of shape"
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor stored in several files.
+    """A tensor stored in several files."""
 
-    Attributes:
-        shape: of the whole. parts: (offset, tensor) of each shard, mapped from its file.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # of the whole
     where: str
-    parts: list[tuple[tuple[int, ...], torch.Tensor]]
+    parts: list[tuple[tuple[int, ...], torch.Tensor]]  # (offset, tensor) of each shard, mapped from its file
 
     def cut(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """The values from `offset` on, of `shape`; no others are read.

@@ -39,23 +39,14 @@ ENGINE = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", 
 
 @dataclass
 class _Position:
-    """A place in an epoch.
+    """A place in an epoch."""
 
-    Attributes:
-        given: rows given out by each stream: by each worker, or by the only one.
-        turn: the worker whose turn it is.
-        to_drop: batches that are still to be read and dropped.
-        dataset: the position of the dataset itself where the iteration started, if it has one.
-        sampler: the state of a foreign sampler's generator when the epoch started.
-        is_reading: the iteration has given a batch.
-    """
-
-    given: list[int]
-    turn: int = 0
-    to_drop: int = 0
-    dataset: dict[str, Any] | None = None
-    sampler: torch.Tensor | None = None
-    is_reading: bool = False
+    given: list[int]  # rows given out by each stream: by each worker, or by the only one
+    turn: int = 0  # the worker whose turn it is
+    to_drop: int = 0  # batches that are still to be read and dropped
+    dataset: dict[str, Any] | None = None  # the dataset's own position where the iteration started, if it has one
+    sampler: torch.Tensor | None = None  # the state of a foreign sampler's generator when the epoch started
+    is_reading: bool = False  # the iteration has given a batch
 
 
 class Loader(DataLoader[Any]):

@@ -88,19 +88,13 @@ def data_dims(mesh: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Division:
-    """What `cut` does to a model.
+    """What `cut` does to a model."""
 
-    Attributes:
-        settings: of FSDP; None: weights are not sharded.
-        mesh: all processes, see `sharding.make_mesh`.
-        experts: processes that have all experts of a mixture between them.
-        expert_mesh: all processes by the experts that they keep, see `sharding.make_expert_mesh`, where those with
-            different experts read rows of their own; else None.
-    """
-
-    settings: shard_settings.Sharding | None
-    mesh: Any
-    experts: int = 1
+    settings: shard_settings.Sharding | None  # of FSDP; None: weights are not sharded
+    mesh: Any  # all processes, see `sharding.make_mesh`
+    experts: int = 1  # processes that have all experts of a mixture between them
+    #: All processes by the experts that they keep, see `sharding.make_expert_mesh`, where those with different experts
+    #: read rows of their own; else None.
     expert_mesh: Any = None
 
 

@@ -21,30 +21,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded.
+    """How a model is sharded."""
 
-    Attributes:
-        reshard_after_forward: free a layer's weights after its forward; False is faster and needs more memory.
-        cpu_offload: keep the shards, their gradients and the optimizer state in host memory.
-        wrap: units are layers ("transformer"), modules of `min_num_params` ("size") or the model ("none").
-        layer_classes: names of the classes that are layers; empty: those the model names itself.
-        state_dict_type: the main process writes "full" checkpoints, all processes write "sharded" ones.
-        replicas: groups of processes that each hold the whole model; 0: by `shards`, or one for each machine.
-        shards: processes of such a group; 0: all.
-        param_dtype, reduce_dtype: types in which weights are gathered and gradients reduced; None: by bf16 and fp16.
-    """
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
+    reshard_after_forward: bool = True  # free a layer's weights after its forward; False is faster, with more memory
+    cpu_offload: bool = False  # keep the shards, their gradients and the optimizer state in host memory
     activation_checkpointing: bool = False
-    wrap: str = "transformer"
-    layer_classes: tuple[str, ...] = ()
+    wrap: str = "transformer"  # units are layers, modules of `min_num_params` ("size") or the model ("none")
+    layer_classes: tuple[str, ...] = ()  # names of the classes that are layers; empty: those the model names itself
     min_num_params: int = 0
-    state_dict_type: str = "full"
-    replicas: int = 1
-    shards: int = 0
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    state_dict_type: str = "full"  # the main process writes "full" checkpoints, all processes write "sharded" ones
+    replicas: int = 1  # groups of processes that each hold the whole model; 0: by `shards`, or one for each machine
+    shards: int = 0  # processes of such a group; 0: all
+    param_dtype: torch.dtype | None = None  # in which weights are gathered; None: by bf16 and fp16
+    reduce_dtype: torch.dtype | None = None  # in which gradients are reduced
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 

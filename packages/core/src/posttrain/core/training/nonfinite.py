@@ -60,27 +60,17 @@ class HealthArguments:
 
 @dataclass(slots=True)
 class Update:
-    """An optimizer step that is not yet known to be finite.
+    """An optimizer step that is not yet known to be finite."""
 
-    Attributes:
-        step: optimizer steps before it.
-        epoch, first_batch: the epoch, and the number of its earlier micro-batches.
-        window: its micro-batches.
-        losses: their shares of the loss, shape () each.
-        loss, grad_norm: shape ().
-        num_items: items in the window, shape (), if counted.
-        origins: for each micro-batch, the index of the loader's batch that it is a part of; None: its own.
-    """
-
-    step: int
+    step: int  # optimizer steps before it
     epoch: int
-    first_batch: int
-    window: list[Any]
-    losses: list[torch.Tensor]
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    num_items: torch.Tensor | None = None
-    origins: list[int] | None = None
+    first_batch: int  # the number of earlier micro-batches of the epoch
+    window: list[Any]  # its micro-batches
+    losses: list[torch.Tensor]  # their shares of the loss, shape () each
+    loss: torch.Tensor  # shape ()
+    grad_norm: torch.Tensor  # shape ()
+    num_items: torch.Tensor | None = None  # in the window, shape (), if counted
+    origins: list[int] | None = None  # the index of the loader's batch that each is a part of; None: its own
 
     @property
     def lacks_labels(self) -> bool:
@@ -97,12 +87,8 @@ class Update:
 
 @dataclass
 class Counts:
-    """What a checkpoint holds of the steps that were not finite.
-
-    Attributes:
-        in_a_row, since_log, count: how many came one after another, since the last record, and in all.
-        seen_labels: whether a step had labels.
-    """
+    """What a checkpoint holds of the steps that were not finite: how many came one after another, since the last
+    record, and in all; and whether a step had labels."""
 
     in_a_row: int = 0
     since_log: int = 0

@@ -21,20 +21,13 @@ END_OF_STREAM = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The length of a run in optimizer steps.
+    """The length of a run in optimizer steps."""
 
-    Attributes:
-        accumulation: micro-batches of one optimizer step; an epoch's last window may hold fewer.
-        batches_per_epoch: micro-batches each process draws in an epoch; None where the data has no known length.
-        max_steps: optimizer steps after which the run ends; `NEVER` where tokens, time or the data end it.
-        num_epochs: the maximum number of started epochs.
-        resized_at: (step, epoch, micro-batches left of it) from which on all steps hold as many rows; None: all do.
-    """
-
-    accumulation: int
-    batches_per_epoch: int | None
-    max_steps: int
-    num_epochs: int
+    accumulation: int  # micro-batches of one optimizer step; an epoch's last window may hold fewer
+    batches_per_epoch: int | None  # micro-batches each process draws; None where the data has no known length
+    max_steps: int  # optimizer steps after which the run ends; `NEVER` where tokens, time or the data end it
+    num_epochs: int  # the maximum number of started epochs
+    #: (step, epoch, micro-batches left of it) from which on all steps hold as many rows; None: all do.
     resized_at: tuple[int, int, int] | None = None
 
     @property
@@ -63,27 +56,18 @@ class Plan:
 
 @dataclass
 class Progress:
-    """The position of a run in its data and its log, in addition to `TrainerState`; saved in checkpoints.
+    """The position of a run in its data and its log, in addition to `TrainerState`; saved in checkpoints."""
 
-    Attributes:
-        epoch: number of the pass over the data. epoch_ended: nothing more is drawn from it.
-        batches: micro-batches that this process drew in this pass.
-        loss_sum, loss_count: of the steps whose losses were already logged.
-        last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
-        own_count: each micro-batch's loss is given its own count, as was measured (`losses.scale_check`).
-        ended_at: the step with which the run ended, once callbacks were asked what to do at its end; 0: none.
-    """
-
-    epoch: int = 0
-    epoch_ended: bool = False
-    batches: int = 0
-    loss_sum: float = 0.0
+    epoch: int = 0  # number of the pass over the data
+    epoch_ended: bool = False  # nothing more is drawn from it
+    batches: int = 0  # micro-batches that this process drew in this pass
+    loss_sum: float = 0.0  # of the steps whose losses were already logged
     loss_count: float = 0
-    last_logged: int = 0
-    grad_norm: float | torch.Tensor = 0.0
+    last_logged: int = 0  # the step of the last record
+    grad_norm: float | torch.Tensor = 0.0  # of the last step
     learning_rate: float = 0.0
-    ended_at: int = 0
-    own_count: bool = False
+    ended_at: int = 0  # the step with which the run ended, once callbacks were asked what to do at its end; 0: none
+    own_count: bool = False  # each micro-batch's loss is given its own count, as was measured (`losses.scale_check`)
 
     def add_losses(self, total: float, count: float) -> None:
         """Add the losses of a record to those of the run, unless their sum is not finite."""
