@@ -184,15 +184,9 @@ def write_file(path: Path, source: Source) -> None:
 
 
 def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> list[Digest]:
-    """Write a file so that it survives a loss of power; returns the checksums of its blocks.
-
-    Args:
-        source: the file's bytes, to be copied block by block; or a page-aligned image of it.
-        memory: the pool of block buffers.
-
-    Raises:
-        OSError: ENOSPC before anything is written, if the file system reports that it is full.
-    """
+    """Write the bytes of `source`, or a page-aligned image of them, so that they survive a loss of power; returns the
+    checksums of the blocks. Raises an `OSError` (ENOSPC) before anything is written, if the file system says that it is
+    full."""
     size = source.size if isinstance(source, Source) else len(source)
     if isinstance(source, Source) and size < SMALL:
         whole = torch.empty(size, dtype=torch.uint8)
@@ -301,11 +295,8 @@ def digest(block: memoryview) -> Digest:
 def digests_of_files(
     directory: Path, sizes: dict[str, int], block: int, kinds: Iterable[str] = tuple(KINDS)
 ) -> dict[str, list[Digest]]:
-    """``{name: checksums of each block}`` of the files `sizes`, ``{name below directory: bytes}``, on all cores.
-
-    Raises:
-        OSError: a file cannot be read; it names the file.
-    """
+    """``{name: checksums of each block}`` of the files `sizes`, ``{name below directory: bytes}``, on all cores. Raises
+    an `OSError` where a file cannot be read; it names the file."""
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
     digests: dict[str, list[Digest]] = {name: [] for name in sizes}
     # At least four: without the page cache, concurrent reads of several blocks are eight times as fast.

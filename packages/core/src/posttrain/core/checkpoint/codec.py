@@ -65,14 +65,8 @@ def save_tree(tree: Any, stem: str | Path) -> None:
 
 
 def check_tree(tree: Any, name: str) -> None:
-    """Check whether `save_tree` can write `tree`, without copying from a device.
-
-    Args:
-        name: of the tree, for the message.
-
-    Raises:
-        TypeError: the tree holds an unsupported object; the message names it and its place.
-    """
+    """Raise a `TypeError` where `save_tree` cannot write `tree`, without copying from a device; the message names the
+    tree by `name`, the object and its place."""
     _Encoder().encode(tree, name, ())
 
 
@@ -105,11 +99,8 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; NaN and the like, which JSON does not have, are refused.
-
-    Raises:
-        CheckpointError: the file is missing or is not JSON.
-    """
+    """The content of a JSON file; NaN and the like, which JSON does not have, are refused. Raises a `CheckpointError`
+    where the file is missing or is not JSON."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -284,11 +275,8 @@ class _Decoder:
 
 
 def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]:
-    """Every tensor of one safetensors file, on the CPU; see `load_tree` for `mmap`.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """Every tensor of one safetensors file, on the CPU; see `load_tree` for `mmap`. Raises a `CheckpointError` where
+    the file is missing or damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -302,11 +290,8 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
 
 
 def check_tensors(path: str | Path) -> None:
-    """Read the header of a safetensors file and nothing else.
-
-    Raises:
-        CheckpointError: it does not match the file, as after a download that broke off.
-    """
+    """Read the header of a safetensors file and nothing else. Raises a `CheckpointError` where it does not match the
+    file, as after a download that broke off."""
     from safetensors import SafetensorError, safe_open
 
     try:

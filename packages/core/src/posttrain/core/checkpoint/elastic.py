@@ -26,18 +26,11 @@ logger = logging.getLogger(__name__)
 def starting_point(
     store: Store, wanted: bool | str | Path | None, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
-    """The checkpoint from which a run that was asked to resume from `wanted` starts; None: from the beginning.
-
-    A job that its launcher has restarted (``torchrun --max-restarts``) goes on from the newest whole checkpoint that it
-    has written, whatever its first start was asked for.
-
-    Args:
-        environ: what the launcher says: ``TORCHELASTIC_RESTART_COUNT`` and ``TORCHELASTIC_MAX_RESTARTS``.
-
-    Raises:
-        CheckpointError: `wanted` is damaged or not there; or the job may be restarted, and would then go on from a
-            checkpoint of an earlier run.
-    """
+    """The checkpoint from which a run that was asked to resume from `wanted` starts; None: from the beginning. A job
+    that its launcher has restarted (``torchrun --max-restarts``, by its variables in `environ`) goes on from the newest
+    whole checkpoint that it has written, whatever its first start was asked for. Raises a `CheckpointError` where
+    `wanted` is damaged or not there; or where the job may be restarted, and would then go on from a checkpoint of an
+    earlier run."""
     restarts, may_restart = (int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("RESTART_COUNT", "MAX_RESTARTS"))
     if (wanted == AUTO or restarts) and (store.has_begun() or wanted in (AUTO, None, False)):
         start = store.resolve(True) if store.has_begun() else None
@@ -56,13 +49,8 @@ def starting_point(
 
 
 def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """The state of process `rank`: its own, or merged from all if the number of processes changed.
-
-    A merged state has no random number states (``"rng"`` is None).
-
-    Raises:
-        CheckpointError: the state of a process is missing.
-    """
+    """The state of process `rank`: its own, or merged from all if the number of processes changed, and then without
+    random numbers (``"rng"`` is None). Raises a `CheckpointError` where that of a process is missing."""
     count = len(list(Path(checkpoint).glob("rank-*.json")))
     if count == world_size:
         return codec.load_tree(Path(checkpoint) / f"rank-{rank}")
@@ -73,13 +61,9 @@ def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """The trainer state of one process, merged from those of all earlier processes.
-
-    Metrics are joined and given to the first; the data position is counted in rows and equal in all.
-
-    Raises:
-        CheckpointError: each process read its own shards of a stream.
-    """
+    """The trainer state of one process, merged from those of all earlier processes: metrics are joined and given to the
+    first, and the data position is counted in rows and equal in all. Raises a `CheckpointError` where each process read
+    its own shards of a stream."""
     first, before = states[0], len(states)
     if any(state["loader"].get("dataset") != first["loader"].get("dataset") for state in states):
         raise CheckpointError(

@@ -46,17 +46,10 @@ def take(
     world_size: int = 1,
     allow_pickle: bool = False,
 ) -> Taken:
-    """Load optimizer, schedule and loss scaler from `checkpoint` as far as they fit this run.
-
-    Args:
-        optimizer: None where it cannot be loaded from whole tensors.
-        scaler: of a run in float16; else None.
-        rank, world_size: this process, of how many: each has its own random numbers.
-        allow_pickle: read files that the restricted reader refuses; they can run any code.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Load optimizer, schedule and loss scaler from `checkpoint` as far as they fit this run, with the random numbers
+    of process `rank`. The optimizer is None where it cannot be loaded from whole tensors, the scaler where the run is
+    not in float16. Files that the restricted reader refuses are read with `allow_pickle`; they can run any code. Raises
+    a `CheckpointError` for a damaged file."""
     taken = Taken()
 
     def part(name: str, file: str, load: Callable[[Any], Any]) -> None:

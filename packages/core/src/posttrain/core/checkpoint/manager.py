@@ -176,11 +176,8 @@ class CheckpointManager:
             self._is_saving, self._positions, self._parts = False, {}, {}
 
     def write(self, directory: Path) -> None:
-        """Write this process' files of the checkpoint that `save` saves into `directory`.
-
-        Raises:
-            RuntimeError: no checkpoint is being saved.
-        """
+        """Write this process' files of the checkpoint that `save` saves into `directory`. Raises a `RuntimeError` where
+        none is being saved."""
         owner, keeps = self.owner, not self.args.save_only_model
         if not self._is_saving:
             raise RuntimeError(
@@ -223,10 +220,8 @@ class CheckpointManager:
     # ---- reading ----
 
     def read(self, checkpoint: Path) -> dict[str, Any]:
-        """Load optimizer, schedule and loss scaler from `checkpoint`; returns the position of this process.
-
-        With another number of processes than saved it, the random numbers are drawn anew.
-        """
+        """Load optimizer, schedule and loss scaler from `checkpoint`; returns the position of this process. With
+        another number of processes than saved it, the random numbers are drawn anew."""
         dist, step = self.dist, self.owner.state.global_step
         self._read_optimizer(checkpoint)
         self.owner.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))

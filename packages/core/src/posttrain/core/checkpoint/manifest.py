@@ -29,14 +29,9 @@ _THEIRS = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"}
 def write_manifest(
     directory: Path, step: int, extra: dict[str, Any], known: dict[str, list[Digest]] | None = None
 ) -> None:
-    """Fsync everything in `directory` and write the manifest of all files that are there.
-
-    Args:
-        known: the digests of files that were hashed while they were written and are already on disk.
-
-    Raises:
-        CheckpointError: there is something other than files and directories.
-    """
+    """Fsync everything in `directory` and write the manifest of all files that are there; those in `known` were hashed
+    while they were written and are on disk. Raises a `CheckpointError` where there is something other than files and
+    directories."""
     files, directories = _contents(directory)
     files.pop(MANIFEST, None)
     digests = {name: found for name, found in (known or {}).items() if name in files}
@@ -114,11 +109,8 @@ def is_foreign(directory: str | Path) -> bool:
 
 
 def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None:
-    """Rows of a micro-batch over all processes of the run that saved `checkpoint`; None where it does not tell.
-
-    Args:
-        train_batch_size: in its trainer state; another trainer's processes left a file of random numbers each.
-    """
+    """Rows of a micro-batch over all processes of the run that saved `checkpoint`, with `train_batch_size` in its
+    trainer state; None where it does not tell. Another trainer's processes left a file of random numbers each."""
     if is_foreign(checkpoint):
         return train_batch_size and train_batch_size * max(len([*checkpoint.glob("rng_state*.pth")]), 1)
     return read_manifest(checkpoint)["extra"].get("rows_per_batch")
@@ -127,13 +119,9 @@ def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None
 def damages(
     checkpoint: str | Path, deep: bool = True, kind: str = "xxh128", manifest: dict[str, Any] | None = None
 ) -> list[str]:
-    """A sentence for each damaged file of the checkpoint; empty if it is intact.
-
-    Args:
-        deep: read every file and compare its checksum; else only check that it is there and has its size.
-        kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
-        manifest: of the checkpoint, where it was read before.
-    """
+    """A sentence for each damaged file of the checkpoint, whose `manifest` may have been read before; empty if it is
+    intact. `deep`: read every file and compare its checksum of `kind` ("xxh128" or "sha256"); else only check that it
+    is there and has its size."""
     directory = Path(checkpoint)
     try:
         manifest = read_manifest(directory) if manifest is None else manifest

@@ -25,11 +25,8 @@ COARSE = 5e-2
 
 
 def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
-    """As `check`, where the host has memory for a copy of `model`; what it finds is a warning.
-
-    Args:
-        logits: whether to compare them too, for which `model` must not be in the middle of its training.
-    """
+    """As `check`, where the host has memory for a copy of `model`; what it finds is a warning. To compare `logits` too,
+    `model` must not be in the middle of its training."""
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
     if free is not None and free < 2 * size:
         logger.info(

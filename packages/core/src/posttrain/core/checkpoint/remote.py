@@ -69,11 +69,8 @@ class Remote:
             self._put(checkpoint / file, self._path(name, file))
 
     def fetch(self, name: str, directory: Path) -> None:
-        """Download the checkpoint `name` into `directory`, which is empty.
-
-        Raises:
-            CheckpointError: its manifest is damaged, or names files outside of the checkpoint.
-        """
+        """Download the checkpoint `name` into `directory`, which is empty. Raises a `CheckpointError` where its
+        manifest is damaged, or names files outside of the checkpoint."""
         self.fs.get_file(self._path(name, MANIFEST), str(directory / MANIFEST))
         for file in read_manifest(directory)["files"]:
             if not is_inside(file):

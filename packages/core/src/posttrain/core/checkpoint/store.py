@@ -75,11 +75,8 @@ class Store:
         return self.output_dir / f"checkpoint-{step}"
 
     def begin(self, step: int) -> Path:
-        """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`.
-
-        Raises:
-            DiskFullError: there is no space for a directory.
-        """
+        """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`. Raises a
+        `DiskFullError` where there is no space for a directory."""
         temp = self._hidden("tmp", step)
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -192,10 +189,7 @@ class Store:
 
     def by_run(self, manifests: dict[Path, dict[str, Any]] | None = None) -> dict[str | None, list[Path]]:
         """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out.
-
-        Args:
-            manifests: of the checkpoints, where they were read before.
-        """
+        Their `manifests` may have been read before."""
         read = self.manifests() if manifests is None else manifests
         order = sorted(read.values(), key=operator.itemgetter("written"))
         runs = dict.fromkeys(reversed([run_of(manifest) for manifest in order]))
@@ -251,23 +245,14 @@ class Store:
             self.abort(temp)
 
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
-        """The problems of the checkpoint at `path`, a sentence each; empty if it is intact.
-
-        Files that are not in the manifest, such as those of callbacks, are no damage.
-
-        Args:
-            deep: read every file and compare its checksum; else only that it is there and has its size.
-            kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
-        """
+        """The problems of the checkpoint at `path`, a sentence each, as `manifest.damages`; empty if it is intact.
+        Files that are not in the manifest, such as those of callbacks, are no damage."""
         return damages(path, deep, kind)
 
     def resolve(self, resume_from_checkpoint: bool | str | Path) -> Path:
-        """The intact checkpoint for True (the newest intact one) or for a path (only that one).
-
-        Raises:
-            MissingCheckpointError: it does not exist.
-            CheckpointError: it is damaged. Of another trainer's checkpoint, the readable parts are used.
-        """
+        """The intact checkpoint for True (the newest intact one) or for a path (only that one). Raises a
+        `MissingCheckpointError` where it does not exist, and a `CheckpointError` where it is damaged. Of another
+        trainer's checkpoint, the readable parts are used."""
         if resume_from_checkpoint is True:
             if (newest := self.newest_whole()) is None:
                 raise self._none_whole()
@@ -342,14 +327,9 @@ class Store:
     # ---- removing ----
 
     def rotate(self, limit: int | None, keep: Iterable[str | Path] = ()) -> list[Path]:
-        """Delete checkpoints of the lowest steps until `limit` are left, those of earlier runs first; returns them.
-
-        Never deleted are the whole checkpoint of the highest step of each run, the one written last, and those in
-        `keep`, even if more than `limit` are left then.
-
-        Args:
-            limit: None or 0 deletes nothing.
-        """
+        """Delete checkpoints of the lowest steps until `limit` (None or 0: all) are left, those of earlier runs first;
+        returns them. Never deleted are the whole checkpoint of the highest step of each run, the one written last, and
+        those in `keep`, even if more than `limit` are left then."""
         if not limit:
             return []
         checkpoints, removed = self.checkpoints(), []
@@ -388,11 +368,8 @@ class Store:
             self._removals.pop().join()
 
     def clean(self) -> None:
-        """Remove partly written and partly deleted checkpoints of dead runs.
-
-        A run counts as dead if it ran on this machine and its process is gone, or if it has not touched the directory
-        for a day.
-        """
+        """Remove partly written and partly deleted checkpoints of dead runs. A run counts as dead if it ran on this
+        machine and its process is gone, or if it has not touched the directory for a day."""
         for path in list(self.output_dir.iterdir()) if self.output_dir.is_dir() else ():
             hidden = _HIDDEN.fullmatch(path.name)
             if hidden is None or not _is_dead(path, hidden["host"], int(hidden["pid"]), hidden["run"]):
@@ -407,10 +384,7 @@ class Store:
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
     """The ``checkpoint-<step>`` of the highest step in `folder`, or None. Whether it is whole is checked on resuming.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    Raises a `FileNotFoundError` where there is no such folder."""
     os.listdir(folder)
     checkpoints = Store(folder).checkpoints()
     return str(checkpoints[-1]) if checkpoints else None

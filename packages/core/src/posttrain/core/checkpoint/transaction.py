@@ -103,14 +103,8 @@ class Saver:
         self.pending = step  # not before: a signal's error, as of a worker that died, may have come between
 
     def settle(self, wait: bool = True) -> Outcome | None:
-        """The result of the last save, once; None if there is none or it is pending.
-
-        Args:
-            wait: until it is written; else only check. All processes must pass the same value.
-
-        Raises:
-            Exception: a background error other than a failed write.
-        """
+        """The result of the last save, once; None if there is none, or if it is not written yet and this does not
+        `wait`. All processes must pass the same value. Raises a background error other than a failed write."""
         if self.pending is None or (not wait and any(self._gather(not self._written.done()))):
             return None
         step, self.pending, path, error = self.pending, None, None, None

@@ -76,10 +76,7 @@ def files(
     max_shard_size: int | str | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each file that transformers would write of `state_dict`, a part of `model`'s, for `write_file`.
-
-    Args:
-        directory: where the config and the code of the model are written; None: nowhere.
-    """
+    Config and code of the model are written into `directory`; None: nowhere."""
     found: list[dict[str, torch.Tensor]] = []
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere if directory is None else directory)
@@ -158,11 +155,8 @@ def quiet() -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Copy the weights in `directory` into `model` (not wrapped), in place.
-
-    Raises:
-        CheckpointError: there are no weights, or they are those of another model; the message names the tensors.
-    """
+    """Copy the weights in `directory` into `model` (not wrapped), in place. Raises a `CheckpointError` where there are
+    none, or where they are those of another model; the message names the tensors."""
     directory = Path(directory)
     if adapters_of(model):
         return _load_adapters(model, directory)
@@ -215,11 +209,8 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(index: Path) -> list[str]:
-    """The files in an index of shards.
-
-    Raises:
-        CheckpointError: it is damaged, or names a file in another folder.
-    """
+    """The files in an index of shards. Raises a `CheckpointError` where it is damaged, or names a file in another
+    folder."""
     document = codec.read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -232,11 +223,8 @@ def files_of_index(index: Path) -> list[str]:
 
 
 def check_files(folder: str | Path) -> None:
-    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded.
-
-    Raises:
-        CheckpointError: as `files_of_index` and `codec.check_tensors`.
-    """
+    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded:
+    raises a `CheckpointError`, as `files_of_index` and `codec.check_tensors`."""
     for index in sorted(Path(folder).glob("*.index*.json")):
         files_of_index(index)
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -286,11 +274,8 @@ def has_encoder(model: nn.Module) -> bool:
 
 
 def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Write the state that a run with `has_encoder` needs to resume, next to the adapter.
-
-    Args:
-        state_dict: the gathered weights, if `model` is sharded.
-    """
+    """Write the state that a run with `has_encoder` needs to resume, next to the adapter; `state_dict` holds the
+    gathered weights, if `model` is sharded."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     codec.write_tensors({name: state_dict[name] for name in _trained(model)}, Path(directory) / ENCODER)
 
@@ -317,14 +302,8 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
 
 
 def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the adapters in `directory` back and compare all values with those of `model`.
-
-    Args:
-        state_dict: the gathered weights, if `model` is sharded.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or other values.
-    """
+    """Read the adapters in `directory` back and compare all values with those of `model`, or with its gathered weights
+    (`state_dict`). Raises a `CheckpointError` where a tensor is missing, has another shape, or other values."""
     from peft.utils import get_peft_model_state_dict
 
     trained = set(_trained(model))

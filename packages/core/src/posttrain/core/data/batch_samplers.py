@@ -198,11 +198,8 @@ def make_train_sampler(
 def token_batches(
     dataset: Any, lengths: Callable[[Any], list[int]], max_tokens: int, seed: int, world_size: int
 ) -> TokenBatchSampler:
-    """The batches of `dataset` that hold `max_tokens` tokens at most.
-
-    Raises:
-        DataError: the data is a stream, or its rows have no known lengths, or one is too long.
-    """
+    """The batches of `dataset` that hold `max_tokens` tokens at most. Raises a `DataError` where the data is a stream,
+    or its rows have no known lengths, or one is too long."""
     if is_stream(dataset):
         raise DataError(
             "max_batch_tokens needs the length of each row before training, and the training data is a stream. Give "

@@ -66,10 +66,7 @@ class WorkerStart:
 
 def iterate(loader: DataLoader[Any], owner: Any) -> Iterator[Any]:
     """``iter(loader)``, with workers that `end` can stop; `explain` names one that ends on its own.
-
-    Args:
-        owner: its ``rows_ahead(n)`` are the rows of the batch n batches after the one that is waited for, or None.
-    """
+    ``owner.rows_ahead(n)`` are the rows of the batch n batches after the one that is waited for, or None."""
     try:
         reader: Any = iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

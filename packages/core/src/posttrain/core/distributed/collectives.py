@@ -129,13 +129,8 @@ class Collectives(World):
     # ---- waits without a limit: for work that only some do, as long as it takes ----
 
     def gather_patiently(self, value: Any, what: str = "that all come here") -> list[Any]:
-        """What every process passed, in the order of `process_index`. They may come hours apart: `ddp_timeout` does not
-        count here.
-
-        Args:
-            value: small, because it goes through the store.
-            what: a description of the wait, for the log.
-        """
+        """What every process passed, in the order of `process_index`: a small `value`, because it goes through the
+        store. They may come hours apart: `ddp_timeout` does not count here. The log describes the wait by `what`."""
         return [value] if self._waits is None else self._waits.gather(value, what)
 
     def meet(self, what: str = "that all come here") -> None:
@@ -149,10 +144,7 @@ class Collectives(World):
     @contextlib.contextmanager
     def main_first(self, local: bool = False) -> Iterator[None]:
         """Rank 0 runs the block before all others, or the first of each machine if `local`, so that they read what it
-        writes.
-
-        All continue when all have run it; an error of one is raised on all.
-        """
+        writes. All continue when all have run it; an error of one is raised on all."""
         if self._waits is None:
             yield
             return

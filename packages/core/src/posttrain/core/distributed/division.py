@@ -35,11 +35,8 @@ def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
 
 def sizes_of_run(args: Any, model: nn.Module | None, processes: int) -> dict[str, int]:
     """The sizes of the groups of processes by name, with ``tp_size`` and ``ep_size``: of the arguments, or as `model`
-    was loaded.
-
-    Raises:
-        ConfigError: so many `processes` do not divide into them, or the model was loaded otherwise.
-    """
+    was loaded. Raises a `ConfigError` where so many `processes` do not divide into them, or the model was loaded
+    otherwise."""
     sizes, found = dict(shard_settings.sizes_of(args.parallelism_config)), []
     loaded = {"tp_size": tensor_parallel.loaded_size(model), "ep_size": expert_parallel.loaded_size(model)}
     for name, size in loaded.items():
@@ -99,11 +96,8 @@ class Division:
 
 
 def cut(model: nn.Module, division: Division, device: torch.device, precision: str, frozen: bool = False) -> None:
-    """Divide `model` in place and move it to `device`.
-
-    Args:
-        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``. frozen: the model is never trained.
-    """
+    """Divide `model` in place and move it to `device`, for products in the `precision` "no", "bf16" or "fp16";
+    `frozen`: it is never trained."""
     mesh, over, options = division.mesh, division.mesh, {}
     if "tp" in mesh.mesh_dim_names:
         tensor_parallel.split(model, mesh["tp"], device, with_experts=division.experts > 1)

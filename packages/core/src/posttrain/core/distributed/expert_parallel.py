@@ -206,11 +206,8 @@ def _does_not_divide(size: int, count: int, name: str) -> str:
 
 
 def problems(size: int, sizes: dict[str, int], args: Any) -> Iterator[str]:
-    """Why `args` cannot train with experts divided over `size` processes.
-
-    Args:
-        sizes: of the other groups of processes, by name.
-    """
+    """Why `args` cannot train with experts divided over `size` processes, with other groups of processes of these
+    `sizes`."""
     if (tp := sizes.get("tp_size", 1)) not in (1, size):
         yield (
             f"ep_size={size} and tp_size={tp} do not work together: experts are divided over the processes that split "

@@ -150,11 +150,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
 
 
 def of_run(args: Any) -> Sharding | None:
-    """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding.
-
-    Raises:
-        ConfigError: for problems with them.
-    """
+    """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding. Raises a
+    `ConfigError` for problems with them."""
     settings, problems = read(args.fsdp, args.fsdp_config, args.parallelism_config)
     if settings is None and not problems:
         settings, problems = from_environment()
@@ -315,11 +312,8 @@ def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
 
 
 def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> Iterator[str]:
-    """Why `args` cannot train weights that the argument `name` divides over `size` processes.
-
-    Args:
-        verb: what it does to the model. parts: what each process then has.
-    """
+    """Why `args` cannot train weights that the argument `name` divides over `size` processes: it does `verb` to the
+    model, and each process then has `parts`."""
     if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:  # whose classes both call
         yield f"{name}={size} needs transformers 5.23 or newer: pip install -U transformers"
     if args.deepspeed is not None:
@@ -331,11 +325,8 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
 
 
 def optimizer_problems(name: Any, setting: str = "fsdp", offloads: bool = False) -> Iterator[str]:
-    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`.
-
-    Args:
-        offloads: the parts are in host memory.
-    """
+    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`; in host memory,
+    where it `offloads` them."""
     name = str(name)
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway

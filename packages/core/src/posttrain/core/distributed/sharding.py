@@ -77,15 +77,9 @@ def make_mesh(
 
 def make_expert_mesh(mesh: Any, experts: int) -> Any:
     """The processes of `mesh` (`make_mesh`) by the experts that they keep: a `DeviceMesh` of the dimensions
-    ``replicate`` and ``shard`` of the processes with the same experts, ``expert`` of those that have them all between
-    them, and ``alone`` of each by itself.
-
-    Args:
-        experts: processes that have all experts between them.
-
-    Raises:
-        ValueError: the processes that shard the weights do not divide into so many.
-    """
+    ``replicate`` and ``shard`` of the processes with the same experts, ``expert`` of the `experts` that have them all
+    between them, and ``alone`` of each by itself. Raises a `ValueError` where the processes that shard the weights do
+    not divide into so many."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
@@ -228,11 +222,8 @@ def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:
 
 
 def load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Move the tensors that only `unit` holds to `device`, with the values of the main process.
-
-    Args:
-        moved: ``{id(tensor): (tensor, its replacement)}``; tied weights stay tied.
-    """
+    """Move the tensors that only `unit` holds to `device`, with the values of the main process. Tied weights stay tied,
+    by what was `moved`: ``{id(tensor): (tensor, its replacement)}``."""
     for module in unit.modules():
         for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
             for name, tensor in table.items():
@@ -270,14 +261,9 @@ def scatter(model: nn.Module, settings: Sharding) -> None:
 
 
 def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
-    """Replace the parameters in `optimizer`, made before `model` was sharded, by the sharded ones.
-
-    Args:
-        before: ``{id(parameter): name}`` before `shard`.
-
-    Raises:
-        ValueError: the optimizer already has state for whole weights.
-    """
+    """Replace the parameters in `optimizer`, made before `model` was sharded, by the sharded ones; `before` is
+    ``{id(parameter): name}`` from then. Raises a `ValueError` where the optimizer already has state for whole
+    weights."""
     if optimizer is None:
         return
     if optimizer.state:
@@ -374,13 +360,8 @@ def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 def whole_state_dict(
     model: nn.Module, keep: Callable[[str], bool], only: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Any]:
-    """The state dict of a sharded `model`, gathered tensor by tensor into host memory.
-
-    Every process must call it.
-
-    Args:
-        keep: the names that this process gets. only: the names that are gathered, the same on all.
-    """
+    """The state dict of a sharded `model`, gathered tensor by tensor into host memory: of the names in `only`, the same
+    on all processes, this one gets those to `keep`. Every process must call it."""
     kept: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for name, tensor in model.state_dict().items():

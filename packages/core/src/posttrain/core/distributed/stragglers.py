@@ -48,11 +48,8 @@ class Pace:
     def gathering(
         self, gather: Callable[[Any], list[Any]], phases: Mapping[str, float], steps: int
     ) -> Callable[[Any], list[Any]]:
-        """`gather`, which takes what `logged` needs of each process along.
-
-        Args:
-            phases: seconds of this process in each phase since the last record, `steps` optimizer steps ago.
-        """
+        """`gather`, which takes what `logged` needs of each process along: the seconds of this one in each of `phases`
+        since the last record, `steps` optimizer steps ago."""
 
         def together(value: Any) -> list[Any]:
             mine = (self._name, self._own / steps, {name: spent / steps for name, spent in phases.items()})
@@ -65,11 +62,7 @@ class Pace:
 
     def logged(self, step_seconds: float) -> dict[str, float]:
         """``{"perf/straggler": ratio}`` of the slowest process' own seconds of a step to the median, where it holds the
-        others up; a warning names it, once.
-
-        Args:
-            step_seconds: how long a step took since the last record.
-        """
+        others up; a warning names it, once. A step took `step_seconds` since the last record."""
         if len(self._all) < 2:
             return {}
         name, slowest, phases = max(self._all, key=lambda one: one[1])

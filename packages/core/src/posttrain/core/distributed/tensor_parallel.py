@@ -165,11 +165,8 @@ def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:
 
 
 def _with_adapters(plan: dict[str, str], modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """`plan` for a model with LoRA: of each pair the half beside the split side of the matrix is split with it.
-
-    Raises:
-        ValueError: an adapter looks at whole matrices, or is of another kind.
-    """
+    """`plan` for a model with LoRA: of each pair the half beside the split side of the matrix is split with it. Raises
+    a `ValueError` where an adapter looks at whole matrices, or is of another kind."""
     for name, style in plan.items():
         module: Any = modules.get(name)
         if hasattr(module, "modules_to_save"):  # peft's trained copy next to the original

@@ -117,14 +117,8 @@ class Waits:
         self._said.append(f"{name}/{self.rank}")
 
     def hear(self, name: str, rank: int, what: str) -> Any:
-        """Wait for the message of process `rank` under `name`.
-
-        Args:
-            what: a description of the wait, for the log.
-
-        Raises:
-            LostProcessError: it ended without a message.
-        """
+        """Wait for the message of process `rank` under `name`; the log describes the wait by `what`. Raises a
+        `LostProcessError` where it ended without a message."""
         key, pause, began = f"{name}/{rank}", 0.001, time.monotonic()
         pulse, looked, word = _Pulse(self.store, rank, self.seconds), began, _FIRST_WORD
         try:

@@ -47,11 +47,8 @@ _waits: Waits | None = None
 
 
 def _leave_group(destroy: bool = True) -> None:
-    """Leave the processes of the run at exit.
-
-    Args:
-        destroy: the process group, for gloo's threads may abort the program afterwards.
-    """
+    """Leave the processes of the run at exit. `destroy`: the process group, for gloo's threads may abort the program
+    afterwards."""
     global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()
@@ -85,14 +82,9 @@ def _watch(args: DistributedArguments, rank: int, local_rank: int, world_size: i
 
 
 def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accelerator:
-    """Start the process group, if the launcher started several processes.
-
-    Args:
-        gathers_on_host: the weights live in host memory and are gathered there, which nccl cannot do.
-
-    Raises:
-        ConfigError: the launcher sets a precision that this machine lacks.
-    """
+    """Start the process group, if the launcher started several processes, with one on the host where weights in host
+    memory are gathered there (`gathers_on_host`), which nccl cannot do. Raises a `ConfigError` where the launcher sets
+    a precision that this machine lacks."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 

@@ -47,10 +47,8 @@ _NOTES = dict.fromkeys(_REORDERS, "rows continue in another order") | {
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """``{name: (old, new)}`` of the arguments that change a run, between two `TrainingArguments.to_dict`.
-
-    An argument that one of them lacks is left out.
-    """
+    """``{name: (old, new)}`` of the arguments that change a run, between two `TrainingArguments.to_dict`; one that
+    either of them lacks is left out."""
     return {
         name: (before[name], now[name])
         for name in now
@@ -62,11 +60,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def found(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any]]:
-    """`differences` between the arguments that `checkpoint` was saved with and `args`; a warning lists them.
-
-    Args:
-        epoch: passes over the data that were done, as a fraction.
-    """
+    """`differences` between the arguments that `checkpoint` was saved with, after so many passes over the data
+    (`epoch`, a fraction), and `args`; a warning lists them."""
     path = checkpoint / "training_args.json"
     before = codec.read_json(path) if path.is_file() else {}
     return _warned_of(differences(before, json.loads(args.to_json_string())), checkpoint, epoch)
@@ -75,11 +70,8 @@ def found(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any
 def of_groups(
     fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer, checkpoint: Path, epoch: float
 ) -> dict[str, tuple[Any, Any]]:
-    """`found` for a `checkpoint` whose arguments cannot be read: what the loaded options of `optimizer` tell of them.
-
-    Args:
-        fresh: `group_options` from before its state was loaded.
-    """
+    """`found` for a `checkpoint` whose arguments cannot be read: what the loaded options of `optimizer` tell of them,
+    beside its `fresh` `group_options` from before its state was loaded."""
     new, old = fresh[0], group_options(optimizer)[0]
     options = [(name, key) for name, keys in ({"learning_rate": ("initial_lr",)} | _OPTIONS).items() for key in keys]
     changed = {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}
@@ -93,14 +85,8 @@ def _warned_of(changed: dict[str, tuple[Any, Any]], checkpoint: Path, epoch: flo
 
 
 def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: bool) -> str:
-    """One sentence for a log, listing what changed since `checkpoint`.
-
-    Args:
-        inside_epoch: the checkpoint was saved in the middle of a pass over the data.
-
-    Raises:
-        CheckpointError: another optimizer was chosen, for which the saved state is of no use.
-    """
+    """One sentence for a log, listing what changed since `checkpoint`, which was saved `inside_epoch` or after one.
+    Raises a `CheckpointError` where another optimizer was chosen, for which the saved state is of no use."""
     old, new = changed.get("optim", (None, None))
     if old != new and not any({old, new} <= names for names in _ONE_STATE):
         raise CheckpointError(
@@ -125,13 +111,8 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def apply(
     changed: dict[str, tuple[Any, Any]], optimizer: torch.optim.Optimizer, fresh: list[dict[str, Any]], scheduler: Any
 ) -> None:
-    """Apply changed constants of the optimizer after its loaded state restored the old ones.
-
-    Args:
-        changed: as from `differences`.
-        fresh: `group_options` from before the state was loaded.
-        scheduler: the learning rate schedule, with its state loaded.
-    """
+    """Apply `changed` constants of the optimizer (`differences`) after its loaded state and that of the schedule
+    restored the old ones; `fresh` are its `group_options` from before."""
     names = {option for name in changed for option in _OPTIONS.get(name, ())}
     for group, options in zip(optimizer.param_groups, fresh, strict=True):
         group.update({name: options[name] for name in names if name in options and name in group})

@@ -58,11 +58,8 @@ class EMAArguments:
 
 
 def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
-    """The average configured in `args`, initialized with the current weights; None without one.
-
-    Raises:
-        ValueError: `optimizer` averages the weights itself.
-    """
+    """The average configured in `args`, initialized with the current weights; None without one. Raises a `ValueError`
+    where `optimizer` averages the weights itself."""
     if args.ema_decay is None:
         return None
     if hasattr(optimizer, "eval"):
@@ -119,10 +116,8 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model with the averages in place of its weights, which come back at the end.
-
-        Nothing is copied in float32.
-        """
+        """The model with the averages in place of its weights, which come back at the end; nothing is copied in
+        float32."""
         weights = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -143,11 +138,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`.
-
-        Raises:
-            CheckpointError: the averages are those of other parameters.
-        """
+        """The inverse of `state_dict`. Raises a `CheckpointError` where the averages are those of other parameters."""
         saved = state["averages"]
         if saved.keys() != self._averages.keys():
             [first, *_] = sorted(saved.keys() ^ self._averages.keys())

@@ -29,11 +29,7 @@ class Evaluator:
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
         """`Trainer.evaluation_loop` over `loader`, with the averaged weights where they are asked for, and with metrics
-        of speed and memory.
-
-        Args:
-            keep: predictions are returned.
-        """
+        of speed and memory; predictions are returned if `keep`."""
         owner, args = self.owner, self.owner.args
         if not owner.is_in_train:  # a process that has prepared something may come hours after the others
             owner.dist.meet("the beginning of an evaluation")

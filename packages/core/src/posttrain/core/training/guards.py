@@ -69,16 +69,9 @@ class BatchSplitter:
         attempt: Callable[[list[Any]], list[torch.Tensor]],
         checkpoint: Callable[[], Callable[[], None]],
     ) -> tuple[list[Any], list[torch.Tensor]]:
-        """(micro-batches, their shares of the loss) of `window`, in as many micro-batches as it takes.
-
-        Args:
-            step: number of the optimizer step, for messages.
-            attempt: runs forward and backward of micro-batches.
-            checkpoint: called once before the first attempt; what it returns undoes an attempt that failed.
-
-        Raises:
-            torch.OutOfMemoryError: a micro-batch that does not fit cannot be split.
-        """
+        """(micro-batches, their shares of the loss) of `window`, number `step`, in as many micro-batches as it takes:
+        `attempt` runs forward and backward of some, and what `checkpoint` returns, called once before, undoes an
+        attempt that failed. Raises a `torch.OutOfMemoryError` where a micro-batch that does not fit cannot be split."""
         self.origins = None
         for _ in range(self.cuts):
             window = self._halved(window, step, None)

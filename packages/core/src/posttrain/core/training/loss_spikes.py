@@ -62,11 +62,8 @@ class SpikeWatch:
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
 
     def may_step(self, optimizer: Any, update: Update, loss_scale: Any = None) -> bool:
-        """Whether `optimizer` may apply `update`.
-
-        Raises:
-            LossSpikeError: a loss is a spike, and the run is to stop.
-        """
+        """Whether `optimizer` may apply `update`. Raises a `LossSpikeError` where a loss is a spike, and the run is to
+        stop."""
         loss = update.loss.detach() if self._mean is None else self._mean(update.loss.detach())
         self._pending.append((OnItsWay.of(loss), update))
         waits = 0 if loss.is_cpu or self.policy == "skip" else LAG

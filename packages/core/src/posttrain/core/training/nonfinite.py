@@ -131,15 +131,9 @@ class FiniteGuard:
     def may_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
     ) -> bool:
-        """Whether `optimizer` may apply `update` now.
-
-        Args:
-            loss_scale: returns the scale of an active loss scaler. It skips steps with overflowing gradients and lowers
-                the scale, which is no error while the scale can be lowered.
-
-        Raises:
-            NonFiniteError: this step or an earlier one is not finite, and the run must stop.
-        """
+        """Whether `optimizer` may apply `update` now. An active loss scaler, whose scale `loss_scale` returns, skips
+        steps with overflowing gradients and lowers the scale, which is no error while the scale can be lowered. Raises
+        a `NonFiniteError` where this step or an earlier one is not finite, and the run must stop."""
         reads_flag = not update.grad_norm.is_cpu and getattr(optimizer, "_step_supports_amp_scaling", False)
         if reads_flag and loss_scale is None:
             self.flag(optimizer, update)
@@ -152,11 +146,8 @@ class FiniteGuard:
         return self._judge(bad, update, 0)
 
     def flag(self, optimizer: torch.optim.Optimizer, update: Update) -> None:
-        """Let a fused `optimizer` skip its next step if `update` is not finite, without waiting.
-
-        Raises:
-            NonFiniteError: the step `lag` steps ago was not finite, and the run must stop.
-        """
+        """Let a fused `optimizer` skip its next step if `update` is not finite, without waiting. Raises a
+        `NonFiniteError` where the step `lag` steps ago was not finite, and the run must stop."""
         bad = (~(torch.isfinite(update.loss) & torch.isfinite(update.grad_norm))).float()
         if self._total is not None:
             bad = self._total(bad).clamp_(max=1)
@@ -168,11 +159,8 @@ class FiniteGuard:
             self._judge_oldest()
 
     def settle(self) -> None:
-        """Check every pending flag: before a log record, an evaluation or a checkpoint.
-
-        Raises:
-            NonFiniteError: one was not finite, and the run must stop.
-        """
+        """Check every pending flag: before a log record, an evaluation or a checkpoint. Raises a `NonFiniteError` where
+        one was not finite, and the run must stop."""
         try:
             while self._pending:
                 self._judge_oldest()
@@ -209,11 +197,8 @@ class FiniteGuard:
         return self.policy == "warn" and not lacks_labels
 
     def finish(self) -> None:
-        """Check pending flags at the end of a run.
-
-        Raises:
-            NonFiniteError: a step was not finite and the run must stop, or no step had a label.
-        """
+        """Check pending flags at the end of a run. Raises a `NonFiniteError` where a step was not finite and the run
+        must stop, or where no step had a label."""
         self.settle()
         if self._without_labels and not self.counts.seen_labels:
             raise NonFiniteError(
@@ -253,11 +238,7 @@ class OnItsWay(NamedTuple):
 
 
 def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
-    """The message about `update` and whether it was applied, without the place.
-
-    Args:
-        late: optimizer steps since then.
-    """
+    """The message about `update`, `late` optimizer steps after it, and whether it was applied, without the place."""
     if policy == "warn" and not update.lacks_labels:
         fate = "The step was applied nevertheless, as on_nonfinite='warn' sets."
     elif late:
@@ -283,15 +264,9 @@ def has_float16(model: nn.Module) -> bool:
 
 
 def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
-    """Check and warn about weights in float16.
-
-    Args:
-        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
-        has_engine: DeepSpeed keeps float32 copies of the weights and scales the loss by itself.
-
-    Raises:
-        ValueError: with fp16, whose loss scaler needs gradients in float32.
-    """
+    """Warn about weights in float16, unless an engine keeps float32 copies of them and scales the loss by itself
+    (DeepSpeed). Raises a `ValueError` where products have the `precision` "fp16" too, whose loss scaler needs gradients
+    in float32."""
     if has_engine or not has_float16(model):
         return
     what = f"The weights of this {type(model).__name__} that are trained are in float16"
@@ -398,15 +373,9 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
 
 @contextlib.contextmanager
 def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
-    """Check the output of every module on each forward pass in this context; slow, to find overflows.
-
-    Args:
-        frames: the number of listed modules before the overflow, with the smallest and largest magnitudes of their
-            weights and outputs: the smallest show where fp16 underflows.
-
-    Raises:
-        NonFiniteError: at the first module whose output holds NaN or an infinity.
-    """
+    """Check the output of every module on each forward pass in this context; slow, to find overflows. Raises a
+    `NonFiniteError` at the first one that holds NaN or an infinity. It lists so many modules before with the smallest
+    and largest magnitudes of their weights and outputs (`frames`): the smallest show where fp16 underflows."""
     seen: deque[str] = deque(maxlen=frames)
 
     def saw(where: str, module: nn.Module, given: Any, output: Any) -> None:

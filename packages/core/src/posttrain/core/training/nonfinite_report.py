@@ -35,14 +35,9 @@ class Reporter:
         self.owner = owner
 
     def __call__(self, update: Update, stops: bool, late: int, is_first: bool) -> str:
-        """The text for the log or the error.
-
-        Args:
-            stops: the run ends with it. late: optimizer steps since. is_first: none of this run was reported before.
-
-        Raises:
-            NonFiniteError: buffers of the model hold NaN, so that skipping the step does not help.
-        """
+        """The text for the log or the error about a step, `late` optimizer steps after it; the run `stops` with it, or
+        none was reported before it (`is_first`). Raises a `NonFiniteError` where buffers of the model hold NaN, so that
+        skipping the step does not help."""
         text = nonfinite.describe(update, self.owner.args.on_nonfinite, late)
         text += f" It is {self.named(update, update.bad_batches())}."
         # Skipping optimizer steps does not repair buffers with NaN, such as running statistics.

@@ -86,15 +86,9 @@ def make_plan(
     max_steps: int,
     epochs_of_stream: float | None = None,
 ) -> Plan:
-    """Plan a run; `max_steps` > 0 overrides `num_train_epochs`.
-
-    Args:
-        epochs_of_stream: passes over data without a known length after which a run without `max_steps` ends, infinity
-            where something else ends it; None: such a run is refused.
-
-    Raises:
-        ValueError: the data has no known length and nothing ends the run, or there is no batch.
-    """
+    """Plan a run; `max_steps` > 0 overrides `num_train_epochs`. Of data without a known length, a run without
+    `max_steps` ends after `epochs_of_stream` passes, infinity where something else ends it. Raises a `ValueError` where
+    that is None, so that nothing ends the run, or where there is no batch."""
     if batches_per_epoch == 0:
         raise ValueError(
             "The training dataloader yields no batch: the dataset is empty, or dataloader_drop_last=True drops its "
@@ -118,11 +112,7 @@ def make_plan(
 
 def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool) -> Plan:
     """`plan` for resuming after `step` optimizer steps of another size, with `left` micro-batches of epoch `epoch` to
-    come.
-
-    Args:
-        keeps_max_steps: the run ends after ``plan.max_steps`` optimizer steps of any size; else with its last row.
-    """
+    come. The run ends with its last row, or with ``plan.max_steps`` optimizer steps of any size (`keeps_max_steps`)."""
     whole, total = plan.steps_per_epoch, plan.batches_per_epoch
     if whole is None or total is None:
         return plan
@@ -162,11 +152,8 @@ def steps_left(state: Any, max_tokens: float) -> float | None:
 
 
 def check_intervals(plan: Plan, args: Any) -> None:
-    """Reject intervals of epochs where the data has no known length, and shares of a run without one.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Raise a `ValueError` for an interval in epochs where the data has no known length, or for a share of a run
+    without one."""
     for name in ("logging_steps", "eval_steps", "save_steps"):
         interval = vars(args)[name]
         if plan.steps_per_epoch is None and isinstance(interval, str) and parse(interval).unit == "epochs":

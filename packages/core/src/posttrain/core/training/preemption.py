@@ -83,11 +83,8 @@ def may_save(args: Any) -> bool:
 
 
 def seconds(duration: float | str) -> float:
-    """``"1:30:00"`` or ``"90min"`` -> 5400.0; a number, or its text, is seconds already.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """``"1:30:00"`` or ``"90min"`` -> 5400.0; a number, or its text, is seconds already. Raises a `ValueError` where it
+    is neither."""
     if not isinstance(duration, str) or re.fullmatch(r"\s*\d+(\.\d*)?\s*", duration):
         return float(duration)
     if ":" not in duration:

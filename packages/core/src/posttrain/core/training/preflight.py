@@ -122,11 +122,7 @@ def passed_on(scope: Mapping[str, Any], *without: str, rest: str = "others") -> 
 
 
 def raise_together(where: str, problems: Iterable[Problem]) -> None:
-    """Raise the problems; a single exception is raised itself.
-
-    Raises:
-        PreflightError: listing all, each once.
-    """
+    """Raise the problems: a single exception itself, several as a `PreflightError` that lists all, each once."""
     found = list({str(problem): problem for problem in problems}.values())
     if len(found) == 1 and isinstance(found[0], Exception):
         setattr(found[0], BEFORE_THE_RUN, True)  # the command line prints such an error without its traceback

@@ -41,12 +41,8 @@ class Record:
         self._needs_tokens = args.include_num_input_tokens_seen != "no"
 
     def read(self, inputs: Mapping[str, Any], main_input: str, operations: int) -> None:
-        """Count the tokens of a micro-batch, without waiting for the device.
-
-        Args:
-            main_input: the column that holds the tokens.
-            operations: floating-point operations of its forward and backward.
-        """
+        """Count the tokens of a micro-batch, in the column `main_input`, and the floating-point `operations` of its
+        forward and backward, without waiting for the device."""
         if self._needs_mask and "attention_mask" not in inputs:
             self._needs_mask = False  # warn once
             logger.warning(
@@ -92,13 +88,9 @@ class Record:
     def of_steps(
         self, state: TrainerState, progress: Progress, first_step: int, beside: dict[str, float], pace: Pace | None
     ) -> dict[str, float]:
-        """The values of a record of the steps since the last: the one place of a run that waits for the device.
-
-        Args:
-            first_step: the optimizer step that the run started from.
-            beside: values of the last step that belong to the record.
-            pace: that of this process among several.
-        """
+        """The values of a record of the steps since the last, with those `beside` it: the one place of a run that waits
+        for the device. The run started from optimizer step `first_step`; `pace` is that of this process among
+        several."""
         steps = max(state.global_step - max(progress.last_logged, first_step), 1)  # the clock began at `first_step`
         gather = self.dist.gather_object
         pairs = self.metrics.drain(gather if pace is None else pace.gathering(gather, self.clock.phases, steps))
@@ -120,11 +112,8 @@ class Record:
     def of_run(
         self, state: TrainerState, progress: Progress, first_step: int, rows: int, nonfinite_steps: int
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """(what the algorithm measured since the last record, the metrics of the whole run).
-
-        Args:
-            rows: rows read over all processes. nonfinite_steps: optimizer steps that were not finite.
-        """
+        """(what the algorithm measured since the last record, the metrics of the whole run), in which so many `rows`
+        were read over all processes."""
         rest = self.metrics.drain(self.dist.gather_object)
         rest |= self.metrics.drain(self.dist.gather_object, epoch=True)  # of a part of one
         self.count(state, rest)

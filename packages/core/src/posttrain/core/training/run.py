@@ -279,11 +279,8 @@ class Run:
         return all(guard.may_step(owner.optimizer, update, scale) for guard in self.guards)
 
     def after_step(self, num_batches: int) -> bool:
-        """Count an optimizer step over `num_batches` micro-batches, call the callbacks and do what they ask for.
-
-        Returns:
-            Whether the epoch ends here.
-        """
+        """Count an optimizer step over `num_batches` micro-batches, call the callbacks and do what they ask for;
+        returns whether the epoch ends here."""
         owner, state = self.owner, self.owner.state
         self.advance(num_batches)
         state.global_step += 1

@@ -49,11 +49,8 @@ class Saving:
             self.settle()
 
     def settle(self, wait: bool = True) -> None:
-        """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks.
-
-        Args:
-            wait: until it is written; else return where it is not.
-        """
+        """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks. Returns where it is
+        not written yet, unless this is to `wait`."""
         owner = self.owner
         outcome = owner.checkpoints.settle(wait)
         if outcome is None:
@@ -137,11 +134,8 @@ class Saving:
         return eval_loop.averages_in(self.owner.optimizer, otherwise=self.owner.is_in_train)
 
     def model(self, directory: str, of_checkpoint: bool, writes_itself: bool) -> None:
-        """Write the model and what belongs to it; large sharded weights by all processes, each its share.
-
-        Args:
-            writes_itself: a subclass has its own `_save`.
-        """
+        """Write the model and what belongs to it; large sharded weights by all processes, each its share, unless a
+        subclass has its own `_save` (`writes_itself`)."""
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
         check = bool(args.check_saved_model) and not of_checkpoint

@@ -88,11 +88,8 @@ class Distributed(Collectives):
         return not placed if args.place_model_on_device is None else args.place_model_on_device
 
     def place(self, model: nn.Module, trained: bool = False) -> None:
-        """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it.
-
-        Args:
-            trained: the model is trained; if it will be sharded, it is moved layer by layer.
-        """
+        """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it; one
+        that is `trained` and will be sharded is moved layer by layer."""
         if not (trained and self.shards) and self.moves(model):
             model.to(self.device)
         if self.device.type != "cpu":
@@ -107,10 +104,7 @@ class Distributed(Collectives):
 
     def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Move `model` to this process's device and, with several processes, wrap it so that gradients are averaged.
-
-        Args:
-            optimizer: made by the user from the parameters of `model`, which sharding replaces.
-        """
+        The `optimizer`, if the user made one, follows the parameters where sharding replaces them."""
         self.place(model, trained=True)
         return self.shard(model, optimizer)
 
@@ -121,12 +115,8 @@ class Distributed(Collectives):
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
         """Place `model`, which is never trained, like the trained one: on this process's device, and sharded if that
-        is. Every process must call it.
-
-        Args:
-            rounds: store weights rounded to bfloat16 or float16 if the forward rounds them anyway; the results are
-                equal.
-        """
+        is. Every process must call it. `rounds`: store weights rounded to bfloat16 or float16 if the forward rounds
+        them anyway; the results are equal."""
         if rounds and self.precision in LOW:
             round_weights(model, LOW[self.precision])
         self.place(model)

@@ -43,11 +43,8 @@ class DeepSpeed(Distributed):
         return False  # the engine has its own
 
     def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-        """As `Distributed.prepare_model`.
-
-        Raises:
-            RuntimeError: a training has begun: DeepSpeed leaves its hooks in the model, and its parts of the weights.
-        """
+        """As `Distributed.prepare_model`. Raises a `RuntimeError` where a training has begun: DeepSpeed leaves its
+        hooks in the model, and its parts of the weights."""
         if self.engine is not None:
             raise RuntimeError(
                 "A trainer with deepspeed trains once, because DeepSpeed changes the model for good. Save the model, "
@@ -143,11 +140,7 @@ class DeepSpeed(Distributed):
         return {"groups": options, "state": state, "masters": [master.detach() for master in masters]}
 
     def load_engine_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `engine_state`.
-
-        Raises:
-            CheckpointError: it is of another model, or another stage.
-        """
+        """The inverse of `engine_state`. Raises a `CheckpointError` where it is of another model, or another stage."""
         inner, masters = self._inner(), self._masters()
         if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
             raise CheckpointError(
