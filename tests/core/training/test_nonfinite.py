@@ -12,7 +12,7 @@ from torch import nn
 from posttrain.core import Trainer
 from posttrain.core.checkpoint import codec
 from posttrain.core.errors import NonFiniteError
-from posttrain.core.training import nonfinite_report
+from posttrain.core.training import guards
 from posttrain.core.training.nonfinite import Counts, FiniteGuard, Update, first_nonfinite, watched
 from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, pad, weights
@@ -340,7 +340,7 @@ def test_looking_for_the_fault_changes_nothing_of_the_run(tmp_path, monkeypatch)
     random = []
     for trainer in (looking, blind):
         if trainer is blind:
-            monkeypatch.setattr(nonfinite_report.Reporter, "_find", lambda self, update: None)
+            monkeypatch.setattr(guards.Reporter, "_find", lambda self, update: None)
         torch.manual_seed(0)
         trainer.train()
         random.append(torch.rand(4))

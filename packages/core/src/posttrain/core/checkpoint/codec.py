@@ -156,9 +156,8 @@ class _Encoder:
             return self._tensor(value, where, path)
         if type(value) is np.ndarray or (isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_))):
             return self._numpy(value, where, path)
-        if isinstance(value, float):
-            bits = struct.pack(">d", value)  # NaN has many bit patterns
-            return float(value) if math.isfinite(value) else {"$float": bits.hex()}
+        if isinstance(value, float):  # NaN has many bit patterns
+            return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if isinstance(value, (str, int)):
             return str.__str__(value) if isinstance(value, str) else int(value)
         if type(value) in (list, tuple):
@@ -166,14 +165,11 @@ class _Encoder:
             return items if type(value) is list else {"$tuple": items}
         if type(value) in (dict, collections.OrderedDict, collections.Counter):
             inner = [self.encode(item, f"{where}[{key!r}]", (*path, key)) for key, item in value.items()]
-            if type(value) is collections.Counter:  # the milestones of torch's MultiStepLR
-                kind = "$counter"
-            elif all(type(key) is str and not key.startswith("$") for key in value):
+            is_counter = type(value) is collections.Counter  # the milestones of torch's MultiStepLR
+            if not is_counter and all(type(key) is str and not key.startswith("$") for key in value):
                 return dict(zip(value, inner, strict=True))
-            else:
-                kind = "$dict"
             keys = [self.encode(key, f"the key {key!r} of {where}", path) for key in value]
-            return {kind: [*zip(keys, inner, strict=True)]}
+            return {"$counter" if is_counter else "$dict": [*zip(keys, inner, strict=True)]}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if type(value) is torch.dtype:
@@ -190,15 +186,8 @@ class _Encoder:
             raise TypeError(f"{where} is a tensor that a checkpoint cannot hold ({kind}); make it dense first.")
         shape = tuple(tensor.shape)
         # Two identical views of the same memory are saved once and loaded as one tensor.
-        view = (
-            tensor.data_ptr(),
-            tensor.device,
-            tensor.dtype,
-            shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        flags = tensor.is_conj(), tensor.is_neg()
+        view = (tensor.data_ptr(), tensor.device, tensor.dtype, shape, tensor.stride(), flags)
         native = tensor.dtype in NATIVE
         name = self._names.get(view) if tensor.numel() else None
         if name is None:

@@ -107,15 +107,10 @@ class Saver:
         `wait`. All processes must pass the same value. Raises a background error other than a failed write."""
         if self.pending is None or (not wait and any(self._gather(not self._written.done()))):
             return None
-        step, self.pending, path, error = self.pending, None, None, None
-        failures: list[str] = []
-        try:
-            path, failures = self._written.result()
-        except Exception as raised:
-            error = raised
+        step, self.pending = self.pending, None
+        error = self._written.exception()  # once it is written
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(error and repr(error))) if text]
-        if error is not None:
-            raise error
+        path, failures = self._written.result()  # which raises the error
         if failed:
             raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
         if failures:
@@ -131,12 +126,9 @@ class Saver:
             return None
         step, self.pending = self.pending, None
         self._leaving.set()
-        try:
-            path, failures = self._written.result()
-        except Exception as error:
-            path, failures = None, [repr(error)]
-        finally:
-            self._leaving.clear()
+        error = self._written.exception()  # once it is written
+        self._leaving.clear()
+        path, failures = (None, [repr(error)]) if error is not None else self._written.result()
         if failures:
             logger.warning("checkpoint-%d was not saved: %s.", step, "; ".join(failures))
         return path
@@ -150,9 +142,9 @@ class Saver:
         return None
 
     def _conclude(self, temp: Path | None, reports: list[tuple[Any, Any]], extra: Any) -> tuple[Path | None, list[str]]:
-        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if self.rank != self._leader:
             return None, []
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if failures or temp is None:
             if temp is not None:
                 self.store.abort(temp)
@@ -161,7 +153,6 @@ class Saver:
         try:
             path = self.store.commit(temp, extra, known)
         except (OSError, CheckpointError) as error:
-            self.store.abort(temp)
             return None, [str(error)]
         self.store.push()
         return path, []
@@ -179,14 +170,10 @@ class Saver:
             if unexpected is not None:
                 raise unexpected
             return None, []
-        reports: list[tuple[Any, Any]] = [
-            (None, {})
-        ] * self.world_size  # of the other machines: each commits for itself
-        reports[self.rank] = failure, part.digests
+        reports: list[tuple[Any, Any]] = [(None, {})] * self.world_size  # of other machines: each commits for itself
         until = time.monotonic() + self.patience
         for rank in self._team:
-            if rank != self.rank:
-                reports[rank] = self._report_of(temp, rank, until)
+            reports[rank] = (failure, part.digests) if rank == self.rank else self._report_of(temp, rank, until)
         if unexpected is not None:
             self.store.abort(temp)
             raise unexpected
@@ -196,7 +183,7 @@ class Saver:
         path = _report_path(temp, self.rank)
         try:
             unfinished = path.with_suffix(".tmp")
-            unfinished.write_text(json.dumps({"failure": failure, "digests": part.digests}), encoding="utf-8")
+            unfinished.write_text(json.dumps([failure, part.digests]), encoding="utf-8")
             os.replace(unfinished, path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -213,10 +200,7 @@ class Saver:
             time.sleep(0.02)
         text = path.read_text(encoding="utf-8")
         path.unlink()
-        if not text:
-            return "its files could not be written", {}
-        report = json.loads(text)
-        return report["failure"], report["digests"]
+        return tuple(json.loads(text)) if text else ("its files could not be written", {})
 
 
 def _report_path(temp: Path, rank: int) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import socket
@@ -94,15 +95,14 @@ class Watchdog(threading.Thread):
             try:
                 count += 1
                 beat(self.store, self.rank, count)
-                waits, problem = self._waits, ""
-                if waits is not None and time.monotonic() - waits[1] > self.seconds:
-                    problem = f"has waited {self.seconds:g} s"
-                    hint = " (ddp_timeout). Check those that did not wait."
-                elif waits is not None and time.monotonic() - waits[1] > _LOOK and (lost := self._lost()) is not None:
-                    problem, hint = "waits", f", and rank {lost} has ended. See its error."
-                if waits is not None and problem:
-                    what = f"rank {self.rank} {problem} for the others in {waits[0]}{self._at()}{hint}"
-                    self.store.set(_ALARM, what)
+                what, began = self._waits or ("", math.inf)
+                seconds, place = time.monotonic() - began, f"for the others in {what}{self._at()}"
+                if seconds > self.seconds:
+                    how = f"rank {self.rank} has waited {self.seconds:g} s {place} (ddp_timeout)."
+                    self.store.set(_ALARM, f"{how} Check those that did not wait.")
+                elif seconds > _LOOK and (lost := self._lost()) is not None:
+                    how = f"rank {self.rank} waits {place}, and rank {lost} has ended."
+                    self.store.set(_ALARM, f"{how} See its error.")
                 if alarm := read(self.store, _ALARM):
                     return self._end(alarm)
                 self._stopped.wait(interval)
