@@ -49,12 +49,7 @@ _COPYING = 4  # maximum threads: more do not increase memory bandwidth
 
 
 class Source:
-    """The bytes of a future file: a header, then tensors.
-
-    Args:
-        header: what comes first.
-        tensors: dense, of any device; they need not be contiguous.
-    """
+    """The bytes of a future file: a header, then dense tensors of any device, which need not be contiguous."""
 
     def __init__(self, header: bytes, tensors: list[torch.Tensor]) -> None:
         self.tensors = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors]
@@ -130,13 +125,9 @@ class Memory:
 
 
 class Part:
-    """What one process writes of one checkpoint: the digests of its large files, and the images still to be written.
-
-    Args:
-        directory: files below it are written by this part.
-        memory: lends the memory for blocks and images.
-        later: keep an image of each file, for `finish` to write; else files are written at once.
-    """
+    """What one process writes below `directory` of one checkpoint: the digests of its large files, and the images still
+    to be written, for which `memory` lends the memory. Files are written at once, or an image of each is kept for
+    `finish` to write (`later`)."""
 
     def __init__(self, directory: Path, memory: Memory, later: bool = False) -> None:
         self.directory, self.memory, self.later = directory, memory, later

@@ -31,11 +31,8 @@ def working_folder(url: str) -> str:
 
 
 class Remote:
-    """The folder at `url`, which holds directories ``checkpoint-<step>``.
-
-    Raises:
-        ImportError: the package that fsspec needs for this kind of url is missing.
-    """
+    """The folder at `url`, which holds directories ``checkpoint-<step>``. Raises an `ImportError` where the package
+    that fsspec needs for this kind of url is missing."""
 
     def __init__(self, url: str) -> None:
         fsspec = require("fsspec", "fsspec", why=redact(url))

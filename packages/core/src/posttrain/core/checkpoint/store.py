@@ -50,17 +50,11 @@ class MissingCheckpointError(CheckpointError, ValueError):
 
 
 class Store:
-    """The checkpoints of one run: directories ``checkpoint-<step>`` in `output_dir`.
+    """The checkpoints of one run: directories ``checkpoint-<step>`` in `output_dir`, which held the names `found` when
+    this was made, hidden ones left out. They are copied to `remote`, and downloaded from it if missing here.
 
     With several processes one calls `begin`, all write into the directory that it returns, and after a barrier one
-    calls `commit`, which includes all files there.
-
-    Args:
-        remote: where checkpoints are copied to, and downloaded from if missing locally.
-
-    Attributes:
-        found: names in `output_dir` when this was made, hidden ones left out.
-    """
+    calls `commit`, which includes all files there."""
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
         self.output_dir, self.remote = Path(output_dir), remote

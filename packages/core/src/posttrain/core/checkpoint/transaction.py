@@ -37,15 +37,10 @@ class Saver:
     A write that fails on any process (a full disk, a lost mount) costs only that checkpoint: its files are removed, the
     failure is logged once, and older checkpoints are untouched.
 
-    Args:
-        rank, world_size: this process, of how many.
-        gather: lists what every process passed, in rank order. Never called from a thread.
-        patience: seconds that the first process waits for files that the others write in the background.
-        leader: the process whose directory this one writes into: rank 0, or the first of its machine.
-
-    Attributes:
-        pending: the step whose save `settle` is still to answer for.
-    """
+    What every process passed is listed by `gather` in rank order, never from a thread. A process writes into the
+    directory of its `leader`: rank 0, or the first of its machine. The first process waits so many seconds (`patience`)
+    for files that the others write in the background. `pending` is the step whose save `settle` is still to answer
+    for."""
 
     def __init__(
         self,

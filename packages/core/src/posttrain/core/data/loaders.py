@@ -20,11 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class Loaders:
-    """Makes the loaders of the trainer that owns it, and keeps those whose workers persist.
-
-    Attributes:
-        kept: ``{key: (dataset, loader)}``.
-    """
+    """Makes the loaders of the trainer that owns it, and keeps those whose workers persist: ``kept[key]`` is (dataset,
+    loader)."""
 
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner

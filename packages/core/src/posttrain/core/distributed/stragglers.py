@@ -19,14 +19,10 @@ SHARE = 0.2
 
 class Pace:
     """The seconds that this process spends in optimizer steps outside waits for the others: data, rollouts, callbacks,
-    forward passes. The backward pass, in which gradients are averaged, counts as a wait.
+    forward passes. The backward pass, in which gradients are averaged, counts as a wait; ``waited()`` gives the seconds
+    that this process has waited so far.
 
-    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show.
-
-    Args:
-        waited: seconds that this process has waited for the others so far.
-        rank: of this process.
-    """
+    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show."""
 
     def __init__(self, waited: Callable[[], float] = lambda: 0.0, rank: int = 0) -> None:
         self._waited, self._name = waited, f"rank {rank} ({socket.gethostname()})"

@@ -93,13 +93,8 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 
 class Waits:
-    """Messages between the processes of a run through `store`, in the same order on each.
-
-    Args:
-        store: a `torch.distributed.Store` that all processes share.
-        rank, world_size: this process, of how many.
-        seconds: how long a process on another machine may be silent.
-    """
+    """Messages between the processes of a run through `store`, a `torch.distributed.Store` that they share, in the same
+    order on each. A process on another machine may be silent for so many `seconds`."""
 
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
         self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds

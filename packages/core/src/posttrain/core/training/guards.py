@@ -171,18 +171,12 @@ def _plain(batch: Any) -> Any:
 
 
 class BatchSplitter:
-    """Runs accumulation windows, and splits their micro-batches from the first one on that does not fit into memory.
+    """Runs accumulation windows, of so many micro-batches as configured (`accumulation`) of `batch_size` rows on each
+    process, and splits their micro-batches from the first one on that does not fit into memory. The optimizer step
+    stays the same, since a loss is a mean over its accumulation window however that is split.
 
-    The optimizer step stays the same, since a loss is a mean over its accumulation window however that is split.
-
-    Args:
-        batch_size: rows of a micro-batch of the loader, on each process.
-        accumulation: micro-batches of a window, as configured.
-
-    Attributes:
-        cuts: how many times each micro-batch is halved; saved in checkpoints.
-        origins: for each micro-batch of the last window, which one of the loader's it is a part of; None: itself.
-    """
+    Attributes: `cuts`, how many times each micro-batch is halved, saved in checkpoints; `origins`, for each micro-batch
+    of the last window, which one of the loader's it is a part of; None: itself."""
 
     def __init__(self, batch_size: int, accumulation: int) -> None:
         self.batch_size, self.accumulation = batch_size, accumulation

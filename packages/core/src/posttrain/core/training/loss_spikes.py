@@ -38,16 +38,13 @@ class SpikeArguments:
 
 
 class SpikeWatch:
-    """Compares the loss of each optimizer step with the mean and the standard deviation of those before it.
+    """Compares the loss of each optimizer step with the mean and the standard deviation of those before it: from so
+    many deviations above it on (`threshold`) it is a spike, and `policy` (``on_loss_spike``) what follows.
 
-    The loss of a device is read some steps later, unless the step is to be skipped. A loss that was a spike is
-    not compared with, unless as many in a row are: then it is the new level. NaN and infinity are for `FiniteGuard`.
-
-    Args:
-        policy: ``on_loss_spike``. threshold: standard deviations.
-        mean: of a tensor over all processes; None: there is one process.
-        name: ``update -> text``: which rows it holds.
-    """
+    The loss of a device is read some steps later, unless the step is to be skipped. A loss that was a spike is not
+    compared with, unless as many in a row are: then it is the new level. NaN and infinity are for `FiniteGuard`. The
+    `mean` is that of a tensor over all processes, None where there is one; ``name(update)`` says which rows it
+    holds."""
 
     def __init__(
         self,

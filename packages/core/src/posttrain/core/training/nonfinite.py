@@ -101,16 +101,11 @@ class FiniteGuard:
 
     On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are checked before each step. A
     fused optimizer on another device gets a flag that its kernel reads: it then leaves weights and moments unchanged,
-    and the flag is read some steps later.
+    and the flag is read `lag` steps later.
 
-    Args:
-        policy: ``"stop"``, ``"skip"`` or ``"warn"``; see `HealthArguments`.
-        limit: the run stops after this many such steps in a row in any case.
-        report: ``(update, stops, steps since, is first) -> text``: the message about a step. Called on all processes
-            together.
-        total: the sum of a number or a tensor over all processes.
-        lag: steps after which a flag is read.
-    """
+    The `policy` is ``"stop"``, ``"skip"`` or ``"warn"`` (`HealthArguments`); after `limit` such steps in a row the run
+    stops in any case. ``report(update, stops, steps since, is first)`` gives the message about a step, on all processes
+    together; `total` is the sum of a number or a tensor over all processes."""
 
     def __init__(
         self,

@@ -133,20 +133,12 @@ class EvaluationLeft(Left):
 
 
 class Watch:
-    """Catches signals and a time limit from `begin` to `end`.
+    """Catches signals (if `on_signals`) and a time limit, so many seconds after `begin`, from `begin` to `end`.
+    Handlers are set in the main thread only, and only if the program has none. All of `world_size` processes get the
+    same result from `due`.
 
-    Handlers are set in the main thread only, and only if the program has none.
-
-    Args:
-        on_signals: whether to catch signals.
-        limit: seconds after `begin`; None: no limit.
-        world_size: processes, which get the same result from `due`.
-        device: that of this process.
-        file: asks for a checkpoint once it is there; None: another process looks for it.
-
-    Attributes:
-        asks_for_save: whether a checkpoint is asked for, on all processes alike; to be cleared by who saves it.
-    """
+    It also looks for a `file` that asks for a checkpoint once it is there, None where another process does.
+    `asks_for_save` then is True on all processes alike; who saves it clears it."""
 
     def __init__(
         self,

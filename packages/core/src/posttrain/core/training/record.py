@@ -19,17 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Record:
-    """Adds up what the steps of a run measure, on the device, and makes a log record of it over all processes.
+    """Adds up what the steps of a run measure, on the device, and makes a log record of it over all processes (`dist`).
+    The sums since the last record are in `metrics`.
 
-    Args:
-        args: the arguments of the run.
-        dist: the processes, `posttrain.core.distributed.strategies.Distributed`.
-        clock: where the seconds of the run go; one is made where it is left out.
-        pad_token_id: marks padding where a batch has no attention mask; None: only the mask does.
-
-    Attributes:
-        metrics: the sums since the last record.
-    """
+    The `clock` knows where the seconds of the run go; one is made where it is left out. `pad_token_id` marks padding
+    where a batch has no attention mask; None: only the mask does."""
 
     def __init__(self, args: Any, dist: Any, clock: Clock | None = None, pad_token_id: int | None = None) -> None:
         self.args, self.dist = args, dist
