@@ -22,7 +22,7 @@ import torch
 
 from posttrain.core.config import opt
 from posttrain.core.data import accelerator, workers
-from posttrain.core.distributed.collectives import Maximum
+from posttrain.core.distributed.world import Maximum
 from posttrain.core.fields import durations
 
 SIGNALS = [one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP")]

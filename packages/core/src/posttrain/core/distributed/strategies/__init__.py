@@ -12,8 +12,7 @@ from posttrain.core.distributed.deepspeed import is_asked_for
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.distributed.strategies.ddp import DDP
 from posttrain.core.distributed.strategies.deepspeed import DeepSpeed
-from posttrain.core.distributed.strategies.fsdp import FSDP
-from posttrain.core.distributed.strategies.model_parallel import ModelParallel
+from posttrain.core.distributed.strategies.fsdp import FSDP, ModelParallel
 from posttrain.core.distributed.world import start_processes
 from posttrain.core.errors import ConfigError
 

@@ -13,10 +13,9 @@ from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.distributed.arguments import DistributedArguments
-from posttrain.core.distributed.collectives import Collectives, whole_rows
 from posttrain.core.distributed.environment import has_bfloat16_instructions
 from posttrain.core.distributed.shard_settings import Sharding
-from posttrain.core.distributed.world import NOTHING
+from posttrain.core.distributed.world import NOTHING, World, whole_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,7 +31,7 @@ CONTEXT_PARALLEL = "posttrain.lm.attention.context_parallel:enable"
 Names = Callable[[str], bool]
 
 
-class Distributed(Collectives):
+class Distributed(World):
     """How a run spreads its model over processes, for the training loop. One per trainer, from `make_strategy`.
 
     This is the strategy of one process. Each subclass overrides what several processes do differently.
