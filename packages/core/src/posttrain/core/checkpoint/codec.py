@@ -116,14 +116,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors` as one safetensors file, fetching one at a time from its device.
+    """Write dense `tensors` of dtypes that safetensors has as one file, fetching one at a time from its device; they
+    need not be contiguous or own their memory. The header keeps `metadata`.
 
-    While a checkpoint is saved in the background this only copies them: the file follows.
-
-    Args:
-        tensors: dense tensors of dtypes that safetensors has; they need not be contiguous or own their memory.
-        metadata: strings to keep in the header.
-    """
+    While a checkpoint is saved in the background this only copies them: the file follows."""
     # The largest elements first: every tensor then starts at a multiple of its element size.
     names = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in tensors.items())]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}

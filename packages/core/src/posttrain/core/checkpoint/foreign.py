@@ -92,12 +92,8 @@ def _attempt(path: Path, load: Callable[[Any], Any], allow_pickle: bool) -> str 
 
 
 def read(path: Path, allow_pickle: bool = False) -> Any:
-    """What ``torch.save`` wrote to `path`, on the CPU.
-
-    Raises:
-        pickle.UnpicklingError: it names classes or functions that the restricted reader refuses.
-        CheckpointError: it is damaged.
-    """
+    """What ``torch.save`` wrote to `path`, on the CPU. Raises a `pickle.UnpicklingError` where it names classes or
+    functions that the restricted reader refuses, and a `CheckpointError` where it is damaged."""
     try:
         with torch.serialization.safe_globals(_of_numpy()):
             return torch.load(path, map_location="cpu", weights_only=True)

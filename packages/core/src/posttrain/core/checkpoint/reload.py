@@ -47,18 +47,12 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
 def check(
     model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None, logits: bool = True
 ) -> None:
-    """Compare the model in `folder`, loaded by ``from_pretrained``, with `model` (not wrapped).
+    """Compare the model in `folder`, loaded by ``from_pretrained``, with `model` (not wrapped). Raises a
+    `CheckpointError` where something differs; the message names it.
 
-    Every weight must be there with the same numbers. A text model's logits are compared too, of a few tokens. Of a PEFT
-    model the adapters are compared, of any other module its weights.
-
-    Args:
-        state_dict: the gathered weights, if `model` is sharded; then no logits are compared.
-        logits: whether to compare them at all.
-
-    Raises:
-        CheckpointError: something differs; the message names it.
-    """
+    Every weight must be there with the same numbers, those of the gathered weights in `state_dict` if `model` is
+    sharded. Of a text model that is not, `logits` may be compared too, of a few tokens. Of a PEFT model the adapters
+    are compared, of any other module its weights."""
     where = final_path(folder)
     if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)

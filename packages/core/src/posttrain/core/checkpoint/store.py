@@ -93,20 +93,12 @@ class Store:
     def commit(
         self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
     ) -> Path:
-        """Commit `temp` as the checkpoint of its step, replacing an earlier one.
+        """Commit `temp`, which `begin` returned, as the checkpoint of its step, replacing an earlier one. The manifest
+        keeps `extra` (JSON only); files with digests in `known` are already hashed and on disk.
 
         When this returns, the checkpoint survives a loss of power. If it raises, `temp` is gone and an earlier
-        checkpoint of the same step is untouched.
-
-        Args:
-            temp: what `begin` returned.
-            extra: kept in the manifest; JSON only.
-            known: the digests of files that are already hashed and on disk.
-
-        Raises:
-            DiskFullError: the disk is full.
-            CheckpointError: `temp` holds something other than files and directories.
-        """
+        checkpoint of the same step is untouched: a `DiskFullError`, or a `CheckpointError` where `temp` holds something
+        other than files and directories."""
         temp = Path(temp)
         hidden = _HIDDEN.fullmatch(temp.name)
         if hidden is None or hidden["role"] != "tmp" or temp.parent != self.output_dir:

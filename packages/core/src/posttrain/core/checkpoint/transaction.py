@@ -62,14 +62,9 @@ class Saver:
     def save(
         self, step: int, write: Callable[[Path], None], later: bool = False, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint of `step`; `settle` returns the result.
-
-        Args:
-            write: writes this process' files into the directory it is given.
-            later: only copy the tensors now, into a reused host buffer; a thread writes and commits them. The previous
-                save must be settled.
-            extra: kept in the manifest.
-        """
+        """Write the checkpoint of `step`, whose manifest keeps `extra`; `settle` returns the result. `write` writes
+        this process' files into the directory it is given. `later`: only copy the tensors now, into a reused host
+        buffer; a thread writes and commits them. The previous save must be settled."""
         if self.pending is not None:
             raise RuntimeError(f"The save of step {self.pending} is not settled yet.")
         temp, failure = None, None

@@ -80,15 +80,11 @@ class SeededRandomSampler(EpochSampler):
 
 
 class LengthGroupedSampler(EpochSampler):
-    """A random order in which adjacent rows have similar lengths, so that batches need little padding.
+    """A random order in which adjacent rows have similar `lengths` (in tokens), so that batches need little padding.
 
-    The rows are shuffled, split into chunks of up to 50 batches, and each chunk is sorted, longest row first. The
-    longest row of all comes first, so that a run that does not fit into memory fails at once.
-
-    Args:
-        lengths: of each row, in tokens.
-        batch_size: rows of one optimizer step on one process.
-    """
+    The rows are shuffled, split into chunks of up to 50 times the `batch_size` rows of one optimizer step on one
+    process, and each chunk is sorted, longest row first. The longest row of all comes first, so that a run that does
+    not fit into memory fails at once."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         super().__init__(len(lengths), seed)

@@ -39,11 +39,8 @@ def keep_through_sigterm(on: bool) -> None:
 
 class WorkerStart:
     """Initialize a worker: it ignores SIGINT and SIGHUP, and one SIGTERM if its parent continues (see
-    `keep_through_sigterm`), because the current optimizer step still needs rows.
-
-    Args:
-        then: the user's own ``worker_init_fn``.
-    """
+    `keep_through_sigterm`), because the current optimizer step still needs rows; `then` comes the user's
+    ``worker_init_fn``."""
 
     def __init__(self, then: Callable[[int], None] | None = None) -> None:
         global _shown

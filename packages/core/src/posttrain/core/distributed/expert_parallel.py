@@ -41,20 +41,12 @@ def loaded_size(model: nn.Module | None) -> int:
 
 
 def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> list[nn.Module]:
-    """Keep of the experts of `model` those of this process, in place, and move them to `device`.
+    """Keep of the experts of `model`, which every process has whole, those of this process, in place, and move them to
+    `device`; the values are those of the main process. Returns the modules of experts, one for each mixture layer.
+    Raises a `ValueError` for a problem from `problem_of`.
 
-    Every process has the model whole; the values are those of the main process.
-
-    Args:
-        mesh: the processes that keep the experts between them, a `DeviceMesh` of one dimension.
-        sharers: those of them that read the same rows: a mesh of one dimension, often of this process alone.
-
-    Returns:
-        The modules of experts, one for each mixture layer.
-
-    Raises:
-        ValueError: for a problem from `problem_of`.
-    """
+    The processes of `mesh` keep the experts between them; those of `sharers`, often this process alone, read the same
+    rows. Both are a `DeviceMesh` of one dimension."""
     base, size = base_model(model), mesh.size()
     if problem := problem_of(base, size, sharers.size()):
         raise ValueError(problem)

@@ -48,15 +48,10 @@ def make_mesh(
     settings: Sharding | None, device_type: str, world_size: int, local_world_size: int, tp: int = 1, cp: int = 1
 ) -> Any:
     """The processes as torch's `DeviceMesh`, of the dimensions ``replicate``, ``shard`` and ``tp`` that there are.
+    Raises a `ValueError` where they do not divide into so many groups.
 
-    Weights are sharded over the `cp` processes that split a row, as over those with other rows.
-
-    Args:
-        settings: None: weights are not sharded, and rows are dealt along ``shard`` all the same.
-
-    Raises:
-        ValueError: the processes do not divide into so many groups.
-    """
+    Weights are sharded over the `cp` processes that split a row, as over those with other rows. Without `settings`
+    weights are not sharded, and rows are dealt along ``shard`` all the same."""
     from torch.distributed.device_mesh import init_device_mesh
 
     settings, groups = settings or Sharding(), world_size // tp
@@ -102,18 +97,12 @@ def shard(
     experts: Sequence[nn.Module] = (),
     expert_mesh: Any = None,
 ) -> nn.Module:
-    """Shard `model` in place, layer by layer, so that no device ever holds more than one whole layer.
+    """Shard `model` in place, layer by layer, so that no device ever holds more than one whole layer. Returns it, now
+    also an `FSDPModule`, with new parameters. Of a `frozen` one nothing stays gathered for a backward.
 
     All processes start from the weights of the first, as under DDP; those of the others may even be on the meta device.
-
-    Args:
-        frozen: the model is never trained, so nothing stays gathered for a backward.
-        experts: modules of which each process keeps a part. They are sharded over `expert_mesh`, the processes with the
-            same part, and have seen the tokens of all processes that keep other parts.
-
-    Returns:
-        `model`, now also an `FSDPModule`, with new parameters.
-    """
+    Each process keeps a part of the modules in `experts`. They are sharded over `expert_mesh`, the processes with the
+    same part, and have seen the tokens of all processes that keep other parts."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)

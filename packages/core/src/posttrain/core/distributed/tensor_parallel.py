@@ -39,18 +39,13 @@ def is_split(model: nn.Module) -> bool:
 
 
 def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False) -> None:
-    """Split the matrices of `model` in place, by the plan of its architecture, and move it to `device`.
+    """Split the matrices of `model` in place over the processes of `mesh`, a `DeviceMesh` of one dimension, by the plan
+    of its architecture, and move it to `device`. Raises a `ValueError` where there is no plan, or heads or experts do
+    not divide by the number of processes.
 
     Every process has it whole, or as ``from_pretrained(distributed_config=...)`` split it; the values of what is whole
-    are those of the main process.
-
-    Args:
-        mesh: the processes of one group, a `DeviceMesh` of one dimension.
-        with_experts: give each process some experts of a mixture whole, in place of a part of each.
-
-    Raises:
-        ValueError: the architecture has no plan, or its heads or experts do not divide by the number of processes.
-    """
+    are those of the main process. `with_experts`: give each process some experts of a mixture whole, in place of a part
+    of each."""
     base, size = base_model(model), mesh.size()
     is_loaded = loaded_size(base) == size
     if not is_loaded and (problem := problem_of(base, size)):

@@ -29,22 +29,15 @@ _FRAMES = 4  # innermost lines of a process that its report names
 
 
 class Watchdog(threading.Thread):
-    """Ends this process, and with it the job, when any process has waited too long for the others.
+    """Ends this process, and with it the job, when any process has waited longer than `seconds` for the others.
 
-    Args:
-        store: a `torch.distributed.Store` that all processes share.
-        rank, world_size: this process, of how many.
-        seconds: how long a wait may take.
-        folder: where to write ``rank-<k>.txt``.
-        beside: the ranks of the other processes of this machine. Where one is lost, a collective of NCCL never ends.
-        leave: ends the process; `os._exit`, for the main thread may never return.
+    The `store`, a `torch.distributed.Store`, is shared by all. Stacks go into ``rank-<k>.txt`` of `folder`. Where one
+    of the ranks `beside` this one, on its machine, is lost, a collective of NCCL never ends. The process is ended by
+    `leave`: `os._exit`, for the main thread may never return.
 
-    Attributes:
-        step: the optimizer step that this process is in, from 1; 0 before the first.
-        batches: micro-batches of its epoch that this process had read when the step began.
-        waits: how often it has waited for the others.
-        waited: seconds that the main thread has waited for the other processes so far.
-    """
+    `step` is the optimizer step that this process is in, from 1, or 0 before the first; `batches` the micro-batches of
+    its epoch that it had read when that began; `waits` how often it has waited for the others; and `waited` the seconds
+    that its main thread has waited so far."""
 
     def __init__(
         self,

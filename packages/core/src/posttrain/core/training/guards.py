@@ -85,11 +85,8 @@ class Reporter:
         return text
 
     def named(self, update: Update, chosen: Iterable[int] | None = None) -> str:
-        """Micro-batches of `update` with their rows: ``"batch 7 of epoch 0 (rows 3, 19) on rank 1"``.
-
-        Args:
-            chosen: which micro-batches of the window; None: all.
-        """
+        """Micro-batches of `update` with their rows: ``"batch 7 of epoch 0 (rows 3, 19) on rank 1"``; those `chosen` of
+        the window, or all."""
         named, dist = [], self.owner.dist
         chosen = range(len(update.window)) if chosen is None else chosen
         for number in dict.fromkeys(update.first_batch + update.origin(one) for one in chosen):

@@ -139,11 +139,8 @@ def number_of_saves(plan: Plan, args: Any) -> int:
 
 
 def steps_left(state: Any, max_tokens: float) -> float | None:
-    """Optimizer steps to the end of a run, estimated where `max_tokens` ends it; None: unknown.
-
-    Args:
-        state: its `TrainerState`.
-    """
+    """Optimizer steps to the end of a run with this `TrainerState`, estimated where `max_tokens` ends it; None:
+    unknown."""
     left, seen = state.max_steps - state.global_step, state.num_input_tokens_seen
     by_tokens = state.global_step * max(max_tokens - seen, 0) / seen if seen else math.inf
     if state.max_steps >= NEVER:

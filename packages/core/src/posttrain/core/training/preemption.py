@@ -100,12 +100,8 @@ def seconds(duration: float | str) -> float:
 
 
 class Left(BaseException):
-    """Training is left: its checkpoint is written. Not an `Exception`, so that no code in between takes it for an
-    error.
-
-    Args:
-        reason: 128 + the number of the signal, or `TIME_IS_UP`.
-    """
+    """Training is left: its checkpoint is written. The `reason` is 128 + the number of the signal, or `TIME_IS_UP`. Not
+    an `Exception`, so that no code in between takes it for an error."""
 
     def __init__(self, reason: int) -> None:
         super().__init__(reason)

@@ -54,11 +54,8 @@ class Record:
             self.metrics.add_sum(FLOPS, operations, 0)
 
     def step(self, loss: torch.Tensor, num_items: torch.Tensor | None, terms: dict[str, torch.Tensor]) -> None:
-        """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none.
-
-        Args:
-            num_items: items in the window, shape (); None: it has some.
-        """
+        """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none. It has
+        `num_items` items, shape (); None: it has some."""
         if num_items is None:
             self.metrics.add("loss", loss)
         else:

@@ -158,14 +158,9 @@ class Distributed(World):
     def whole_state_dict(
         self, model: nn.Module, only: Names = lambda name: True, keep: Names | None = None
     ) -> dict[str, torch.Tensor] | None:
-        """The gathered weights of a sharded `model` in host memory; None if it is not sharded.
-
-        Every process must call it.
-
-        Args:
-            only: the names that are gathered.
-            keep: the names that this process gets; None: rank 0 gets all of them, and the others an empty dict.
-        """
+        """The gathered weights of a sharded `model` in host memory, of the names in `only`; None if it is not sharded.
+        Every process must call it, and gets the names to `keep`; None: rank 0 gets all of them, and the others an empty
+        dict."""
         return None
 
     def engine_state(self) -> dict[str, Any] | None:

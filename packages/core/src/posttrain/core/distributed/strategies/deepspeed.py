@@ -20,12 +20,8 @@ from posttrain.core.errors import CheckpointError, require
 
 
 class DeepSpeed(Distributed):
-    """Lets DeepSpeed's engine run backward, clip and step. Under ZeRO-3 each process holds its part of the weights
-    alone.
-
-    Attributes:
-        engine: made when training starts.
-    """
+    """Lets DeepSpeed's engine, made when training starts, run backward, clip and step. Under ZeRO-3 each process holds
+    its part of the weights alone."""
 
     uses_deepspeed = True
     engine: Any = None
