@@ -206,7 +206,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
 
     # One thread writes, for a file grows at one place at a time. None of them holds the interpreter's lock.
     with (
-        _opened(path) as out,
+        contextlib.closing(_Opened(path)) as out,
         ThreadPoolExecutor(1, "checkpoint-disk") as disk,
         ThreadPoolExecutor(_HASHING, "checkpoint-hash") as hashing,
     ):
@@ -224,7 +224,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
         return [future.result() for future in digests]
 
 
-class _opened:
+class _Opened:
     """A file written at offsets, past the page cache if its file system can."""
 
     def __init__(self, path: Path) -> None:
@@ -237,10 +237,7 @@ class _opened:
                 raise
             self._direct, self._file = False, os.open(path, flags, 0o666)
 
-    def __enter__(self) -> _opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         os.close(self._file)
 
     def write(self, block: memoryview, offset: int) -> None:

@@ -135,11 +135,8 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
 
 
 class _Encoder:
-    """Converts a tree to JSON values and collects its tensors.
-
-    A value that JSON lacks is an object with one key that starts with ``$``; a dict whose keys are not all plain
-    strings becomes a list of pairs.
-    """
+    """Converts a tree to JSON values and collects its tensors. A value that JSON lacks is an object with one key that
+    starts with ``$``; a dict whose keys are not all plain strings becomes a list of pairs."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -43,28 +43,20 @@ class Stateful(Protocol):
 
 
 class CheckpointManager:
-    """Finds, writes, reads and rotates the checkpoints of one run of the trainer that owns it.
-
-    Attributes:
-        run: the id of the run, in the manifest of each of its checkpoints.
-        should_save: whether this process writes checkpoints.
-        limit: how many checkpoints are kept; None for all.
-        saved_step: optimizer steps of the newest checkpoint that this run wrote or started from.
-        boundary: what this process must remember of the last whole optimizer step, where an error is to save it.
-        state_at_save: the `TrainerState` that the last save wrote.
-    """
+    """Finds, writes, reads and rotates the checkpoints of one run of the trainer that owns it."""
 
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
         self.args, self.dist, self.store = args, dist, store = owner.args, owner.dist, owner.store
         place = {"rank": dist.process_index, "world_size": dist.num_processes, "gather": dist.gather_patiently}
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
-        self.should_save, self.limit = args.should_save, args.most_checkpoints
+        self.should_save, self.limit = args.should_save, args.most_checkpoints  # by this process; None: all are kept
         self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
-        self.saved_step: int | None = None
-        self.run = ""
+        self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or started from
+        self.run = ""  # its id, in the manifest of each of its checkpoints
+        #: What this process must remember of the last whole optimizer step, where an error is to save it.
         self.boundary: dict[str, Any] | None = None
-        self.state_at_save = TrainerState()
+        self.state_at_save = TrainerState()  # that the last save wrote
         self._is_saving = False
         self._positions: dict[int, dict[str, Any]] = {}
         self._parts: dict[str, Any] = {}

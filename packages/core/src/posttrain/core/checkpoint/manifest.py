@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -159,15 +158,14 @@ def _contents(directory: Path) -> tuple[dict[str, int], list[str]]:
     """``{relative name: bytes}`` of the files below `directory`, and its directories, the deepest first."""
     files: dict[str, int] = {}
     directories: list[str] = []
-    for parent, folders, names in os.walk(directory, topdown=False):
-        for path in (Path(parent, name) for name in (*folders, *names)):
-            relative = path.relative_to(directory).as_posix()
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise CheckpointError(f"{path} is neither a file nor a directory; a checkpoint holds nothing else.")
-            if path.is_dir():
-                directories.append(relative)
-            else:
-                files[relative] = path.stat().st_size
+    for path in sorted(directory.rglob("*"), reverse=True):  # what is in a directory, before it
+        relative = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path} is neither a file nor a directory; a checkpoint holds nothing else.")
+        if path.is_dir():
+            directories.append(relative)
+        else:
+            files[relative] = path.stat().st_size
     return files, directories
 
 

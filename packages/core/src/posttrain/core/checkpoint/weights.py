@@ -95,10 +95,8 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
 
 @contextlib.contextmanager
 def _written_by(write: _Write) -> Iterator[None]:
-    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors.
-
-    Patching is necessary because one function of theirs both chooses the names and writes the files.
-    """
+    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors. They are
+    patched, because one function of theirs both chooses the names and writes the files."""
     places = [(safetensors.torch, "save_file")]
     if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
         places.append((modeling, "safe_save_file"))

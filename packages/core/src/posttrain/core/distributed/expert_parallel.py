@@ -90,15 +90,10 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _adapted(module: nn.Module, wrappers: Sequence[Any], place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of the experts that this process keeps, with their part of the adapters.
-
-    peft adds an adapter to all experts before they are called. Here each process has the adapters whole, as other dense
-    weights, and adds to its own experts alone. The gradient of an adapter is then the sum over the processes that keep
-    the experts between them, each of which has seen the rows of all of them: as dense gradients are summed.
-
-    Args:
-        module: the experts. wrappers: their adapters. place: of this process among those that keep the experts.
-    """
+    """`forward` of the experts that the process at this `place` keeps, with their part of the adapters, which peft
+    would add to all experts before they are called. Each process has the adapters whole, as other dense weights, whose
+    gradients are summed over the processes that keep the experts between them: each has seen the rows of all of
+    them."""
 
     def with_adapters(*args: Any) -> Any:
         plain = dict(module._parameters)

@@ -136,12 +136,9 @@ def shard(
 
 
 def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
-    """Along which dimension FSDP cuts a weight over the ``shard`` processes of `mesh`; None: the first.
-
-    FSDP fills the first up to a multiple of the processes. Of two experts, or of the 16 rows of an adapter, over 1,024
-    processes it would gather mostly filling. Such a weight is cut along another dimension that divides evenly, which
-    FSDP requires of all but the first.
-    """
+    """Along which dimension FSDP cuts a weight over the ``shard`` processes of `mesh`; None: the first, which it fills
+    up to a multiple of them. Of two experts, or of the 16 rows of an adapter, over 1,024 processes it would gather
+    mostly filling: another one is cut then, which must divide evenly."""
     from torch.distributed.tensor import Shard
 
     size = mesh["shard"].size()

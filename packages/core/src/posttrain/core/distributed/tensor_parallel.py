@@ -90,11 +90,8 @@ def _take_from_main(model: nn.Module, device: torch.device) -> None:
 
 
 def _sum_partial_gradients(base: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Sum the gradients of weights that every process holds whole and applies to its own heads.
-
-    transformers sums ``weight.grad`` after each backward pass, and with it what earlier micro-batches of the window
-    have left there: here the gradient of one pass is summed.
-    """
+    """Sum the gradients of weights that every process holds whole and applies to its own heads: of one backward pass,
+    where transformers sums ``weight.grad``, and with it what earlier micro-batches of the window left there."""
     modules, group = dict(base.named_modules()), mesh.get_group()
     for name in [name for name, style in plan.items() if style == PARTIAL and name in modules]:
         module: Any = modules[name]

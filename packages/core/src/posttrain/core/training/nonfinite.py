@@ -291,9 +291,8 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
-    """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; minus infinity only if there is nothing else,
-    because masks contain it.
-    """
+    """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; the last only if there is nothing else, because
+    masks contain it."""
     lowest = None
     for tensor in tensors:
         values = tensor.detach()

@@ -63,25 +63,15 @@ class PreflightError(ConfigError):
 
 @dataclass
 class Parts:
-    """The objects that a trainer gets in addition to its arguments.
+    """The objects that a trainer gets in addition to its arguments."""
 
-    Attributes:
-        trainer_class: the class that is being made.
-        model: a module, or the name or folder of one; None where `model_init` makes it.
-        train_dataset, eval_dataset: as they were passed.
-        datasets: ``{name in messages: dataset}`` of those that must be readable; None: from the two above.
-        processing_class: filled in by a trainer of language models where it was not passed and the model was named.
-        read_config: reads the config of a named model; None where there is none to read.
-        auto_class: the class that loads a named model's `processing_class`.
-    """
-
-    trainer_class: type | None = None
-    model: Any = None
-    train_dataset: Any = None
+    trainer_class: type | None = None  # that is being made
+    model: Any = None  # a module, or the name or folder of one; None where `model_init` makes it
+    train_dataset: Any = None  # as it was passed
     eval_dataset: Any = None
-    processing_class: Any = None
+    processing_class: Any = None  # of a named model, filled in by a trainer of language models where it was not passed
     data_collator: Any = None
-    read_config: Callable[[], Any] | None = None
+    read_config: Callable[[], Any] | None = None  # reads the config of a named model; None where there is none to read
     model_init: Any = None
     compute_loss_func: Any = None
     compute_metrics: Any = None
@@ -91,8 +81,8 @@ class Parts:
     quantization_config: Any = None
     peft_config: Any = None
     ref_model: Any = None
-    datasets: dict[str, Any] | None = None
-    auto_class: str = "AutoTokenizer"
+    datasets: dict[str, Any] | None = None  # those that must be readable, by their names in messages; None: of above
+    auto_class: str = "AutoTokenizer"  # that loads a named model's `processing_class`
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -202,7 +192,8 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         if parts.is_ours("get_train_dataloader"):
             sets["train_dataset"] = parts.train_dataset
         if parts.is_ours("get_eval_dataloader"):
-            sets |= named_sets(parts.eval_dataset)
+            several = isinstance(given := parts.eval_dataset, Mapping)
+            sets |= {f"{name}_dataset": rows for name, rows in given.items()} if several else {"eval_dataset": given}
     for name, dataset in sets.items():
         if dataset is not None:
             yield from caught(pipeline.check_dataset, dataset, name)
@@ -228,13 +219,6 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
                 f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of optimizer "
                 f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
-
-
-def named_sets(eval_dataset: Any) -> dict[str, Any]:
-    """``{name in messages: dataset}`` of one or several sets to evaluate on."""
-    if isinstance(eval_dataset, Mapping):
-        return {f"{name}_dataset": dataset for name, dataset in eval_dataset.items()}
-    return {"eval_dataset": eval_dataset}
 
 
 def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:

@@ -106,10 +106,8 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
 
 
 def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
-    """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data.
-
-    Where its steps held another number of rows, the share of the epoch that they had read tells.
-    """
+    """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data. Where its steps
+    held another number of rows, the share of the epoch that they had read tells."""
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
     # That of `state` is the size of this run by now.
     size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
@@ -182,15 +180,19 @@ def resume(run: Run, checkpoint: Path) -> None:
             state.best_model_checkpoint = None
     if args.restore_callback_states_from_checkpoint:
         owner.callback_handler.restore(state.stateful_callbacks)
-    options = group_options(owner.optimizer)
-    if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):  # the weights alone
-        taken = owner.checkpoints.read_foreign(checkpoint)
-        changed = _changed_options(options, owner.optimizer, checkpoint, state.epoch)
-        apply_changes(changed, owner.optimizer, options, owner.lr_scheduler)
-        return _without_position(run, checkpoint, taken)
-    changed = _changed_arguments(checkpoint, args, state.epoch)
-    position = owner.checkpoints.read(checkpoint)
+    options, path = group_options(owner.optimizer), checkpoint / "training_args.json"
+    has_optimizer = any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine"))  # not the weights alone
+    taken = None if has_optimizer else owner.checkpoints.read_foreign(checkpoint)
+    if taken is None:
+        changed = differences(codec.read_json(path) if path.is_file() else {}, json.loads(args.to_json_string()))
+    else:
+        changed = _changed_options(options, owner.optimizer)
+    if changed:
+        logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(state.epoch).is_integer()))
+    position = owner.checkpoints.read(checkpoint) if taken is None else {}
     apply_changes(changed, owner.optimizer, options, owner.lr_scheduler)
+    if taken is not None:
+        return _without_position(run, checkpoint, taken)
     owner.load_state_dict(position["trainer"])
     if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):
         if not args.ignore_data_skip:  # a micro-batch holds another number of rows now
@@ -215,29 +217,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     }
 
 
-def _changed_arguments(checkpoint: Path, args: Any, epoch: float) -> dict[str, tuple[Any, Any]]:
-    """`differences` between the arguments that `checkpoint` was saved with, after so many passes over the data
-    (`epoch`, a fraction), and `args`; a warning lists them."""
-    path = checkpoint / "training_args.json"
-    before = codec.read_json(path) if path.is_file() else {}
-    return _warned_of(differences(before, json.loads(args.to_json_string())), checkpoint, epoch)
-
-
-def _changed_options(
-    fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer, checkpoint: Path, epoch: float
-) -> dict[str, tuple[Any, Any]]:
-    """`_changed_arguments` for a `checkpoint` whose arguments cannot be read: what the loaded options of `optimizer`
-    tell of them, beside its `fresh` `group_options` from before its state was loaded."""
+def _changed_options(fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, Any]]:
+    """`differences` where arguments cannot be read: what the loaded options of `optimizer` tell of them, beside its
+    `fresh` `group_options` from before its state was loaded."""
     new, old = fresh[0], group_options(optimizer)[0]
     options = [(name, key) for name, keys in ({"learning_rate": ("initial_lr",)} | _OPTIONS).items() for key in keys]
-    changed = {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}
-    return _warned_of(changed, checkpoint, epoch)
-
-
-def _warned_of(changed: dict[str, tuple[Any, Any]], checkpoint: Path, epoch: float) -> dict[str, tuple[Any, Any]]:
-    if changed:
-        logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(epoch).is_integer()))
-    return changed
+    return {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}
 
 
 def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: bool) -> str:

@@ -35,19 +35,10 @@ class Distributed(World):
     """How a run spreads its model over processes, for the training loop. One per trainer, from `make_strategy`.
 
     This is the strategy of one process. Each subclass overrides what several processes do differently.
-
-    Args:
-        args, accelerator, sizes: as of `World`.
-        sharding: how the weights are sharded; None: they are not.
-
-    Attributes:
-        uses_deepspeed: whether DeepSpeed's engine runs backward, clipping and step.
-        scaler: of the loss, under fp16; None under other precisions.
-        shards: whether each process holds its part of the weights alone, by FSDP, tensor or expert parallelism.
     """
 
-    uses_deepspeed: ClassVar[bool] = False
-    shards: ClassVar[bool] = False
+    uses_deepspeed: ClassVar[bool] = False  # whose engine runs backward, clipping and step
+    shards: ClassVar[bool] = False  # each process holds its part of the weights alone
 
     def __init__(
         self,
@@ -57,11 +48,11 @@ class Distributed(World):
         sharding: Sharding | None = None,
     ) -> None:
         super().__init__(args, accelerator, sizes)
-        self.sharding = sharding
+        self.sharding = sharding  # of the weights; None: they are not
         self._rows_group, self._peers_group = self._groups()
         self._gathered: set[int] = set()
         self._warns_of_bfloat16 = self.device.type == "cpu" and not has_bfloat16_instructions()
-        self.scaler = torch.amp.GradScaler(self.device.type) if self._needs_scaler else None
+        self.scaler = torch.amp.GradScaler(self.device.type) if self._needs_scaler else None  # of the loss, under fp16
         # A training_step of a script calls `accelerator.backward`.
         self.accelerator.scaler = self.scaler
 

@@ -68,11 +68,8 @@ class DeepSpeed(Distributed):
 
     @contextlib.contextmanager
     def _whole(self, model: nn.Module) -> Iterator[None]:
-        """Within this context every process may call the model as often as it likes.
-
-        For this DeepSpeed's hooks are taken off: they give weights back after each layer, and compare how often the
-        processes call the model.
-        """
+        """Within this context every process may call the model as often as it likes: DeepSpeed's hooks are taken off,
+        which give weights back after each layer, and compare how often the processes call the model."""
         if self.engine is None or not any(map(is_piece, model.parameters())):
             yield
             return
