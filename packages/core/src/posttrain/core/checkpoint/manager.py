@@ -125,7 +125,7 @@ class CheckpointManager:
             except (AttributeError, KeyError):
                 mine = None  # that of a subclass may hold what its first step makes
             codec.check_tree(mine, _name("trainer", owner))
-        state.collect(self._callbacks)
+        state.collect([*owner.callback_handler.callbacks, owner.control])
         for where, value in lossy(state.stateful_callbacks):
             logger.warning(
                 f"The state of the callback {where} is of type {type(value).__name__}, which JSON cannot hold: a "
@@ -139,11 +139,6 @@ class CheckpointManager:
             state = self.owner.optimizer.state_dict()
             where = _name("optimizer", self.owner.optimizer)
             codec.check_tree(sharded.part(state) if self.dist.shards else state, where)
-
-    @property
-    def _callbacks(self) -> list[Any]:
-        """The objects whose state `TrainerState` holds."""
-        return [*self.owner.callback_handler.callbacks, self.owner.control]
 
     # ---- writing ----
 
@@ -186,7 +181,7 @@ class CheckpointManager:
                 codec.save_tree(owner.lr_scheduler.state_dict(), directory / "scheduler")
             if owner.run.ema is not None:
                 codec.save_tree(owner.run.ema.state_dict(), directory / AVERAGED_WEIGHTS)
-            owner.state.collect(self._callbacks)
+            owner.state.collect([*owner.callback_handler.callbacks, owner.control])
             owner.state.save_to_json(directory / "trainer_state.json")
         if self.dist.is_main:
             for name, part in self._parts.items():

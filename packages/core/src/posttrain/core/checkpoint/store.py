@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import re
 import secrets
@@ -176,10 +175,10 @@ class Store:
     def by_run(self, manifests: dict[Path, dict[str, Any]] | None = None) -> dict[str | None, list[Path]]:
         """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out.
         Their `manifests` may have been read before."""
-        read = self.manifests() if manifests is None else manifests
-        order = sorted(read.values(), key=operator.itemgetter("written"))
-        runs = dict.fromkeys(reversed([run_of(manifest) for manifest in order]))
-        return {run: [path for path in read if run_of(read[path]) == run] for run in reversed(runs)}
+        runs: dict[str | None, list[Path]] = {}
+        for path, manifest in (read := self.manifests() if manifests is None else manifests).items():
+            runs.setdefault(run_of(manifest), []).append(path)
+        return dict(sorted(runs.items(), key=lambda run: max(read[path]["written"] for path in run[1])))
 
     def _manifest(self, name: str, there: Iterable[str] = ()) -> dict[str, Any]:
         """That of a checkpoint here, or of one in the remote place, which has those in `there`; {} if it is damaged."""
@@ -321,9 +320,8 @@ class Store:
         checkpoints, removed = self.checkpoints(), []
         whole = {path: read for path, read in self.manifests().items() if not damages(path, deep=False, manifest=read)}
         by_run = [*self.by_run(whole).values()]
-        protected = {Path(path).resolve() for path in [*keep, *(paths[-1] for paths in by_run)]}
-        written = sorted((read["written"], path) for path, read in whole.items())
-        protected |= {path.resolve() for _, path in written[-1:]}
+        newest = sorted(whole, key=lambda path: whole[path]["written"])[-1:]
+        protected = {Path(path).resolve() for path in [*keep, *newest, *(paths[-1] for paths in by_run)]}
         mine = by_run[-1] if by_run else []
         checkpoints.sort(key=mine.__contains__)  # by steps, with those of earlier runs first
         if self.remote is not None:

@@ -73,6 +73,7 @@ class Loader(DataLoader[Any]):
 
     Attributes:
         epoch: the epoch that the next iteration reads.
+        rows_per_batch: rows that one batch of this process takes from the data, with those of the other processes.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Loader(DataLoader[Any]):
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
             stream = Stream(dataset, batch_size, **dealt)
             source: Stream | Rows = stream
-            self._stream, self._unit = stream, stream.group
+            self._stream, self.rows_per_batch = stream, stream.group
             sampler, engine["batch_size"] = None, None
         else:
             if type(sampler) is RandomSampler:
@@ -120,7 +121,7 @@ class Loader(DataLoader[Any]):
             size = batch_size if batch_sampler is None else None
             dealt |= {"own_rank": rank, "seeded": engine["num_workers"] > 0, "most": most, "repeats": repeats}
             self._draws = Draws(dataset, order, size, **dealt)
-            self._unit = self._draws.group
+            self.rows_per_batch = self._draws.group
             engine["batch_sampler"] = self._draws
         if batch_sampler is not None:
             shown: dict[str, Any] = {"batch_sampler": batch_sampler}
@@ -140,11 +141,6 @@ class Loader(DataLoader[Any]):
         return None if self.batch_size is None else self.batch_size * self._world_size
 
     @property
-    def rows_per_batch(self) -> int:
-        """Rows that one batch of this process takes from the data, with those of the other processes."""
-        return self._unit
-
-    @property
     def total_rows(self) -> int | None:
         """Rows of an epoch on all processes; None for a stream, and where batches come ready-made."""
         if self._stream is not None or self._draws.batch_size is None or self._draws.world_size != self._world_size:
@@ -161,7 +157,7 @@ class Loader(DataLoader[Any]):
     def batches_left(self, state: dict[str, Any]) -> int:
         """Batches of the epoch after a position of `state_dict`, which another batch size or number of processes may
         have led to. The data must have a length."""
-        given = sum(state["given"]) + state["to_drop"] * self._unit
+        given = sum(state["given"]) + state["to_drop"] * self.rows_per_batch
         if self._stream is not None:
             return self._stream.num_batches(len(self._stream.dataset) - given)
         sampler, rows = copy.copy(self._draws.sampler), self._draws.rows
@@ -172,7 +168,7 @@ class Loader(DataLoader[Any]):
 
     def number(self, batches: int) -> None:
         """Let the next batch be number `batches` of its epoch, for `rows_of`."""
-        self._shift = self.epoch, sum(self._next.given) - batches * self._unit
+        self._shift = self.epoch, sum(self._next.given) - batches * self.rows_per_batch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""
@@ -187,7 +183,7 @@ class Loader(DataLoader[Any]):
         """
         start = self._beginning()
         if len(start.given) == 1:
-            start.given[0] = num_batches * self._unit if rows is None else rows
+            start.given[0] = num_batches * self.rows_per_batch if rows is None else rows
         else:
             # only reading shows how many batches each worker yields: some may run out of rows
             start.to_drop = num_batches
@@ -210,13 +206,13 @@ class Loader(DataLoader[Any]):
         if isinstance(order, Iterator):
             return None
         shift = self._shift[1] if self._shift[0] == epoch else 0
-        draw = next(self._draws.from_place(order, epoch, number * self._unit + shift), None)
+        draw = next(self._draws.from_place(order, epoch, number * self.rows_per_batch + shift), None)
         return None if draw is None else list(draw.indices)
 
     def rows_ahead(self, batches: int) -> list[int] | None:
         """`rows_of` the batch that comes so many batches after the one that is waited for."""
         shift = self._shift[1] if self._shift[0] == self.epoch else 0
-        return self.rows_of(self.epoch, (self._now.given[0] - shift) // self._unit + batches)
+        return self.rows_of(self.epoch, (self._now.given[0] - shift) // self.rows_per_batch + batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch and the rows read of it, valid for any number of processes."""
@@ -246,7 +242,7 @@ class Loader(DataLoader[Any]):
                 start.dataset = state.get("dataset")
             self._now = self._next = start
         else:
-            self.skip(sum(given) // self._unit)
+            self.skip(sum(given) // self.rows_per_batch)
             logger.warning(
                 f"The stream was read by {len(given)} workers and is now read by {len(start.given)}: resumed rows come "
                 "in another order. Set dataloader_num_workers as it was to resume exactly."
@@ -281,7 +277,7 @@ class Loader(DataLoader[Any]):
         workers.end(self._engine)
 
     def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
-        given, unit = now.given, self._unit
+        given, unit = now.given, self.rows_per_batch
         for batch in batches:
             given[0] += unit
             self._now = now  # of several iterations at a time, the position is that of the one that moved last
@@ -292,7 +288,7 @@ class Loader(DataLoader[Any]):
         for worker, batch in batches:
             if worker == GAP:
                 continue
-            now.given[worker] += self._unit
+            now.given[worker] += self.rows_per_batch
             now.turn, now.is_reading = (worker + 1) % len(now.given), True
             self._now = now
             if now.to_drop:

@@ -152,7 +152,10 @@ class DistributedArguments:
             yield from shard_settings.optimizer_problems(own.optim, offloads=settings.cpu_offload)
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"
-        yield from deepspeed.problems(self.deepspeed)
+        try:
+            deepspeed.read({} if self.deepspeed is None else self.deepspeed)
+        except ValueError as error:
+            yield str(error)
 
     def _preflight(self) -> Iterator[str | Exception]:
         yield from shard_settings.world_problems(shard_settings.sizes_of(self.parallelism_config), world_size())

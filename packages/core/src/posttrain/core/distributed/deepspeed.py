@@ -40,14 +40,6 @@ def is_asked_for(config: Any) -> bool:
     return config is not None or is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
 
 
-def problems(config: Any) -> Iterator[str]:
-    """Problems with the argument `deepspeed` that can be checked early."""
-    try:
-        read({} if config is None else config)
-    except ValueError as error:
-        yield str(error)
-
-
 def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
     """A copy of the configuration; from the launcher's environment if `config` is None. Raises a `ValueError` where it
     is not a JSON file with an object."""

@@ -72,12 +72,9 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
             module, _, own = name.rpartition(".")
             modules[module].register_parameter(own, now[first])
     base._tp_size = size
-    if not all(_is_on(device, tensor) for tensor in (*model.parameters(), *model.buffers())):
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if any(place.type != device.type or device.index not in (None, place.index) for place in devices):
         model.to(device)
-
-
-def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _take_from_main(model: nn.Module, device: torch.device) -> None:

@@ -93,17 +93,14 @@ class Watchdog(threading.Thread):
                 if seconds > self.seconds:
                     how = f"rank {self.rank} has waited {self.seconds:g} s {place} (ddp_timeout)."
                     self.store.set(_ALARM, f"{how} Check those that did not wait.")
-                elif seconds > _LOOK and (lost := self._lost()) is not None:
-                    how = f"rank {self.rank} waits {place}, and rank {lost} has ended."
+                elif seconds > _LOOK and (lost := [rank for rank in self.beside if is_lost(self.store, rank)]):
+                    how = f"rank {self.rank} waits {place}, and rank {lost[0]} has ended."
                     self.store.set(_ALARM, f"{how} See its error.")
                 if alarm := read(self.store, _ALARM):
                     return self._end(alarm)
                 self._stopped.wait(interval)
             except Exception:  # the store is gone, with the process that kept it: the launcher ends this one
                 return
-
-    def _lost(self) -> int | None:
-        return next((rank for rank in self.beside if is_lost(self.store, rank)), None)
 
     def _end(self, alarm: str) -> None:
         waits = self._waits

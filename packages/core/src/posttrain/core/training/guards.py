@@ -67,14 +67,9 @@ class Reporter:
         spoilt = [name for name, one in buffers.items() if one.is_floating_point() and bool(one.isnan().any())]
         if not update.lacks_labels and (is_first or stops):
             saved, where = self._save(update), self._find(update)
-            found = (
-                f"Found by running it once more: {where}."
-                if where
-                else (
-                    "Run once more, everything stays finite: random numbers, or the sum over the window, made the "
-                    "difference."
-                )
-            )
+            found = f"Found by running it once more: {where}."
+            if not where:
+                found = "Run once more, all stays finite: random numbers, or the window's sum, made the difference."
             text = f"{text} {found}{saved} {REMEDY}"
         if spoilt:
             text += f" The forward pass left NaN in {', '.join(spoilt[:8])}, which no skipping undoes: the run stops."

@@ -46,9 +46,8 @@ class HealthArguments:
     )
 
     def _normalize(self) -> None:
-        if self.debug is None or isinstance(self.debug, str):
-            self.debug = (self.debug or "").split()
-        self.debug = [str(getattr(name, "value", name)) for name in self.debug]
+        given: Any = self.debug or ""
+        self.debug = [str(getattr(one, "value", one)) for one in (given.split() if isinstance(given, str) else given)]
 
     def _problems(self) -> Iterator[str]:
         for name in self.debug:

@@ -61,13 +61,11 @@ class InterruptArguments:
 
     def _problems(self) -> Iterator[str]:
         try:
-            value = None if self.max_time is None else seconds(self.max_time)
+            if self.max_time is not None and seconds(self.max_time) <= 0:
+                yield f"max_time={self.max_time!r} must be more than nothing"
         except ValueError:
             how = "give seconds, '[days:]hours:minutes:seconds', or such as 90min or 2h"
             yield f"max_time={self.max_time!r} is no time: {how}"
-        else:
-            if value is not None and value <= 0:
-                yield f"max_time={self.max_time!r} must be more than nothing"
 
 
 def saves_on_signal(args: Any) -> bool:
@@ -109,8 +107,7 @@ class Left(BaseException):
 
     def exit(self) -> BaseException | None:
         """Ends the program with exit code 128 + the signal's number, which a scheduler distinguishes from success. None
-        for the time limit.
-        """
+        for the time limit."""
         if self.reason == TIME_IS_UP:
             return None
         return (Interrupted if self.reason == 128 + signal.SIGINT else SystemExit)(self.reason)

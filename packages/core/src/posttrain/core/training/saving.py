@@ -52,8 +52,7 @@ class Saving:
         """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks. Returns where it is
         not written yet, unless this is to `wait`."""
         owner = self.owner
-        outcome = owner.checkpoints.settle(wait)
-        if outcome is None:
+        if (outcome := owner.checkpoints.settle(wait)) is None:
             return
         best = owner.state.best_model_checkpoint
         if outcome.path is None:
