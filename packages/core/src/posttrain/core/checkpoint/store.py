@@ -178,7 +178,8 @@ class Store:
         runs: dict[str | None, list[Path]] = {}
         for path, manifest in (read := self.manifests() if manifests is None else manifests).items():
             runs.setdefault(run_of(manifest), []).append(path)
-        return dict(sorted(runs.items(), key=lambda run: max(read[path]["written"] for path in run[1])))
+        written = {run: max(read[path]["written"] for path in paths) for run, paths in runs.items()}
+        return {run: runs[run] for run in sorted(written, key=written.__getitem__)}
 
     def _manifest(self, name: str, there: Iterable[str] = ()) -> dict[str, Any]:
         """That of a checkpoint here, or of one in the remote place, which has those in `there`; {} if it is damaged."""
@@ -320,7 +321,8 @@ class Store:
         checkpoints, removed = self.checkpoints(), []
         whole = {path: read for path, read in self.manifests().items() if not damages(path, deep=False, manifest=read)}
         by_run = [*self.by_run(whole).values()]
-        newest = sorted(whole, key=lambda path: whole[path]["written"])[-1:]
+        written = {path: read["written"] for path, read in whole.items()}
+        newest = sorted(written, key=written.__getitem__)[-1:]
         protected = {Path(path).resolve() for path in [*keep, *newest, *(paths[-1] for paths in by_run)]}
         mine = by_run[-1] if by_run else []
         checkpoints.sort(key=mine.__contains__)  # by steps, with those of earlier runs first
