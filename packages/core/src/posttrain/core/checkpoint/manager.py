@@ -48,10 +48,11 @@ class CheckpointManager:
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
         self.args, self.dist, self.store = args, dist, store = owner.args, owner.dist, owner.store
-        place = {"rank": dist.process_index, "world_size": dist.num_processes, "gather": dist.gather_patiently}
+        place: dict[str, Any] = {"rank": dist.process_index, "world_size": dist.num_processes}
+        place |= {"gather": dist.gather_patiently, "patience": max(args.ddp_timeout, 3600)}
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
         self.should_save, self.limit = args.should_save, args.most_checkpoints  # by this process; None: all are kept
-        self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
+        self.saver = Saver(store, **place)
         self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or started from
         self.run = ""  # its id, in the manifest of each of its checkpoints
         #: What this process must remember of the last whole optimizer step, where an error is to save it.

@@ -110,7 +110,7 @@ class EMA:
         # In float32 one kernel updates all; parameters of other types are converted one by one.
         pairs = [(self._averages[name], parameter) for name, parameter in self._parameters.items()]
         if plain := [pair for pair in pairs if pair[1].dtype == torch.float32]:
-            torch._foreach_lerp_(*map(list, zip(*plain, strict=True)), weight)
+            torch._foreach_lerp_([average for average, _ in plain], [weights for _, weights in plain], weight)
         for average, parameter in (pair for pair in pairs if pair[1].dtype != torch.float32):
             average.lerp_(parameter.float(), weight)
 
