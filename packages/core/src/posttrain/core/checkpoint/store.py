@@ -155,7 +155,8 @@ class Store:
         there = [] if remote is None else remote.whole()
         names = sorted({path.name for path in self.checkpoints()} | {*there}, key=lambda name: number_of(Path(name)))
         manifests = {name: self._manifest(name, there) for name in names}
-        run = run_of(max(manifests.values(), key=lambda manifest: manifest.get("written", 0), default={}))
+        latest = max(names, key=lambda name: manifests[name].get("written", 0), default="")
+        run = run_of(manifests.get(latest, {}))
         for name in reversed(names):
             path, manifest = self.output_dir / name, manifests[name]
             if manifest and run_of(manifest) != run:
@@ -164,6 +165,11 @@ class Store:
             if problems and remote is not None and name in there:
                 problems = self._fetch(remote, name)
             if not problems:
+                if number_of(Path(latest)) < number_of(path):
+                    logger.warning(
+                        f"{path} is the checkpoint of the highest step, but {self.output_dir / latest} was written "
+                        "after it, perhaps by a new run in the same directory. To resume from that one, pass its path."
+                    )
                 return path
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None

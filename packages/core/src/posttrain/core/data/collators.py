@@ -362,9 +362,5 @@ def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
     lengths = [int(length) for length in lengths if length]
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     longest = max(lengths, default=0)
-    return {
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders.clone(),
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    starts = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone()}
+    return starts | dict.fromkeys(("max_length_q", "max_length_k"), longest)

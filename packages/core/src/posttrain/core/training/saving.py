@@ -34,9 +34,8 @@ class Saving:
 
     def now(self) -> None:
         """Save a checkpoint, and wait until it is there."""
-        owner = self.owner
-        owner.store_flos()
-        owner._save_checkpoint(owner.model_wrapped, owner.run.trial)
+        self.owner.store_flos()
+        self.owner._save_checkpoint(self.owner.model_wrapped, self.owner.run.trial)
         self.settle()
 
     def checkpoint(self) -> None:
