@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
+from posttrain.core.data.loaders import Loaders
 from posttrain.core.testing import CHATML, CORPUS, causal_lm, classifier, seq2seq_lm, tokenizer
 
 __all__ = ["CHATML", "CORPUS", "causal_lm", "classifier", "seq2seq_lm", "tokenizer"]
@@ -71,3 +74,17 @@ def token_rows(num_rows: int, seed: int = 0, min_length: int = 5, max_length: in
         ids = torch.randint(4, vocab_size, (length,), generator=generator).tolist()
         rows.append({"input_ids": ids, "attention_mask": [1] * length, "labels": list(ids)})
     return rows
+
+
+def build_loader(rows, is_training, args, collate_fn, sampler=None, device="cpu", limits=None, rank=0, world_size=1):
+    """The loader that a trainer makes of `rows`, two a batch or as `args` say, with seed 0 or ``args.seed``."""
+    owner = SimpleNamespace(
+        args=args,
+        data_collator=collate_fn,
+        data_seed=vars(args).get("seed", 0),
+        dist=SimpleNamespace(rank=rank, world_size=world_size, device=torch.device(device)),
+        id_limits=lambda: limits or {},
+        without_unused_columns=lambda dataset, collator, description: (dataset, collator),
+    )
+    size = vars(args).get("per_device_train_batch_size", 2)
+    return Loaders(owner).make(rows, "rows", size, None if sampler is None else lambda rows: sampler, is_training, None)

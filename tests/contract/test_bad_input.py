@@ -525,10 +525,9 @@ def test_the_limits_of_a_model_are_read_off_it(model, expected):
 def test_a_batch_that_the_model_cannot_read_is_refused_before_it_reaches_it(model, row, parts):
     model = model()
     good = SEEN | {"labels": [5, 6, 7] if isinstance(model, Qwen3ForCausalLM) else 1}
-    loader = pipeline.build_loader(
-        Rows([good, good | row]), is_training=True, batch_size=2, seed=0, args=TrainingArguments("unused"),
-        collate_fn=pipeline.default_collator(tiny.tokenizer()), limits=embeddings.id_limits(model),
-    )  # fmt: skip
+    args = TrainingArguments("unused", per_device_train_batch_size=2, dataloader_pin_memory=False)
+    collator, limits = pipeline.default_collator(tiny.tokenizer()), embeddings.id_limits(model)
+    loader = tiny.build_loader(Rows([good, good | row]), True, args, collator, device="cuda", limits=limits)
     refused(DataError, "Rows 0, 1 of the dataset", *parts, run=lambda: next(iter(loader)))
 
 

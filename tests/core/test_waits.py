@@ -10,9 +10,9 @@ import pytest
 from torch.distributed import FileStore
 
 from posttrain.core.distributed import waits
-from posttrain.core.distributed.collectives import Collectives
 from posttrain.core.distributed.waits import LostProcessError, Waits, beat, portable
 from posttrain.core.distributed.watchdog import is_consequence
+from posttrain.core.distributed.world import World
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 
@@ -27,7 +27,7 @@ def team(path, *members, seconds=1.0):
         dist = SimpleNamespace(rank=rank, process_index=rank, local_rank=rank, is_main=rank == 0)
         dist._waits = Waits(store, rank, len(members), seconds)
         for name in ("main_first", "on_main", "gather_patiently", "meet", "all_come"):
-            setattr(dist, name, getattr(Collectives, name).__get__(dist))
+            setattr(dist, name, getattr(World, name).__get__(dist))
         member(dist)
 
     running = [context.Process(target=run, args=pair) for pair in enumerate(members)]

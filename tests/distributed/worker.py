@@ -276,7 +276,7 @@ def loaded_in_parts(out, loaded=None, **changes):
 def slices(arch, batch):
     """The largest gaps, of logits, log-probabilities and gradients, between slices of rows and whole rows: parts of the
     largest number."""
-    from posttrain.core.distributed.collectives import whole_rows
+    from posttrain.core.distributed.world import whole_rows
     from posttrain.lm.attention import context_parallel
     from posttrain.lm.attention.segments import Segments
     from posttrain.lm.attention.varlen_attention import enable_segments

@@ -8,8 +8,9 @@ import transformers
 from torch import nn
 
 from posttrain.core.data import pipeline
-from posttrain.core.data.pipeline import DataArguments, Loader, build_loader, make_train_sampler
+from posttrain.core.data.pipeline import DataArguments, Loader, make_train_sampler
 from posttrain.core.data.samplers import LengthGroupedSampler
+from tests import tiny
 
 
 class Recorder(nn.Module):
@@ -43,8 +44,8 @@ def test_every_epoch_has_the_order_of_transformers(tmp_path, settings):
     seed = settings.get("data_seed", settings["seed"])
     sampler = make_train_sampler(rows, strategy=settings.get("train_sampling_strategy", "random"), seed=seed)
     ours = DataArguments(dataloader_drop_last=settings.get("dataloader_drop_last", False))
-    options = {"batch_size": 4, "collate_fn": pipeline.default_collator(), "args": ours, "seed": seed}
-    loader = build_loader(rows, is_training=True, sampler=sampler, **options)
+    vars(ours).update(per_device_train_batch_size=4, seed=seed)
+    loader = tiny.build_loader(rows, True, ours, pipeline.default_collator(), sampler)
     seen = []
     for epoch in range(3):
         loader.set_epoch(epoch)

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.config import validate
 from posttrain.core.data import pipeline, samplers
-from posttrain.core.data.pipeline import DataArguments, Loader, adopt, build_loader
+from posttrain.core.data.pipeline import DataArguments, Loader, adopt
 from posttrain.core.data.samplers import EpochSampler, LengthGroupedSampler
 from posttrain.core.errors import DataError
 from tests import tiny
@@ -191,10 +191,9 @@ def test_processes_see_each_row_once_in_equally_many_batches(kind, num_rows, wor
     columns = datasets.Dataset.from_dict({"x": list(range(num_rows))})
     dataset = {"rows": columns, "stream": NoisyStream(num_rows), "datasets stream": columns.to_iterable_dataset()}[kind]
     ranks = [
-        list(build_loader(dataset, is_training=False, batch_size=2, collate_fn=stack, args=DataArguments(), seed=0,
-        rank=r, world_size=world_size))
+        list(tiny.build_loader(dataset, False, DataArguments(), stack, rank=r, world_size=world_size))
         for r in range(world_size)
-    ]  # fmt: skip
+    ]
     assert {len(batches) for batches in ranks} == {-(-num_rows // (2 * world_size))}
     in_rank_order = [batch for step in zip(*ranks, strict=True) for batch in step]
     seen = rows_of(in_rank_order)
@@ -433,8 +432,7 @@ def test_persistent_workers_follow_epochs_and_skips(kind):
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_datasets_hear_of_the_epoch_in_training_alone(evaluating):
     dataset = NoisyStream(12)
-    options = {"batch_size": 2, "collate_fn": plain, "args": DataArguments(), "seed": 0}
-    loader = build_loader(dataset, is_training=not evaluating, **options)
+    loader = tiny.build_loader(dataset, not evaluating, DataArguments(), plain)
     passes = [list(loader), list(loader)]
     assert dataset.epochs == ([] if evaluating else [0, 1])
     assert (passes[0] == passes[1]) is evaluating
@@ -568,11 +566,9 @@ def test_a_loader_prepared_by_accelerate_is_adopted_as_it_is():
 
 def test_the_loader_shows_the_users_dataset_and_settings():
     dataset = NoisyRows(7)
-    loader = build_loader(
-        dataset, is_training=True, batch_size=2, collate_fn=plain, seed=0, device_type="cuda",
-        args=DataArguments(dataloader_num_workers=1, dataloader_prefetch_factor=3,
-        dataloader_multiprocessing_context="fork"),
-    )  # fmt: skip
+    workers = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3}
+    args = DataArguments(**workers, dataloader_multiprocessing_context="fork")
+    loader = tiny.build_loader(dataset, True, args, plain, device="cuda")
     assert loader.dataset is dataset and loader.batch_size == 2 and isinstance(loader, DataLoader)
     assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (1, 3, True)
     assert pipeline.num_examples(loader) == 7

@@ -293,17 +293,13 @@ def test_shards_of_a_stream_fit_no_other_number():
 
 
 def test_fresh_random_numbers_are_those_of_seed_step_and_rank():
-    from posttrain.core.data.pipeline import set_seed
     from posttrain.core.data.rng import rng_state, set_rng_state
 
     def drawn(state):
         set_rng_state(state)
         return torch.rand(3)
 
-    def fresh(*place):
-        return elastic.fresh_random_numbers(*place, set_seed)
-
-    before = rng_state()
+    before, fresh = rng_state(), elastic.fresh_random_numbers
     first, again, other = fresh(42, 4, 1), fresh(42, 4, 1), fresh(42, 4, 2)
     assert torch.equal(torch.get_rng_state(), before["torch"])
     assert torch.equal(drawn(first), drawn(again)) and not torch.equal(drawn(first), drawn(other))

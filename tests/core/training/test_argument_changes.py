@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.core.errors import CheckpointError
-from posttrain.core.training.argument_changes import differences, explain
+from posttrain.core.training.resume import differences, explain
 from tests.contract.trainers import TRAINERS, weights
 
 make = TRAINERS["causal-lm"]

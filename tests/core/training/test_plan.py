@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from posttrain.core.fields.durations import as_steps
-from posttrain.core.training.plan import make_plan, windows
+from posttrain.core.training.plan import make_plan
 
 
 def test_a_short_last_window_is_an_update():
@@ -46,11 +46,6 @@ def test_unknown_length_needs_max_steps():
 def test_no_batch_at_all_is_an_error_that_says_why():
     with pytest.raises(ValueError, match="drop_last"):
         make_plan(0, 1, 3, -1)
-
-
-def test_windows_keep_every_batch_in_order():
-    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(windows([], 3)) == []
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(10, 10), (1, 1), (0.1, 10), (0.001, 1), (0.25, 25)])

@@ -228,9 +228,11 @@ def _run_to_its_end(method: Any, run: Any, words: Sequence[str]) -> None:
 def _checked(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
     """The `Run` that `settings` make, once nothing is found that is wrong with it or that this machine lacks."""
     run = _configs(method, settings, problems)
+    from posttrain.core.optim import builder
     from posttrain.core.training import preflight  # after the checks: this imports torch
 
-    if found := [str(problem) for problem in preflight.of_command_line(run.config, run.model, run.data)]:
+    wrong = [*preflight.of_arguments(run.config, run.model, run.data), *builder.package_problems(run.config)]
+    if found := [str(problem) for problem in wrong]:
         raise ConfigError(f"posttrain {method.name}", found)
     return run
 

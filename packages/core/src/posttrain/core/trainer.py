@@ -248,7 +248,7 @@ class Trainer(TrainerNames):
         self.args.validate()  # what was assigned since construction
         self._follow_old_names()
         self.store.output_dir = Path(self._get_output_dir(trial))
-        self.checkpoints = CheckpointManager(self.args, self.dist, self.store)  # as `args` are now
+        self.checkpoints = CheckpointManager(weakref.proxy(self))  # with `args` as they are now
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
         loader = self.loaders.adopt(self.get_train_dataloader())
         plan = self.make_plan(loader)
@@ -373,9 +373,7 @@ class Trainer(TrainerNames):
 
     def resume_plan(self, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
         """`plan` for resuming from `checkpoint`, whose optimizer steps may have held another number of rows."""
-        place, by_steps = (self.dist.rank, self.dist.world_size), self.args.max_steps > 0
-        rows = self.get_total_train_batch_size(self.args)
-        return resume.resume_plan(plan, loader, checkpoint, rows, self.batches_left, *place, by_steps)
+        return resume.resume_plan(self, plan, loader, checkpoint)
 
     def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
         """Micro-batches, as this run makes them, that are left of the epoch in which a checkpoint was saved.
@@ -582,8 +580,7 @@ class Trainer(TrainerNames):
 
     def id_limits(self) -> dict[str, int]:
         """How many ids the model knows, by column; labels only where its own loss reads them."""
-        stock = getattr(self.compute_loss, "__qualname__", "") == "Trainer.compute_loss"
-        stock = stock and self.compute_loss_func is None
+        stock = override_checks.is_stock(self, "compute_loss") and self.compute_loss_func is None
         return {name: n for name, n in embeddings.id_limits(self.model).items() if stock or "labels" not in name}
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -754,7 +751,7 @@ class Trainer(TrainerNames):
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write this process' files of a checkpoint. Extend it for files of your own."""
-        self.checkpoints.write(directory, self.state, self.save_model, self.saving.beside)
+        self.checkpoints.write(directory)
 
     def load_checkpoint(self, checkpoint: str | Path, model: nn.Module | None = None) -> None:
         """Load the weights of `checkpoint`, and the state of `checkpoint_parts`."""
@@ -803,7 +800,7 @@ class Trainer(TrainerNames):
             logger.warning("use_liger_kernel: %s", why_not)
         if args.fp8:
             float8.use_float8(model, compiled=args.torch_compile)
-        return self.dist.prepare_model(model, bool(args.activation_checkpointing), self.optimizer)
+        return self.dist.prepare_model(model, self.optimizer)
 
     def restore_rng(self) -> None:
         """Set the random numbers of the checkpoint, once. To be called when the first row after it is read."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.core.checkpoint import Store, sharded, weights
+from posttrain.core.checkpoint import Store, codec, sharded, weights
 from posttrain.core.errors import CheckpointError, ConfigError
 
 HELP = """posttrain consolidate CHECKPOINT FOLDER
@@ -49,7 +49,7 @@ def consolidate(checkpoint: Path, folder: Path) -> None:
             model = getattr(transformers, config.architectures[0])(config)
         model.save_pretrained(str(folder), state_dict=tensors)
     else:
-        weights.write(tensors, folder)
+        codec.write_tensors(tensors, folder / weights.WEIGHTS)
     ours = ("weights-", "optimizer", "scheduler", "rank-", "trainer_state", "manifest", "engine-")
     for path in checkpoint.iterdir():
         if path.is_file() and not path.name.startswith(ours) and not (folder / path.name).exists():

@@ -118,30 +118,22 @@ class CheckpointArguments:
             vars(self).update(remote_dir=output_dir, output_dir=working_folder(output_dir))
 
     def _problems(self) -> Iterator[str]:
-        if self.max_shard_size is not None and not re.fullmatch(
-            r"[1-9]\d*(\.\d+)? ?([KMGT]B)?", str(self.max_shard_size), re.I
-        ):
+        size, steps = "1" if self.max_shard_size is None else str(self.max_shard_size), self.save_steps
+        if not re.fullmatch(r"[1-9]\d*(\.\d+)? ?([KMGT]B)?", size, re.I):
             yield f"max_shard_size={self.max_shard_size!r} must be a number of bytes, or a size such as 5GB or 200MB"
         if self.remote_dir is not None and not is_url(self.remote_dir):
             yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
         if is_url(output_dir := getattr(self, "output_dir", None)):
             yield f"output_dir={output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
-        if (
-            not isinstance(self.save_steps, str)
-            and 1 < self.save_steps < math.inf
-            and not float(self.save_steps).is_integer()
-        ):
-            yield f"save_steps={self.save_steps!r} must be a whole number of optimizer steps, or a share below 1"
+        if not isinstance(steps, str) and 1 < steps < math.inf and not float(steps).is_integer():
+            yield f"save_steps={steps!r} must be a whole number of optimizer steps, or a share below 1"
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if self.remote_dir is not None:
-            try:
-                remote = self.remote
-            except (ImportError, ValueError) as error:
-                yield type(error)(f"remote_dir={self.remote_dir!r} cannot be reached: {error}")
-                return
-        else:
-            remote = None
+        try:
+            remote = self.remote
+        except (ImportError, ValueError) as error:
+            yield type(error)(f"remote_dir={self.remote_dir!r} cannot be reached: {error}")
+            return
         wanted = asked_for(self.resume_from_checkpoint)
         if wanted and getattr(self, "should_save", True) and not is_url(wanted):
             try:

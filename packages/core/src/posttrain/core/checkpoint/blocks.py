@@ -49,12 +49,7 @@ _COPYING = 4  # maximum threads: more do not increase memory bandwidth
 
 
 class Source:
-    """The bytes of a future file: a header, then tensors.
-
-    Args:
-        header: what comes first.
-        tensors: dense, of any device; they need not be contiguous.
-    """
+    """The bytes of a future file: a header, then dense tensors of any device, which need not be contiguous."""
 
     def __init__(self, header: bytes, tensors: list[torch.Tensor]) -> None:
         self.tensors = [torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors]
@@ -78,7 +73,6 @@ class Source:
 
     def fill(self, image: torch.Tensor) -> None:
         """Copy everything into `image`, on several threads because one reaches half of the memory bandwidth."""
-        image = image[: self.size]
         self._synchronize()  # other threads copy in streams of their own
         with ThreadPoolExecutor(min(cores(), _COPYING), "checkpoint-copy") as pool:
             for _ in pool.map(self.copy, range(0, self.size, BLOCK), image.split(BLOCK)):
@@ -117,7 +111,11 @@ class Memory:
         """`size` bytes, aligned to pages; those that `name` had the last time, if they suffice."""
         size, kept = size + -size % _PAGE, self._kept.get(name)
         if kept is None or len(kept) < size or kept.is_pinned() != pinned:
-            self._kept[name] = kept = allocate(size, pinned)
+            if pinned:
+                kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            else:  # not in huge pages, which are filled no faster and may take seconds to be found
+                kept = torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]
+            self._kept[name] = kept
         return kept
 
     @property
@@ -126,23 +124,10 @@ class Memory:
         return sum(map(len, self._kept.values()))
 
 
-def allocate(size: int, pinned: bool = False) -> torch.Tensor:
-    """`size` bytes of page-aligned host memory; not in huge pages, which are filled no faster and may take seconds to
-    be found.
-    """
-    if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, max(size, _PAGE)), dtype=torch.uint8)[:size]
-
-
 class Part:
-    """What one process writes of one checkpoint: the digests of its large files, and the images still to be written.
-
-    Args:
-        directory: files below it are written by this part.
-        memory: lends the memory for blocks and images.
-        later: keep an image of each file, for `finish` to write; else files are written at once.
-    """
+    """What one process writes below `directory` of one checkpoint: the digests of its large files, and the images still
+    to be written, for which `memory` lends the memory. Files are written at once, or an image of each is kept for
+    `finish` to write (`later`)."""
 
     def __init__(self, directory: Path, memory: Memory, later: bool = False) -> None:
         self.directory, self.memory, self.later = directory, memory, later
@@ -162,9 +147,9 @@ class Part:
         """Write `source` to `path`; or copy it into memory, so that it may change before it is written."""
         name = path.relative_to(self.directory).as_posix()
         if self.later and source.size >= SMALL:
-            image = self.memory.take(name, source.size, pinned=bool(source.devices))
+            image = self.memory.take(name, source.size, pinned=bool(source.devices))[: source.size]
             source.fill(image)
-            self._images.append((path, image[: source.size]))
+            self._images.append((path, image))
         else:
             self.digests[name] = write_blocks(path, source, self.memory)
 
@@ -190,15 +175,9 @@ def write_file(path: Path, source: Source) -> None:
 
 
 def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> list[Digest]:
-    """Write a file so that it survives a loss of power; returns the checksums of its blocks.
-
-    Args:
-        source: the file's bytes, to be copied block by block; or a page-aligned image of it.
-        memory: the pool of block buffers.
-
-    Raises:
-        OSError: ENOSPC before anything is written, if the file system reports that it is full.
-    """
+    """Write the bytes of `source`, or a page-aligned image of them, so that they survive a loss of power; returns the
+    checksums of the blocks. Raises an `OSError` (ENOSPC) before anything is written, if the file system says that it is
+    full."""
     size = source.size if isinstance(source, Source) else len(source)
     if isinstance(source, Source) and size < SMALL:
         whole = torch.empty(size, dtype=torch.uint8)
@@ -227,7 +206,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
 
     # One thread writes, for a file grows at one place at a time. None of them holds the interpreter's lock.
     with (
-        _opened(path) as out,
+        contextlib.closing(_Opened(path)) as out,
         ThreadPoolExecutor(1, "checkpoint-disk") as disk,
         ThreadPoolExecutor(_HASHING, "checkpoint-hash") as hashing,
     ):
@@ -245,7 +224,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
         return [future.result() for future in digests]
 
 
-class _opened:
+class _Opened:
     """A file written at offsets, past the page cache if its file system can."""
 
     def __init__(self, path: Path) -> None:
@@ -258,10 +237,7 @@ class _opened:
                 raise
             self._direct, self._file = False, os.open(path, flags, 0o666)
 
-    def __enter__(self) -> _opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         os.close(self._file)
 
     def write(self, block: memoryview, offset: int) -> None:
@@ -307,11 +283,8 @@ def digest(block: memoryview) -> Digest:
 def digests_of_files(
     directory: Path, sizes: dict[str, int], block: int, kinds: Iterable[str] = tuple(KINDS)
 ) -> dict[str, list[Digest]]:
-    """``{name: checksums of each block}`` of the files `sizes`, ``{name below directory: bytes}``, on all cores.
-
-    Raises:
-        OSError: a file cannot be read; it names the file.
-    """
+    """``{name: checksums of each block}`` of the files `sizes`, ``{name below directory: bytes}``, on all cores. Raises
+    an `OSError` where a file cannot be read; it names the file."""
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
     digests: dict[str, list[Digest]] = {name: [] for name in sizes}
     # At least four: without the page cache, concurrent reads of several blocks are eight times as fast.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import base64
 import collections
+import functools
 import json
 import math
 import os
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,6 @@ NATIVE = {
     torch.bool: "BOOL",
 }
 
-_DTYPES = {name: dtype for dtype, name in NATIVE.items()}
-READERS = 4
-"""Threads that read a file: more than one keep a disk busy."""
-
 
 def save_tree(tree: Any, stem: str | Path) -> None:
     """Write `tree` to ``<stem>.json`` and, if it holds tensors or arrays, ``<stem>.safetensors``.
@@ -69,14 +65,8 @@ def save_tree(tree: Any, stem: str | Path) -> None:
 
 
 def check_tree(tree: Any, name: str) -> None:
-    """Check whether `save_tree` can write `tree`, without copying from a device.
-
-    Args:
-        name: of the tree, for the message.
-
-    Raises:
-        TypeError: the tree holds an unsupported object; the message names it and its place.
-    """
+    """Raise a `TypeError` where `save_tree` cannot write `tree`, without copying from a device; the message names the
+    tree by `name`, the object and its place."""
     _Encoder().encode(tree, name, ())
 
 
@@ -109,11 +99,8 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; NaN and the like, which JSON does not have, are refused.
-
-    Raises:
-        CheckpointError: the file is missing or is not JSON.
-    """
+    """The content of a JSON file; NaN and the like, which JSON does not have, are refused. Raises a `CheckpointError`
+    where the file is missing or is not JSON."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -129,14 +116,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors` as one safetensors file, fetching one at a time from its device.
+    """Write dense `tensors` of dtypes that safetensors has as one file, fetching one at a time from its device; they
+    need not be contiguous or own their memory. The header keeps `metadata`.
 
-    While a checkpoint is saved in the background this only copies them: the file follows.
-
-    Args:
-        tensors: dense tensors of dtypes that safetensors has; they need not be contiguous or own their memory.
-        metadata: strings to keep in the header.
-    """
+    While a checkpoint is saved in the background this only copies them: the file follows."""
     # The largest elements first: every tensor then starts at a multiple of its element size.
     names = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in tensors.items())]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
@@ -152,11 +135,8 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
 
 
 class _Encoder:
-    """Converts a tree to JSON values and collects its tensors.
-
-    A value that JSON lacks is an object with one key that starts with ``$``; a dict whose keys are not all plain
-    strings becomes a list of pairs.
-    """
+    """Converts a tree to JSON values and collects its tensors. A value that JSON lacks is an object with one key that
+    starts with ``$``; a dict whose keys are not all plain strings becomes a list of pairs."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -169,9 +149,8 @@ class _Encoder:
             return self._tensor(value, where, path)
         if type(value) is np.ndarray or (isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_))):
             return self._numpy(value, where, path)
-        if isinstance(value, float):
-            bits = struct.pack(">d", value)  # NaN has many bit patterns
-            return float(value) if math.isfinite(value) else {"$float": bits.hex()}
+        if isinstance(value, float):  # NaN has many bit patterns
+            return float(value) if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if isinstance(value, (str, int)):
             return str.__str__(value) if isinstance(value, str) else int(value)
         if type(value) in (list, tuple):
@@ -179,14 +158,11 @@ class _Encoder:
             return items if type(value) is list else {"$tuple": items}
         if type(value) in (dict, collections.OrderedDict, collections.Counter):
             inner = [self.encode(item, f"{where}[{key!r}]", (*path, key)) for key, item in value.items()]
-            if type(value) is collections.Counter:  # the milestones of torch's MultiStepLR
-                kind = "$counter"
-            elif all(type(key) is str and not key.startswith("$") for key in value):
+            is_counter = type(value) is collections.Counter  # the milestones of torch's MultiStepLR
+            if not is_counter and all(type(key) is str and not key.startswith("$") for key in value):
                 return dict(zip(value, inner, strict=True))
-            else:
-                kind = "$dict"
             keys = [self.encode(key, f"the key {key!r} of {where}", path) for key in value]
-            return {kind: [*zip(keys, inner, strict=True)]}
+            return {"$counter" if is_counter else "$dict": [*zip(keys, inner, strict=True)]}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode("ascii")}
         if type(value) is torch.dtype:
@@ -203,15 +179,8 @@ class _Encoder:
             raise TypeError(f"{where} is a tensor that a checkpoint cannot hold ({kind}); make it dense first.")
         shape = tuple(tensor.shape)
         # Two identical views of the same memory are saved once and loaded as one tensor.
-        view = (
-            tensor.data_ptr(),
-            tensor.device,
-            tensor.dtype,
-            shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        flags = tensor.is_conj(), tensor.is_neg()
+        view = (tensor.data_ptr(), tensor.device, tensor.dtype, shape, tensor.stride(), flags)
         native = tensor.dtype in NATIVE
         name = self._names.get(view) if tensor.numel() else None
         if name is None:
@@ -241,7 +210,6 @@ class _Encoder:
 class _Decoder:
     def __init__(self, path: Path, mmap: bool) -> None:
         self.path, self.mmap = path, mmap
-        self._loaded: dict[str, torch.Tensor] | None = None
         self._others: dict[tuple[str, str], torch.Tensor] = {}  # those of dtypes that safetensors lacks
 
     def decode(self, value: Any) -> Any:
@@ -269,58 +237,43 @@ class _Decoder:
         if tag == "$array":
             raw = bytearray(self._tensor(content).numpy())
             return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"])
-        if tag == "$tensor":
-            return (
-                self._reinterpreted(content, value["dtype"], value["shape"])
-                if "dtype" in value
-                else self._tensor(content)
-            )
-        raise ValueError(f"{tag!r} is not a kind of value")
+        if tag != "$tensor":
+            raise ValueError(f"{tag!r} is not a kind of value")
+        if "dtype" not in value:
+            return self._tensor(content)
+        place = content, value["dtype"]
+        if place not in self._others:  # cloned: in the file, bytes need not start where an element of this dtype may
+            self._others[place] = self._tensor(content).clone().view(_dtype(value["dtype"])).reshape(value["shape"])
+        return self._others[place]
 
-    def _reinterpreted(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:
-        if (name, dtype) not in self._others:
-            # Cloned: in the file, bytes need not start where an element of this dtype may.
-            self._others[name, dtype] = self._tensor(name).clone().view(_dtype(dtype)).reshape(shape)
-        return self._others[name, dtype]
-
+    @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        if self._loaded is None:
-            self._loaded = read_tensors(self.path, self.mmap)
-        return self._loaded
+        return read_tensors(self.path, self.mmap)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        if name not in self._tensors():
+        if name not in self._tensors:
             raise CheckpointError(f"{self.path} lacks the tensor {name!r}.")
-        return self._tensors()[name]
+        return self._tensors[name]
 
 
 def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]:
-    """Every tensor of one safetensors file, on the CPU; see `load_tree` for `mmap`.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """Every tensor of one safetensors file, on the CPU; see `load_tree` for `mmap`. Raises a `CheckpointError` where
+    the file is missing or damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing.")
     try:
-        if mmap or not hasattr(os, "preadv"):  # as on some systems
-            tensors = load_file(str(path))
-            return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
-        check_tensors(path)
-        return _read(Path(path))
+        tensors = load_file(str(path))
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
+    return tensors if mmap else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def check_tensors(path: str | Path) -> None:
-    """Read the header of a safetensors file and nothing else.
-
-    Raises:
-        CheckpointError: it does not match the file, as after a download that broke off.
-    """
+    """Read the header of a safetensors file and nothing else. Raises a `CheckpointError` where it does not match the
+    file, as after a download that broke off."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -328,34 +281,6 @@ def check_tensors(path: str | Path) -> None:
             pass
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file with a valid header, read by several threads into new memory.
-
-    Twice as fast as copying them from a mapping, and the file's pages do not count as this process's memory.
-    """
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        tensors = {name: torch.empty(about["shape"], dtype=_DTYPES[about["dtype"]]) for name, about in header.items()}
-        jobs = [
-            pool.submit(_fill, file.fileno(), bytes_of(tensors[name]), 8 + size + about["data_offsets"][0])
-            for name, about in header.items()
-        ]
-        for job in jobs:
-            job.result()
-    return tensors
-
-
-def _fill(file: int, raw: torch.Tensor, offset: int) -> None:
-    view = raw.numpy().data
-    while view:
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise ValueError("it ends too early")
-        view, offset = view[count:], offset + count
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.arguments import AUTO
 from posttrain.core.checkpoint.store import Store
+from posttrain.core.data import pipeline
 from posttrain.core.data.rng import rng_state, set_rng_state
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import Metrics
@@ -25,18 +26,11 @@ logger = logging.getLogger(__name__)
 def starting_point(
     store: Store, wanted: bool | str | Path | None, environ: Mapping[str, str] = os.environ
 ) -> Path | None:
-    """The checkpoint from which a run that was asked to resume from `wanted` starts; None: from the beginning.
-
-    A job that its launcher has restarted (``torchrun --max-restarts``) goes on from the newest whole checkpoint that it
-    has written, whatever its first start was asked for.
-
-    Args:
-        environ: what the launcher says: ``TORCHELASTIC_RESTART_COUNT`` and ``TORCHELASTIC_MAX_RESTARTS``.
-
-    Raises:
-        CheckpointError: `wanted` is damaged or not there; or the job may be restarted, and would then go on from a
-            checkpoint of an earlier run.
-    """
+    """The checkpoint from which a run that was asked to resume from `wanted` starts; None: from the beginning. A job
+    that its launcher has restarted (``torchrun --max-restarts``, by its variables in `environ`) goes on from the newest
+    whole checkpoint that it has written, whatever its first start was asked for. Raises a `CheckpointError` where
+    `wanted` is damaged or not there; or where the job may be restarted, and would then go on from a checkpoint of an
+    earlier run."""
     restarts, may_restart = (int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("RESTART_COUNT", "MAX_RESTARTS"))
     if (wanted == AUTO or restarts) and (store.has_begun() or wanted in (AUTO, None, False)):
         start = store.resolve(True) if store.has_begun() else None
@@ -55,13 +49,8 @@ def starting_point(
 
 
 def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """The state of process `rank`: its own, or merged from all if the number of processes changed.
-
-    A merged state has no random number states (``"rng"`` is None).
-
-    Raises:
-        CheckpointError: the state of a process is missing.
-    """
+    """The state of process `rank`: its own, or merged from all if the number of processes changed, and then without
+    random numbers (``"rng"`` is None). Raises a `CheckpointError` where that of a process is missing."""
     count = len(list(Path(checkpoint).glob("rank-*.json")))
     if count == world_size:
         return codec.load_tree(Path(checkpoint) / f"rank-{rank}")
@@ -72,13 +61,9 @@ def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """The trainer state of one process, merged from those of all earlier processes.
-
-    Metrics are joined and given to the first; the data position is counted in rows and equal in all.
-
-    Raises:
-        CheckpointError: each process read its own shards of a stream.
-    """
+    """The trainer state of one process, merged from those of all earlier processes: metrics are joined and given to the
+    first, and the data position is counted in rows and equal in all. Raises a `CheckpointError` where each process read
+    its own shards of a stream."""
     first, before = states[0], len(states)
     if any(state["loader"].get("dataset") != first["loader"].get("dataset") for state in states):
         raise CheckpointError(
@@ -99,7 +84,7 @@ def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str,
     return first | {"metrics": metrics if rank == 0 else {}, "progress": progress}
 
 
-def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[int], Any]) -> dict[str, Any]:
+def fresh_random_numbers(seed: int, step: int, rank: int) -> dict[str, Any]:
     """The state of generators seeded for this position of the run; this process's generators do not change."""
     if rank == 0:
         logger.warning(
@@ -107,7 +92,7 @@ def fresh_random_numbers(seed: int, step: int, rank: int, set_seed: Callable[[in
             f"(dropout) are reseeded from seed {seed} and step {step}."
         )
     before = rng_state()
-    set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
+    pipeline.set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
     fresh = rng_state()
     set_rng_state(before)
     return fresh

@@ -29,17 +29,11 @@ _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buff
 
 @dataclass
 class Taken:
-    """What a run takes over from a checkpoint without `rank-N.json`, beside weights, log and step.
+    """What a run takes over from a checkpoint without `rank-N.json`, beside weights, log and step."""
 
-    Attributes:
-        parts: names of what was taken.
-        lacks: what was not, each with the reason.
-        rng: the random numbers, for `posttrain.core.data.rng.set_rng_state`.
-    """
-
-    parts: list[str] = field(default_factory=list)
-    lacks: list[str] = field(default_factory=list)
-    rng: dict[str, Any] | None = None
+    parts: list[str] = field(default_factory=list)  # names of what was taken
+    lacks: list[str] = field(default_factory=list)  # what was not, each with the reason
+    rng: dict[str, Any] | None = None  # the random numbers, for `posttrain.core.data.rng.set_rng_state`
 
 
 def take(
@@ -52,17 +46,10 @@ def take(
     world_size: int = 1,
     allow_pickle: bool = False,
 ) -> Taken:
-    """Load optimizer, schedule and loss scaler from `checkpoint` as far as they fit this run.
-
-    Args:
-        optimizer: None where it cannot be loaded from whole tensors.
-        scaler: of a run in float16; else None.
-        rank, world_size: this process, of how many: each has its own random numbers.
-        allow_pickle: read files that the restricted reader refuses; they can run any code.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Load optimizer, schedule and loss scaler from `checkpoint` as far as they fit this run, with the random numbers
+    of process `rank`. The optimizer is None where it cannot be loaded from whole tensors, the scaler where the run is
+    not in float16. Files that the restricted reader refuses are read with `allow_pickle`; they can run any code. Raises
+    a `CheckpointError` for a damaged file."""
     taken = Taken()
 
     def part(name: str, file: str, load: Callable[[Any], Any]) -> None:
@@ -105,12 +92,8 @@ def _attempt(path: Path, load: Callable[[Any], Any], allow_pickle: bool) -> str 
 
 
 def read(path: Path, allow_pickle: bool = False) -> Any:
-    """What ``torch.save`` wrote to `path`, on the CPU.
-
-    Raises:
-        pickle.UnpicklingError: it names classes or functions that the restricted reader refuses.
-        CheckpointError: it is damaged.
-    """
+    """What ``torch.save`` wrote to `path`, on the CPU. Raises a `pickle.UnpicklingError` where it names classes or
+    functions that the restricted reader refuses, and a `CheckpointError` where it is damaged."""
     try:
         with torch.serialization.safe_globals(_of_numpy()):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -150,7 +133,8 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
         if strange := (set(their) ^ set(our)) - _KERNELS - {"initial_lr"}:
             raise _Misfit(f"it is not a {type(optimizer).__name__}, going by {', '.join(sorted(strange))}")
         groups.append(our | {name: value for name, value in their.items() if name in our and name not in _KERNELS})
-    for number, parameter in _numbered(theirs, ours):
+    numbers = [number for group in theirs for number in group["params"]]
+    for number, parameter in zip(numbers, [p for group in ours for p in group["params"]], strict=True):
         for name in _LIKE_THE_PARAMETER:
             value = saved["state"].get(number, {}).get(name)
             if value is not None and value.shape != parameter.shape:
@@ -160,20 +144,12 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
     optimizer.load_state_dict(sharded.optimizer_state({**saved, "param_groups": groups}, optimizer))
 
 
-def _numbered(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[tuple[int, torch.Tensor]]:
-    numbers = [number for group in theirs for number in group["params"]]
-    return list(zip(numbers, [p for group in ours for p in group["params"]], strict=True))
-
-
 def load_schedule(saved: dict[str, Any], lr_scheduler: Any) -> None:
     """Load the position of a schedule; its curve is that of this run."""
     own = lr_scheduler.state_dict()
     if strange := (set(saved) ^ set(own)) - _OF_A_SCHEDULE:
         raise _Misfit(f"it is not a {type(lr_scheduler).__name__}, going by {', '.join(sorted(strange))}")
-    lr_scheduler.load_state_dict(
-        {name: saved.get(name, own[name]) for name in own}
-        | ({"lr_lambdas": own["lr_lambdas"]} if "lr_lambdas" in own else {})
-    )
+    lr_scheduler.load_state_dict({n: own[n] if n == "lr_lambdas" else saved.get(n, own[n]) for n in own})
 
 
 def random_numbers(saved: dict[str, Any]) -> dict[str, Any]:

@@ -7,23 +7,24 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec, elastic, foreign, sharded, weights
 from posttrain.core.checkpoint.arguments import asked_for
 from posttrain.core.checkpoint.disk import check_space
 from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest, run_of
-from posttrain.core.checkpoint.store import Store, number_of
+from posttrain.core.checkpoint.store import number_of
 from posttrain.core.checkpoint.transaction import Outcome, Saver
 from posttrain.core.data import rng
 from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy
+
+if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -41,67 +42,23 @@ class Stateful(Protocol):
         """The inverse of `state_dict`."""
 
 
-@dataclass
-class Contents:
-    """The objects that a checkpoint holds the state of, beside the weights and `TrainerState`.
-
-    Attributes:
-        model: not wrapped.
-        trainer: has state on every process.
-        lr_scheduler, ema: have the same state on every process.
-        scaler: of a mixed-precision run in float16.
-        rows_per_step: rows of an optimizer step, over all processes.
-        callbacks: those, and other objects, whose state `TrainerState` holds.
-        parts: more objects by the name of their file; the same state on every process.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
-    ema: Stateful | None
-    trainer: Stateful
-    scaler: Any
-    rows_per_step: int
-    callbacks: list[Any] = field(default_factory=list)
-    parts: dict[str, Stateful] = field(default_factory=dict)
-
-    def position(self) -> dict[str, Any]:
-        """What this process alone must remember."""
-        return {
-            "rng": rng.rng_state(),
-            "trainer": self.trainer.state_dict(),
-            "rows_per_update": self.rows_per_step,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-        }
-
-
 class CheckpointManager:
-    """Finds, writes, reads and rotates the checkpoints of one run.
+    """Finds, writes, reads and rotates the checkpoints of one run of the trainer that owns it."""
 
-    Args:
-        args: `CheckpointArguments` with seeds and timeouts; see `TrainingArguments`.
-        dist: the processes, `posttrain.core.distributed.strategies.Distributed`.
-
-    Attributes:
-        run: the id of the run, in the manifest of each of its checkpoints.
-        should_save: whether this process writes checkpoints.
-        limit: how many checkpoints are kept; None for all.
-        saved_step: optimizer steps of the newest checkpoint that this run wrote or started from.
-        boundary: what this process must remember of the last whole optimizer step, where an error is to save it.
-        state_at_save: the `TrainerState` that the last save wrote.
-    """
-
-    def __init__(self, args: Any, dist: Any, store: Store) -> None:
-        self.args, self.dist, self.store = args, dist, store
-        place = {"rank": dist.process_index, "world_size": dist.num_processes, "gather": dist.gather_patiently}
+    def __init__(self, owner: Trainer) -> None:
+        self.owner = owner
+        self.args, self.dist, self.store = args, dist, store = owner.args, owner.dist, owner.store
+        place: dict[str, Any] = {"rank": dist.process_index, "world_size": dist.num_processes}
+        place |= {"gather": dist.gather_patiently, "patience": max(args.ddp_timeout, 3600)}
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
-        self.should_save, self.limit = args.should_save, args.most_checkpoints
-        self.saver = Saver(store, **place, patience=max(args.ddp_timeout, 3600))
-        self.saved_step: int | None = None
-        self.run = ""
+        self.should_save, self.limit = args.should_save, args.most_checkpoints  # by this process; None: all are kept
+        self.saver = Saver(store, **place)
+        self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or started from
+        self.run = ""  # its id, in the manifest of each of its checkpoints
+        #: What this process must remember of the last whole optimizer step, where an error is to save it.
         self.boundary: dict[str, Any] | None = None
-        self.state_at_save = TrainerState()
-        self._saved: Contents | None = None  # during `save`
+        self.state_at_save = TrainerState()  # that the last save wrote
+        self._is_saving = False
         self._positions: dict[int, dict[str, Any]] = {}
         self._parts: dict[str, Any] = {}
         self._adapters_checked = False
@@ -146,29 +103,30 @@ class CheckpointManager:
             )
         return start, run, notice
 
-    def check_space(self, contents: Contents, saves: int) -> None:
+    def check_space(self, saves: int) -> None:
         """Warn before training that the disk is too small for the `saves` checkpoints of this run."""
-        args = self.args
-        if args.save_strategy == "no" or not self.dist.is_main:
+        if self.args.save_strategy == "no" or not self.dist.is_main:
             return
         count = saves if self.limit is None else min(saves, self.limit + 1)  # the oldest goes after the newest is there
-        is_saved = weights.is_saved(contents.model)
-        least = sum(p.nbytes for name, p in contents.model.named_parameters() if is_saved(name))
-        each = least if args.save_only_model else least + builder.state_bytes(contents.optimizer)
+        model = wrapping.unwrap(self.owner.model)
+        is_saved = weights.is_saved(model)
+        least = sum(p.nbytes for name, p in model.named_parameters() if is_saved(name))
+        each = least if self.args.save_only_model else least + builder.state_bytes(self.owner.optimizer)
         if (problem := check_space(self.store.output_dir, each * count, count, least)) is not None:
             logger.warning("%s", problem)
 
-    def check_state(self, contents: Contents, state: TrainerState) -> None:
+    def check_state(self) -> None:
         """Raise before training, rather than at the first save, where a state cannot be saved."""
+        owner, state = self.owner, self.owner.state
         if not self.args.save_only_model:
-            self.check_optimizer_state(contents.optimizer)
-            codec.check_tree(contents.lr_scheduler.state_dict(), _name("lr_scheduler", contents.lr_scheduler))
+            self.check_optimizer_state()
+            codec.check_tree(owner.lr_scheduler.state_dict(), _name("lr_scheduler", owner.lr_scheduler))
             try:
-                mine = contents.trainer.state_dict()
+                mine = owner.state_dict()
             except (AttributeError, KeyError):
                 mine = None  # that of a subclass may hold what its first step makes
-            codec.check_tree(mine, _name("trainer", contents.trainer))
-        state.collect(contents.callbacks)
+            codec.check_tree(mine, _name("trainer", owner))
+        state.collect([*owner.callback_handler.callbacks, owner.control])
         for where, value in lossy(state.stateful_callbacks):
             logger.warning(
                 f"The state of the callback {where} is of type {type(value).__name__}, which JSON cannot hold: a "
@@ -176,11 +134,12 @@ class CheckpointManager:
                 "and dicts from state()."
             )
 
-    def check_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer_state(self) -> None:
         """As `check_state`; once more after the first step, with which most optimizers begin their state."""
         if not self.args.save_only_model and not self.dist.uses_deepspeed:
-            state = optimizer.state_dict()
-            codec.check_tree(sharded.part(state) if self.dist.shards else state, _name("optimizer", optimizer))
+            state = self.owner.optimizer.state_dict()
+            where = _name("optimizer", self.owner.optimizer)
+            codec.check_tree(sharded.part(state) if self.dist.shards else state, where)
 
     # ---- writing ----
 
@@ -189,55 +148,42 @@ class CheckpointManager:
         """The step of a save whose outcome `settle` has not given yet."""
         return self.saver.pending
 
-    def save(self, state: TrainerState, contents: Contents, write: Callable[[Path], None]) -> None:
-        """Save at this optimizer step; `settle` gives the outcome.
-
-        Args:
-            write: writes this process' files into a directory; with `save_async`, their bytes are written later.
-        """
-        later = self.args.save_async
-        self.state_at_save = copy.copy(state) if later else state
-        keeps, self._saved = not self.args.save_only_model, contents
-        self._positions = self._of_processes(contents) if keeps else {}
-        self._parts = {name: part.state_dict() for name, part in contents.parts.items()} if keeps else {}
+    def save(self) -> None:
+        """Save at this optimizer step; `settle` gives the outcome. With `save_async` the bytes are written later."""
+        owner, later = self.owner, self.args.save_async
+        self.state_at_save = copy.copy(owner.state) if later else owner.state
+        if not self.args.save_only_model:
+            self._positions = self._of_processes()
+            self._parts = {name: part.state_dict() for name, part in owner.checkpoint_parts().items()}
+        self._is_saving = True
         try:
-            rows = contents.rows_per_step // self.args.gradient_accumulation_steps
-            self.saver.save(state.global_step, write, later, {"run": self.run, "rows_per_batch": rows})
+            rows = owner.get_total_train_batch_size(self.args) // self.args.gradient_accumulation_steps
+            about = {"run": self.run, "rows_per_batch": rows}
+            self.saver.save(owner.state.global_step, owner.write_checkpoint, later, about)
         finally:  # written, or copied
-            self._saved, self._positions, self._parts = None, {}, {}
+            self._is_saving, self._positions, self._parts = False, {}, {}
 
-    def write(
-        self,
-        directory: Path,
-        state: TrainerState,
-        save_model: Callable[..., None],
-        save_beside: Callable[[Path], None],
-    ) -> None:
-        """Write this process' files of the checkpoint that `save` saves into `directory`.
-
-        Args:
-            save_model: the trainer's. save_beside: writes what belongs to the weights.
-
-        Raises:
-            RuntimeError: no checkpoint is being saved.
-        """
-        if (contents := self._saved) is None:
+    def write(self, directory: Path) -> None:
+        """Write this process' files of the checkpoint that `save` saves into `directory`. Raises a `RuntimeError` where
+        none is being saved."""
+        owner, keeps = self.owner, not self.args.save_only_model
+        if not self._is_saving:
             raise RuntimeError(
                 "write_checkpoint was called outside of a save. Set control.should_save in a callback to save a "
                 "checkpoint."
             )
-        self._write_model(directory, contents.model, save_model, save_beside)
-        if not self.args.save_only_model:
+        self._write_model(directory, wrapping.unwrap(owner.model))
+        if keeps:
             for rank, position in self._positions.items():
                 codec.save_tree(position, directory / f"rank-{rank}")
-            self._write_optimizer(directory, contents.optimizer)
+            self._write_optimizer(directory)
         if self.should_save:
-            if not self.args.save_only_model:
-                codec.save_tree(contents.lr_scheduler.state_dict(), directory / "scheduler")
-            if contents.ema is not None:
-                codec.save_tree(contents.ema.state_dict(), directory / AVERAGED_WEIGHTS)
-            state.collect(contents.callbacks)
-            state.save_to_json(directory / "trainer_state.json")
+            if keeps:
+                codec.save_tree(owner.lr_scheduler.state_dict(), directory / "scheduler")
+            if owner.run.ema is not None:
+                codec.save_tree(owner.run.ema.state_dict(), directory / AVERAGED_WEIGHTS)
+            owner.state.collect([*owner.callback_handler.callbacks, owner.control])
+            owner.state.save_to_json(directory / "trainer_state.json")
         if self.dist.is_main:
             for name, part in self._parts.items():
                 codec.save_tree(part, directory / name)
@@ -261,31 +207,39 @@ class CheckpointManager:
 
     # ---- reading ----
 
-    def read(self, checkpoint: Path, contents: Contents, seed: int, step: int, set_seed: Callable[[int], Any]) -> Any:
-        """Load optimizer, schedule and loss scaler from `checkpoint`; returns the position of this process.
-
-        With another number of processes than saved it, the random numbers are drawn anew, from `seed` and `step`.
-        """
-        self._read_optimizer(checkpoint, contents.optimizer)
-        contents.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
+    def read(self, checkpoint: Path) -> dict[str, Any]:
+        """Load optimizer, schedule and loss scaler from `checkpoint`; returns the position of this process. With
+        another number of processes than saved it, the random numbers are drawn anew."""
+        dist, step = self.dist, self.owner.state.global_step
+        self._read_optimizer(checkpoint)
+        self.owner.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
         self.saved_step = step
-        position = elastic.load(checkpoint, self.dist.rank, self.dist.world_size)
+        position = elastic.load(checkpoint, dist.rank, dist.world_size)
         if position["rng"] is None:
-            position["rng"] = elastic.fresh_random_numbers(seed, step, self.dist.rank, set_seed)
-        if contents.scaler is not None and position.get("scaler"):
-            contents.scaler.load_state_dict(position["scaler"])
+            position["rng"] = elastic.fresh_random_numbers(self.args.seed, step, dist.rank)
+        if dist.scaler is not None and position.get("scaler"):
+            dist.scaler.load_state_dict(position["scaler"])
         return position
 
-    def read_foreign(self, checkpoint: Path, contents: Contents) -> foreign.Taken:
+    def position(self) -> dict[str, Any]:
+        """What this process alone must remember."""
+        return {
+            "rng": rng.rng_state(),
+            "trainer": self.owner.state_dict(),
+            "rows_per_update": self.owner.get_total_train_batch_size(self.args),
+            "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
+        }
+
+    def read_foreign(self, checkpoint: Path) -> foreign.Taken:
         """As `read`, as far as `checkpoint` holds such files of transformers' trainer."""
-        optimizer = None if self.dist.uses_deepspeed else contents.optimizer
-        objects = (optimizer, contents.lr_scheduler, contents.scaler)
+        optimizer = None if self.dist.uses_deepspeed else self.owner.optimizer
+        objects = (optimizer, self.owner.lr_scheduler, self.dist.scaler)
         place = {"rank": self.dist.rank, "world_size": self.dist.world_size}
         return foreign.take(checkpoint, *objects, **place, allow_pickle=self.args.allow_pickle)
 
     # ---- files ----
 
-    def _write_model(self, directory: Path, model: nn.Module, save_model: Any, save_beside: Any) -> None:
+    def _write_model(self, directory: Path, model: nn.Module) -> None:
         """The weights: as ``from_pretrained`` reads them, or of each process its part."""
         is_peft = wrapping.is_peft_model(model)
         sharding = self.dist.sharding
@@ -294,25 +248,21 @@ class CheckpointManager:
             codec.save_tree(sharded.part(dict(model.state_dict())), directory / stem)
             if self.dist.is_main:
                 weights.save_description(model, directory)
-                save_beside(directory)
+                self.owner.saving.beside(directory)
             return
-        save_model(str(directory), _internal_call=True)
+        self.owner.save_model(str(directory), _internal_call=True)
         if is_peft and weights.has_encoder(model):
             whole = self.dist.whole_state_dict(model, weights.is_saved(model), lambda name: self.should_save)
             if self.should_save:
                 weights.save_encoder(model, directory, whole)
-        if is_peft and not self._adapters_checked:
-            self._check_adapters(model, directory)
+        if is_peft and not self._adapters_checked:  # of the first checkpoint: what was saved must be what is trained
+            whole = self.dist.whole_state_dict(model, weights.is_saved(model))
+            if self.dist.is_main:
+                weights.check_adapters(model, directory, whole)
+            self._adapters_checked = True
 
-    def _check_adapters(self, model: nn.Module, directory: Path) -> None:
-        """Read the first checkpoint of a PEFT model back: what was saved must be what is trained."""
-        state = self.dist.whole_state_dict(model, weights.is_saved(model))
-        if self.dist.is_main:
-            weights.check_adapters(model, directory, state)
-        self._adapters_checked = True
-
-    def _write_optimizer(self, directory: Path, optimizer: torch.optim.Optimizer) -> None:
-        rank, world_size = self.dist.process_index, self.dist.num_processes
+    def _write_optimizer(self, directory: Path) -> None:
+        rank, world_size, optimizer = self.dist.process_index, self.dist.num_processes, self.owner.optimizer
         if self.dist.uses_deepspeed:
             codec.save_tree(self.dist.engine_state(), directory / sharded.stem("engine", rank, world_size))
         elif self.dist.shards:
@@ -321,19 +271,19 @@ class CheckpointManager:
         elif self.should_save:
             codec.save_tree(optimizer.state_dict(), directory / "optimizer")
 
-    def _read_optimizer(self, checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+    def _read_optimizer(self, checkpoint: Path) -> None:
         if self.dist.uses_deepspeed:
             state = sharded.own(checkpoint, "engine", self.dist.process_index, self.dist.num_processes)
             return self.dist.load_engine_state(state)
         # Whole tensors of which this process needs a part are mapped rather than read.
         saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
-        optimizer.load_state_dict(sharded.optimizer_state(saved, optimizer))
+        self.owner.optimizer.load_state_dict(sharded.optimizer_state(saved, self.owner.optimizer))
 
-    def _of_processes(self, contents: Contents) -> dict[int, dict[str, Any]]:
+    def _of_processes(self) -> dict[int, dict[str, Any]]:
         """The positions that this process writes, by rank: its own, or none where another one has the same. Where each
         machine saves for itself, its main process writes those of all: each disk then holds what any number of
         processes needs."""
-        mine = self.boundary or contents.position()
+        mine = self.boundary or self.position()
         if not self.args.save_on_each_node:
             return {} if self.dist.peer_rank else {self.dist.rank: mine}
         positions = dict(enumerate(self.dist.gather_object(mine)))

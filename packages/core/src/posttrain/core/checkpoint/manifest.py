@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +28,9 @@ _THEIRS = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt"}
 def write_manifest(
     directory: Path, step: int, extra: dict[str, Any], known: dict[str, list[Digest]] | None = None
 ) -> None:
-    """Fsync everything in `directory` and write the manifest of all files that are there.
-
-    Args:
-        known: the digests of files that were hashed while they were written and are already on disk.
-
-    Raises:
-        CheckpointError: there is something other than files and directories.
-    """
+    """Fsync everything in `directory` and write the manifest of all files that are there; those in `known` were hashed
+    while they were written and are on disk. Raises a `CheckpointError` where there is something other than files and
+    directories."""
     files, directories = _contents(directory)
     files.pop(MANIFEST, None)
     digests = {name: found for name, found in (known or {}).items() if name in files}
@@ -79,13 +73,13 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     """
     path = Path(checkpoint) / MANIFEST
     if not path.is_file():
+        why = ", so it is not a checkpoint, or not a whole one"
         if is_foreign(path.parent):
-            raise CheckpointError(
-                f"{path.parent} has no {MANIFEST}: it was written by another trainer, such as transformers' or "
-                "trl's. Set its path to resume from it: "
-                f"resume_from_checkpoint={str(path.parent)!r}."
+            why = (
+                ": it was written by another trainer, such as transformers' or trl's. Set its path to resume from it: "
+                f"resume_from_checkpoint={str(path.parent)!r}"
             )
-        raise CheckpointError(f"{path.parent} has no {MANIFEST}, so it is not a checkpoint, or not a whole one.")
+        raise CheckpointError(f"{path.parent} has no {MANIFEST}{why}.")
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is damaged: it does not hold the format {FORMAT!r}.")
@@ -114,11 +108,8 @@ def is_foreign(directory: str | Path) -> bool:
 
 
 def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None:
-    """Rows of a micro-batch over all processes of the run that saved `checkpoint`; None where it does not tell.
-
-    Args:
-        train_batch_size: in its trainer state; another trainer's processes left a file of random numbers each.
-    """
+    """Rows of a micro-batch over all processes of the run that saved `checkpoint`, with `train_batch_size` in its
+    trainer state; None where it does not tell. Another trainer's processes left a file of random numbers each."""
     if is_foreign(checkpoint):
         return train_batch_size and train_batch_size * max(len([*checkpoint.glob("rng_state*.pth")]), 1)
     return read_manifest(checkpoint)["extra"].get("rows_per_batch")
@@ -127,13 +118,9 @@ def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None
 def damages(
     checkpoint: str | Path, deep: bool = True, kind: str = "xxh128", manifest: dict[str, Any] | None = None
 ) -> list[str]:
-    """A sentence for each damaged file of the checkpoint; empty if it is intact.
-
-    Args:
-        deep: read every file and compare its checksum; else only check that it is there and has its size.
-        kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
-        manifest: of the checkpoint, where it was read before.
-    """
+    """A sentence for each damaged file of the checkpoint, whose `manifest` may have been read before; empty if it is
+    intact. `deep`: read every file and compare its checksum of `kind` ("xxh128" or "sha256"); else only check that it
+    is there and has its size."""
     directory = Path(checkpoint)
     try:
         manifest = read_manifest(directory) if manifest is None else manifest
@@ -171,15 +158,14 @@ def _contents(directory: Path) -> tuple[dict[str, int], list[str]]:
     """``{relative name: bytes}`` of the files below `directory`, and its directories, the deepest first."""
     files: dict[str, int] = {}
     directories: list[str] = []
-    for parent, folders, names in os.walk(directory, topdown=False):
-        for path in (Path(parent, name) for name in (*folders, *names)):
-            relative = path.relative_to(directory).as_posix()
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise CheckpointError(f"{path} is neither a file nor a directory; a checkpoint holds nothing else.")
-            if path.is_dir():
-                directories.append(relative)
-            else:
-                files[relative] = path.stat().st_size
+    for path in sorted(directory.rglob("*"), reverse=True):  # what is in a directory, before it
+        relative = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path} is neither a file nor a directory; a checkpoint holds nothing else.")
+        if path.is_dir():
+            directories.append(relative)
+        else:
+            files[relative] = path.stat().st_size
     return files, directories
 
 

@@ -25,11 +25,8 @@ COARSE = 5e-2
 
 
 def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
-    """As `check`, where the host has memory for a copy of `model`; what it finds is a warning.
-
-    Args:
-        logits: whether to compare them too, for which `model` must not be in the middle of its training.
-    """
+    """As `check`, where the host has memory for a copy of `model`; what it finds is a warning. To compare `logits` too,
+    `model` must not be in the middle of its training."""
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
     if free is not None and free < 2 * size:
         logger.info(
@@ -50,18 +47,12 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
 def check(
     model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None, logits: bool = True
 ) -> None:
-    """Compare the model in `folder`, loaded by ``from_pretrained``, with `model` (not wrapped).
+    """Compare the model in `folder`, loaded by ``from_pretrained``, with `model` (not wrapped). Raises a
+    `CheckpointError` where something differs; the message names it.
 
-    Every weight must be there with the same numbers. A text model's logits are compared too, of a few tokens. Of a PEFT
-    model the adapters are compared, of any other module its weights.
-
-    Args:
-        state_dict: the gathered weights, if `model` is sharded; then no logits are compared.
-        logits: whether to compare them at all.
-
-    Raises:
-        CheckpointError: something differs; the message names it.
-    """
+    Every weight must be there with the same numbers, those of the gathered weights in `state_dict` if `model` is
+    sharded. Of a text model that is not, `logits` may be compared too, of a few tokens. Of a PEFT model the adapters
+    are compared, of any other module its weights."""
     where = final_path(folder)
     if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
@@ -97,16 +88,13 @@ def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folde
     wrong = [
         f"{name} ({saved[name].dtype} instead of {value.dtype})" if saved[name].dtype != value.dtype else name
         for name, value in own.items()
-        if name in saved and (saved[name].dtype != value.dtype or not _same(value, saved[name]))
+        if name in saved
+        and not (saved[name].dtype == value.dtype and torch.equal(value.detach().cpu(), saved[name].cpu()))
     ]
     if missing or wrong or not saved:
         faults = {"missing": missing, "different": wrong}
         listed = "; ".join(f"{what}: {names[:5]} ({len(names)} in all)" for what, names in faults.items() if names)
         raise CheckpointError(f"The model in {folder}, read back, is not the one that was trained: {listed}.")
-
-
-def _same(value: torch.Tensor, saved: torch.Tensor) -> bool:
-    return value.shape == saved.shape and torch.equal(value.detach().cpu(), saved.cpu())
 
 
 @torch.no_grad()

@@ -23,22 +23,15 @@ _MARK = "piece of a tensor of shape"
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor stored in several files.
+    """A tensor stored in several files."""
 
-    Attributes:
-        shape: of the whole. parts: (offset, tensor) of each shard, mapped from its file.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # of the whole
     where: str
-    parts: list[tuple[tuple[int, ...], torch.Tensor]]
+    parts: list[tuple[tuple[int, ...], torch.Tensor]]  # (offset, tensor) of each shard, mapped from its file
 
     def cut(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The values from `offset` on, of `shape`; no others are read.
-
-        Raises:
-            CheckpointError: the shards do not cover them.
-        """
+        """The values from `offset` on, of `shape`; no others are read. Raises a `CheckpointError` where the shards do
+        not cover them."""
         result = torch.empty(shape, dtype=self.parts[0][1].dtype if self.parts else None)
         covered = 0
         for start, part in self.parts:
@@ -78,11 +71,8 @@ def stem(name: str, rank: int, world_size: int) -> str:
 
 
 def processes(directory: Path, name: str) -> int:
-    """The number of processes that saved shards of the tree `name`; 0: it is not sharded.
-
-    Raises:
-        CheckpointError: there are parts of several saves.
-    """
+    """The number of processes that saved shards of the tree `name`; 0: it is not sharded. Raises a `CheckpointError`
+    where there are parts of several saves."""
     pattern = re.compile(rf"{re.escape(name)}-\d+-of-(\d+)\.json")
     counts = {int(match[1]) for path in Path(directory).glob(f"{name}-*") if (match := pattern.fullmatch(path.name))}
     if len(counts) > 1:
@@ -98,14 +88,8 @@ def is_there(directory: Path, name: str) -> bool:
 
 
 def load(directory: Path, name: str, mmap: bool = True) -> Any:
-    """The tree `name`, with `Pieces` for sharded tensors.
-
-    Args:
-        mmap: as for `load_tree`; parts are always mapped.
-
-    Raises:
-        CheckpointError: it or a part is missing.
-    """
+    """The tree `name`, with `Pieces` for sharded tensors; `mmap` as for `load_tree`, but parts are always mapped.
+    Raises a `CheckpointError` where it or a part is missing."""
     count = processes(directory, name)
     if not count:
         return codec.load_tree(Path(directory) / name, mmap=mmap)
@@ -113,11 +97,8 @@ def load(directory: Path, name: str, mmap: bool = True) -> Any:
 
 
 def own(directory: Path, name: str, rank: int, world_size: int) -> Any:
-    """Process `rank`'s part of a tree that only as many processes can read as wrote it.
-
-    Raises:
-        CheckpointError: it was written by another number of them.
-    """
+    """Process `rank`'s part of a tree that only as many processes can read as wrote it. Raises a `CheckpointError`
+    where it was written by another number of them."""
     count = processes(directory, name)
     if count != world_size:
         raise CheckpointError(
@@ -143,10 +124,8 @@ def _joined(trees: list[Any], where: str) -> Any:
 def fitted(tensor: Any, like: Any) -> torch.Tensor:
     """`tensor`, whole or `Pieces`, sharded or gathered like `like`, without communication."""
     if sharding.is_piece(like) and not sharding.is_piece(tensor):
-        whole = isinstance(tensor, torch.Tensor)
-        return sharding.piece_like(
-            (lambda offset, shape: tensor[sharding.index(offset, shape)]) if whole else tensor.cut, like
-        )
+        own = tensor.cut(*sharding.extent(like)) if isinstance(tensor, Pieces) else sharding.part_of(tensor, like)
+        return sharding.piece_like(own, like)
     return tensor.whole() if isinstance(tensor, Pieces) else tensor
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import re
 import secrets
@@ -21,13 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.checkpoint.blocks import Digest
-from posttrain.core.checkpoint.disk import (
-    DiskFullError,
-    directory_bytes,
-    disk_full,
-    remove,
-    sync_directory,
-)
+from posttrain.core.checkpoint.disk import DiskFullError, directory_bytes, disk_full, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError, means_disk_full
@@ -56,17 +49,11 @@ class MissingCheckpointError(CheckpointError, ValueError):
 
 
 class Store:
-    """The checkpoints of one run: directories ``checkpoint-<step>`` in `output_dir`.
+    """The checkpoints of one run: directories ``checkpoint-<step>`` in `output_dir`, which held the names `found` when
+    this was made, hidden ones left out. They are copied to `remote`, and downloaded from it if missing here.
 
     With several processes one calls `begin`, all write into the directory that it returns, and after a barrier one
-    calls `commit`, which includes all files there.
-
-    Args:
-        remote: where checkpoints are copied to, and downloaded from if missing locally.
-
-    Attributes:
-        found: names in `output_dir` when this was made, hidden ones left out.
-    """
+    calls `commit`, which includes all files there."""
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
         self.output_dir, self.remote = Path(output_dir), remote
@@ -81,11 +68,8 @@ class Store:
         return self.output_dir / f"checkpoint-{step}"
 
     def begin(self, step: int) -> Path:
-        """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`.
-
-        Raises:
-            DiskFullError: there is no space for a directory.
-        """
+        """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`. Raises a
+        `DiskFullError` where there is no space for a directory."""
         temp = self._hidden("tmp", step)
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -108,26 +92,17 @@ class Store:
     def commit(
         self, temp: str | Path, extra: dict[str, Any] | None = None, known: dict[str, list[Digest]] | None = None
     ) -> Path:
-        """Commit `temp` as the checkpoint of its step, replacing an earlier one.
+        """Commit `temp`, which `begin` returned, as the checkpoint of its step, replacing an earlier one. The manifest
+        keeps `extra` (JSON only); files with digests in `known` are already hashed and on disk.
 
         When this returns, the checkpoint survives a loss of power. If it raises, `temp` is gone and an earlier
-        checkpoint of the same step is untouched.
-
-        Args:
-            temp: what `begin` returned.
-            extra: kept in the manifest; JSON only.
-            known: the digests of files that are already hashed and on disk.
-
-        Raises:
-            DiskFullError: the disk is full.
-            CheckpointError: `temp` holds something other than files and directories.
-        """
+        checkpoint of the same step is untouched: a `DiskFullError`, or a `CheckpointError` where `temp` holds something
+        other than files and directories."""
         temp = Path(temp)
         hidden = _HIDDEN.fullmatch(temp.name)
         if hidden is None or hidden["role"] != "tmp" or temp.parent != self.output_dir:
             raise ValueError(f"{temp} is not a directory that begin() made in {self.output_dir}.")
-        final = self.output_dir / hidden["name"]
-        step = int(hidden["name"].removeprefix("checkpoint-"))
+        final, step = self.output_dir / hidden["name"], number_of(Path(hidden["name"]))
         try:
             with self.writing(temp):
                 write_manifest(temp, step, extra or {}, known)
@@ -176,12 +151,12 @@ class Store:
         """The whole checkpoint of the highest step of the run that saved last, with a warning on each damaged one that
         is passed over."""
         self.clean()
-        checkpoints = self.checkpoints()
         remote = self.remote
         there = [] if remote is None else remote.whole()
-        names = sorted({path.name for path in checkpoints} | set(there), key=lambda name: number_of(Path(name)))
+        names = sorted({path.name for path in self.checkpoints()} | {*there}, key=lambda name: number_of(Path(name)))
         manifests = {name: self._manifest(name, there) for name in names}
-        run = run_of(max(manifests.values(), key=lambda manifest: manifest.get("written", 0), default={}))
+        latest = max(names, key=lambda name: manifests[name].get("written", 0), default="")
+        run = run_of(manifests.get(latest, {}))
         for name in reversed(names):
             path, manifest = self.output_dir / name, manifests[name]
             if manifest and run_of(manifest) != run:
@@ -190,7 +165,11 @@ class Store:
             if problems and remote is not None and name in there:
                 problems = self._fetch(remote, name)
             if not problems:
-                self._warn_of_another_run(path, checkpoints)
+                if number_of(Path(latest)) < number_of(path):
+                    logger.warning(
+                        f"{path} is the checkpoint of the highest step, but {self.output_dir / latest} was written "
+                        "after it, perhaps by a new run in the same directory. To resume from that one, pass its path."
+                    )
                 return path
             logger.warning("Passing over %s, which cannot be resumed from: %s", path, " ".join(problems))
         return None
@@ -201,14 +180,12 @@ class Store:
 
     def by_run(self, manifests: dict[Path, dict[str, Any]] | None = None) -> dict[str | None, list[Path]]:
         """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out.
-
-        Args:
-            manifests: of the checkpoints, where they were read before.
-        """
-        read = self.manifests() if manifests is None else manifests
-        order = sorted(read.values(), key=operator.itemgetter("written"))
-        runs = dict.fromkeys(reversed([run_of(manifest) for manifest in order]))
-        return {run: [path for path in read if run_of(read[path]) == run] for run in reversed(runs)}
+        Their `manifests` may have been read before."""
+        runs: dict[str | None, list[Path]] = {}
+        for path, manifest in (read := self.manifests() if manifests is None else manifests).items():
+            runs.setdefault(run_of(manifest), []).append(path)
+        written = {run: max(read[path]["written"] for path in paths) for run, paths in runs.items()}
+        return {run: runs[run] for run in sorted(written, key=written.__getitem__)}
 
     def _manifest(self, name: str, there: Iterable[str] = ()) -> dict[str, Any]:
         """That of a checkpoint here, or of one in the remote place, which has those in `there`; {} if it is damaged."""
@@ -260,26 +237,16 @@ class Store:
             self.abort(temp)
 
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
-        """The problems of the checkpoint at `path`, a sentence each; empty if it is intact.
-
-        Files that are not in the manifest, such as those of callbacks, are no damage.
-
-        Args:
-            deep: read every file and compare its checksum; else only that it is there and has its size.
-            kind: of the checksum: ``"xxh128"`` or ``"sha256"``.
-        """
+        """The problems of the checkpoint at `path`, a sentence each, as `manifest.damages`; empty if it is intact.
+        Files that are not in the manifest, such as those of callbacks, are no damage."""
         return damages(path, deep, kind)
 
     def resolve(self, resume_from_checkpoint: bool | str | Path) -> Path:
-        """The intact checkpoint for True (the newest intact one) or for a path (only that one).
-
-        Raises:
-            MissingCheckpointError: it does not exist.
-            CheckpointError: it is damaged. Of another trainer's checkpoint, the readable parts are used.
-        """
+        """The intact checkpoint for True (the newest intact one) or for a path (only that one). Raises a
+        `MissingCheckpointError` where it does not exist, and a `CheckpointError` where it is damaged. Of another
+        trainer's checkpoint, the readable parts are used."""
         if resume_from_checkpoint is True:
-            newest = self.newest_whole()
-            if newest is None:
+            if (newest := self.newest_whole()) is None:
                 raise self._none_whole()
             return newest
         if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -318,24 +285,20 @@ class Store:
             self.resolve(resume_from_checkpoint)
 
     def _none_whole(self) -> MissingCheckpointError:
-        passed_over = f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
+        text = f"No valid checkpoint found in output directory ({self.output_dir})"
+        text += f": none of {len(self.checkpoints())} is whole" if self.checkpoints() else ""
         *earlier, _ = [*self.by_run().values()] or [[]]
         if earlier:
-            passed_over += f" of the run that saved last. To go on with an earlier run, set a path: {earlier[-1][-1]}"
-        foreign = [path for path in self.checkpoints() if is_foreign(path)]
-        theirs = (
-            f" {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one to "
-            f"resume from it: resume_from_checkpoint={str(foreign[-1])!r}."
-            if foreign
-            else ""
-        )
-        return MissingCheckpointError(
-            f"No valid checkpoint found in output directory ({self.output_dir}){passed_over}.{theirs}"
-        )
+            text += f" of the run that saved last. To go on with an earlier run, set a path: {earlier[-1][-1]}"
+        if foreign := [path for path in self.checkpoints() if is_foreign(path)]:
+            text += (
+                f". {len(foreign)} of them are another trainer's, such as transformers' or trl's. Set the path of one "
+                f"to resume from it: resume_from_checkpoint={str(foreign[-1])!r}"
+            )
+        return MissingCheckpointError(f"{text}.")
 
     def _check(self, path: Path, deep: bool = True) -> None:
-        problems = self.verify(path, deep)
-        if problems:
+        if problems := self.verify(path, deep):
             if inside := [str(other) for other in Store(path).checkpoints()]:
                 problems.append(f"It is a directory of checkpoints; name one of them: {', '.join(inside)}.")
             raise CheckpointError(
@@ -353,36 +316,20 @@ class Store:
             raise CheckpointError(f"Can't find a valid checkpoint at {remote}/{name}: {' '.join(problems)}")
         return path
 
-    def _warn_of_another_run(self, newest: Path, checkpoints: list[Path]) -> None:
-        latest = max((path for path in checkpoints if _written(path)), key=_written, default=newest)
-        if number_of(latest) < number_of(newest):
-            logger.warning(
-                f"{newest} is the checkpoint of the highest step, but {latest} was written after it, perhaps by a new "
-                "run in the same directory. To resume from that one, pass its path."
-            )
-
     # ---- removing ----
 
     def rotate(self, limit: int | None, keep: Iterable[str | Path] = ()) -> list[Path]:
-        """Delete checkpoints of the lowest steps until `limit` are left, those of earlier runs first.
-
-        Never deleted are the whole checkpoint of the highest step of each run, the one written last, and those in
-        `keep`, even if more than `limit` are left then.
-
-        Args:
-            limit: None or 0 deletes nothing.
-
-        Returns:
-            The checkpoints that were deleted.
-        """
-        if not limit or limit < 0:
+        """Delete checkpoints of the lowest steps until `limit` (None or 0: all) are left, those of earlier runs first;
+        returns them. Never deleted are the whole checkpoint of the highest step of each run, the one written last, and
+        those in `keep`, even if more than `limit` are left then."""
+        if not limit:
             return []
-        checkpoints = self.checkpoints()
+        checkpoints, removed = self.checkpoints(), []
         whole = {path: read for path, read in self.manifests().items() if not damages(path, deep=False, manifest=read)}
         by_run = [*self.by_run(whole).values()]
-        protected = {Path(path).resolve() for path in [*keep, *(paths[-1] for paths in by_run)]}
-        written = sorted((read["written"], path) for path, read in whole.items())
-        protected |= {path.resolve() for _, path in written[-1:]}
+        written = {path: read["written"] for path, read in whole.items()}
+        newest = sorted(written, key=written.__getitem__)[-1:]
+        protected = {Path(path).resolve() for path in [*keep, *newest, *(paths[-1] for paths in by_run)]}
         mine = by_run[-1] if by_run else []
         checkpoints.sort(key=mine.__contains__)  # by steps, with those of earlier runs first
         if self.remote is not None:
@@ -393,7 +340,6 @@ class Store:
                     f"Old checkpoints in {self.remote} could not be deleted ({redact(str(error))}); they stay."
                 )
         removable = [path for path in checkpoints if path.resolve() not in protected]
-        removed = []
         for path in removable[: max(0, len(checkpoints) - limit - len(by_run[:-1]))]:
             trash = self._hidden("trash", number_of(path))
             try:
@@ -414,11 +360,8 @@ class Store:
             self._removals.pop().join()
 
     def clean(self) -> None:
-        """Remove partly written and partly deleted checkpoints of dead runs.
-
-        A run counts as dead if it ran on this machine and its process is gone, or if it has not touched the directory
-        for a day.
-        """
+        """Remove partly written and partly deleted checkpoints of dead runs. A run counts as dead if it ran on this
+        machine and its process is gone, or if it has not touched the directory for a day."""
         for path in list(self.output_dir.iterdir()) if self.output_dir.is_dir() else ():
             hidden = _HIDDEN.fullmatch(path.name)
             if hidden is None or not _is_dead(path, hidden["host"], int(hidden["pid"]), hidden["run"]):
@@ -433,10 +376,7 @@ class Store:
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
     """The ``checkpoint-<step>`` of the highest step in `folder`, or None. Whether it is whole is checked on resuming.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-    """
+    Raises a `FileNotFoundError` where there is no such folder."""
     os.listdir(folder)
     checkpoints = Store(folder).checkpoints()
     return str(checkpoints[-1]) if checkpoints else None
@@ -445,14 +385,6 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 def number_of(path: Path) -> int:
     """The optimizer steps of a checkpoint, by its name."""
     return int(path.name.removeprefix("checkpoint-"))
-
-
-def _written(path: Path) -> float:
-    """When the checkpoint was committed, in seconds since 1970; 0 without a manifest."""
-    try:
-        return float(read_manifest(path)["written"])
-    except CheckpointError:
-        return 0.0
 
 
 def _is_dead(path: Path, host: str, pid: int, run: str) -> bool:

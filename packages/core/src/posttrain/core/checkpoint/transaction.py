@@ -37,15 +37,10 @@ class Saver:
     A write that fails on any process (a full disk, a lost mount) costs only that checkpoint: its files are removed, the
     failure is logged once, and older checkpoints are untouched.
 
-    Args:
-        rank, world_size: this process, of how many.
-        gather: lists what every process passed, in rank order. Never called from a thread.
-        patience: seconds that the first process waits for files that the others write in the background.
-        leader: the process whose directory this one writes into: rank 0, or the first of its machine.
-
-    Attributes:
-        pending: the step whose save `settle` is still to answer for.
-    """
+    What every process passed is listed by `gather` in rank order, never from a thread. A process writes into the
+    directory of its `leader`: rank 0, or the first of its machine. The first process waits so many seconds (`patience`)
+    for files that the others write in the background. `pending` is the step whose save `settle` is still to answer
+    for."""
 
     def __init__(
         self,
@@ -67,14 +62,9 @@ class Saver:
     def save(
         self, step: int, write: Callable[[Path], None], later: bool = False, extra: dict[str, Any] | None = None
     ) -> None:
-        """Write the checkpoint of `step`; `settle` returns the result.
-
-        Args:
-            write: writes this process' files into the directory it is given.
-            later: only copy the tensors now, into a reused host buffer; a thread writes and commits them. The previous
-                save must be settled.
-            extra: kept in the manifest.
-        """
+        """Write the checkpoint of `step`, whose manifest keeps `extra`; `settle` returns the result. `write` writes
+        this process' files into the directory it is given. `later`: only copy the tensors now, into a reused host
+        buffer; a thread writes and commits them. The previous save must be settled."""
         if self.pending is not None:
             raise RuntimeError(f"The save of step {self.pending} is not settled yet.")
         temp, failure = None, None
@@ -103,25 +93,14 @@ class Saver:
         self.pending = step  # not before: a signal's error, as of a worker that died, may have come between
 
     def settle(self, wait: bool = True) -> Outcome | None:
-        """The result of the last save, once; None if there is none or it is pending.
-
-        Args:
-            wait: until it is written; else only check. All processes must pass the same value.
-
-        Raises:
-            Exception: a background error other than a failed write.
-        """
+        """The result of the last save, once; None if there is none, or if it is not written yet and this does not
+        `wait`. All processes must pass the same value. Raises a background error other than a failed write."""
         if self.pending is None or (not wait and any(self._gather(not self._written.done()))):
             return None
-        step, self.pending, path, error = self.pending, None, None, None
-        failures: list[str] = []
-        try:
-            path, failures = self._written.result()
-        except Exception as raised:
-            error = raised
+        step, self.pending = self.pending, None
+        error = self._written.exception()  # once it is written
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(error and repr(error))) if text]
-        if error is not None:
-            raise error
+        path, failures = self._written.result()  # which raises the error
         if failed:
             raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
         if failures:
@@ -137,12 +116,9 @@ class Saver:
             return None
         step, self.pending = self.pending, None
         self._leaving.set()
-        try:
-            path, failures = self._written.result()
-        except Exception as error:
-            path, failures = None, [repr(error)]
-        finally:
-            self._leaving.clear()
+        error = self._written.exception()  # once it is written
+        self._leaving.clear()
+        path, failures = (None, [repr(error)]) if error is not None else self._written.result()
         if failures:
             logger.warning("checkpoint-%d was not saved: %s.", step, "; ".join(failures))
         return path
@@ -156,9 +132,9 @@ class Saver:
         return None
 
     def _conclude(self, temp: Path | None, reports: list[tuple[Any, Any]], extra: Any) -> tuple[Path | None, list[str]]:
-        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if self.rank != self._leader:
             return None, []
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure]
         if failures or temp is None:
             if temp is not None:
                 self.store.abort(temp)
@@ -167,7 +143,6 @@ class Saver:
         try:
             path = self.store.commit(temp, extra, known)
         except (OSError, CheckpointError) as error:
-            self.store.abort(temp)
             return None, [str(error)]
         self.store.push()
         return path, []
@@ -185,14 +160,10 @@ class Saver:
             if unexpected is not None:
                 raise unexpected
             return None, []
-        reports: list[tuple[Any, Any]] = [
-            (None, {})
-        ] * self.world_size  # of the other machines: each commits for itself
-        reports[self.rank] = failure, part.digests
+        reports: list[tuple[Any, Any]] = [(None, {})] * self.world_size  # of other machines: each commits for itself
         until = time.monotonic() + self.patience
         for rank in self._team:
-            if rank != self.rank:
-                reports[rank] = self._report_of(temp, rank, until)
+            reports[rank] = (failure, part.digests) if rank == self.rank else self._report_of(temp, rank, until)
         if unexpected is not None:
             self.store.abort(temp)
             raise unexpected
@@ -202,7 +173,7 @@ class Saver:
         path = _report_path(temp, self.rank)
         try:
             unfinished = path.with_suffix(".tmp")
-            unfinished.write_text(json.dumps({"failure": failure, "digests": part.digests}), encoding="utf-8")
+            unfinished.write_text(json.dumps([failure, part.digests]), encoding="utf-8")
             os.replace(unfinished, path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -219,10 +190,7 @@ class Saver:
             time.sleep(0.02)
         text = path.read_text(encoding="utf-8")
         path.unlink()
-        if not text:
-            return "its files could not be written", {}
-        report = json.loads(text)
-        return report["failure"], report["digests"]
+        return tuple(json.loads(text)) if text else ("its files could not be written", {})
 
 
 def _report_path(temp: Path, rank: int) -> Path:

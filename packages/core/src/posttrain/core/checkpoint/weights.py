@@ -52,12 +52,12 @@ def save_weights(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if is_pretrained(model):
-        _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
-    elif state_dict is not None:
-        write(state_dict, directory, type(model).__name__)
+        return _save_pretrained(model, directory, state_dict, max_shard_size, write_file)
+    about = {"format": "pt", "class": type(model).__name__}
+    if state_dict is not None:
+        codec.write_tensors(state_dict, directory / WEIGHTS, about)
     else:
         with _written_by(write_file):
-            about = {"format": "pt", "class": type(model).__name__}
             safetensors.torch.save_model(model, str(directory / WEIGHTS), metadata=about)
 
 
@@ -76,10 +76,7 @@ def files(
     max_shard_size: int | str | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each file that transformers would write of `state_dict`, a part of `model`'s, for `write_file`.
-
-    Args:
-        directory: where the config and the code of the model are written; None: nowhere.
-    """
+    Config and code of the model are written into `directory`; None: nowhere."""
     found: list[dict[str, torch.Tensor]] = []
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere if directory is None else directory)
@@ -98,10 +95,8 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
 
 @contextlib.contextmanager
 def _written_by(write: _Write) -> Iterator[None]:
-    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors.
-
-    Patching is necessary because one function of theirs both chooses the names and writes the files.
-    """
+    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors. They are
+    patched, because one function of theirs both chooses the names and writes the files."""
     places = [(safetensors.torch, "save_file")]
     if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
         places.append((modeling, "safe_save_file"))
@@ -141,13 +136,6 @@ def save_description(model: nn.Module, directory: str | Path) -> None:
         generation_config.save_pretrained(str(directory))
 
 
-def write(tensors: dict[str, torch.Tensor], directory: str | Path, kind: str = "") -> None:
-    """Write `tensors` as the weights of a model outside transformers."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    codec.write_tensors(tensors, directory / WEIGHTS, {"format": "pt", "class": kind})
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Disables transformers' progress bar and its table of mismatches, which we report in a sentence."""
@@ -165,11 +153,8 @@ def quiet() -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Copy the weights in `directory` into `model` (not wrapped), in place.
-
-    Raises:
-        CheckpointError: there are no weights, or they are those of another model; the message names the tensors.
-    """
+    """Copy the weights in `directory` into `model` (not wrapped), in place. Raises a `CheckpointError` where there are
+    none, or where they are those of another model; the message names the tensors."""
     directory = Path(directory)
     if adapters_of(model):
         return _load_adapters(model, directory)
@@ -222,29 +207,22 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def files_of_index(index: Path) -> list[str]:
-    """The files in an index of shards.
-
-    Raises:
-        CheckpointError: it is damaged, or names a file in another folder.
-    """
+    """The files in an index of shards. Raises a `CheckpointError` where it is damaged, or names a file in another
+    folder."""
     document = codec.read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{index} is damaged: it has no weight_map of tensors and files.")
-    for name in sorted(set(names.values())):
+    files = sorted(set(names.values()))
+    for name in files:
         if name in ("", ".", "..") or re.search(r"[/\\:]", name):
-            raise CheckpointError(
-                f"{index} names {name!r}, which is not a file in its own folder; refusing to read it."
-            )
-    return sorted(set(names.values()))
+            raise CheckpointError(f"{index} names {name!r}, which is not a file in its own folder; it is not read.")
+    return files
 
 
 def check_files(folder: str | Path) -> None:
-    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded.
-
-    Raises:
-        CheckpointError: as `files_of_index` and `codec.check_tensors`.
-    """
+    """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded:
+    raises a `CheckpointError`, as `files_of_index` and `codec.check_tensors`."""
     for index in sorted(Path(folder).glob("*.index*.json")):
         files_of_index(index)
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -255,9 +233,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
     for adapter in adapters_of(model):
-        # peft writes the adapter "default" into the folder itself and every other into a subfolder.
-        file = next((d / ADAPTER for d in (directory / adapter, directory) if (d / ADAPTER).is_file()), None)
-        if file is None:
+        if (file := _file_of_adapter(directory, adapter)) is None:
             whole = ""
             if any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
                 whole = (
@@ -278,29 +254,32 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
 
 
+def _file_of_adapter(directory: Path, adapter: str) -> Path | None:
+    # peft writes the adapter "default" into the folder itself and every other into a subfolder.
+    places = (directory / adapter / ADAPTER, directory / ADAPTER)
+    return next((place for place in places if place.is_file()), None)
+
+
+def _trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def has_encoder(model: nn.Module) -> bool:
     """Whether a trained network produces the virtual tokens of `model`, as in p-tuning and projected prefixes. The
     adapter file holds only the tokens, from which training cannot resume.
     """
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return any(name.startswith("prompt_encoder.") and not name.endswith(".embedding.weight") for name in names)
+    return any(n.startswith("prompt_encoder.") and not n.endswith(".embedding.weight") for n in _trained(model))
 
 
 def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Write the state that a run with `has_encoder` needs to resume, next to the adapter.
-
-    Args:
-        state_dict: the gathered weights, if `model` is sharded.
-    """
+    """Write the state that a run with `has_encoder` needs to resume, next to the adapter; `state_dict` holds the
+    gathered weights, if `model` is sharded."""
     state_dict = model.state_dict() if state_dict is None else state_dict
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    codec.write_tensors({name: state_dict[name] for name in names}, Path(directory) / ENCODER)
+    codec.write_tensors({name: state_dict[name] for name in _trained(model)}, Path(directory) / ENCODER)
 
 
 def _really_missing(model: nn.Module, missing: list[str], loaded: dict[str, torch.Tensor]) -> list[str]:
     """Of the keys that were not in the file, those that no tied, loaded tensor fills, and that are saved at all."""
-    if not missing:
-        return []
     state = model.state_dict()
     filled = {local_part(state[name]).data_ptr() for name in loaded if name in state}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -312,8 +291,7 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
     adapters = tuple(adapters_of(model))
     if not adapters:
         return lambda name: True
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    base = base_model(model)
+    trained, base = set(_trained(model)), base_model(model)
     ends = [base.get_input_embeddings(), base.get_output_embeddings()] if hasattr(base, "get_input_embeddings") else []
     embeddings = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     return lambda name: (
@@ -322,24 +300,15 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
 
 
 def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Read the adapters in `directory` back and compare all values with those of `model`.
-
-    Args:
-        state_dict: the gathered weights, if `model` is sharded.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or other values.
-    """
+    """Read the adapters in `directory` back and compare all values with those of `model`, or with its gathered weights
+    (`state_dict`). Raises a `CheckpointError` where a tensor is missing, has another shape, or other values."""
     from peft.utils import get_peft_model_state_dict
 
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = set(_trained(model))
     # Without values: of split matrices peft would gather them, and this process is here alone.
     empty = {name: torch.empty(()).expand(tensor.shape) for name, tensor in model.state_dict().items()}
     for adapter in adapters_of(model):
-        file = next(
-            (d / ADAPTER for d in (Path(directory) / adapter, Path(directory)) if (d / ADAPTER).is_file()), None
-        )
-        if file is None:
+        if (file := _file_of_adapter(Path(directory), adapter)) is None:
             raise CheckpointError(f"The adapter {adapter!r} was not written into {directory}.")
         saved = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=False)

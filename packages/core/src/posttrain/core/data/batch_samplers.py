@@ -13,13 +13,9 @@ from posttrain.core.errors import DataError
 
 
 class EpochBatchSampler(EpochSampler):
-    """Makes the batches of an epoch: lists of indices, those that all processes read at once after each other.
-
-    Args:
-        lengths: of each row, in tokens.
-        num_batches: of an epoch, on all processes.
-        cut: what `make` is given, numbers that a resumed run may set otherwise; it then makes the rest of the epoch.
-    """
+    """Makes the `num_batches` batches of an epoch, on all processes, from the `lengths` of the rows in tokens: lists of
+    indices, those that all processes read at once after each other. What `make` is given, the numbers in `cut`, a
+    resumed run may set otherwise; it then makes the rest of the epoch."""
 
     def __init__(self, lengths: torch.Tensor, num_batches: int, seed: int, *cut: int) -> None:
         super().__init__(num_batches, seed)
@@ -63,22 +59,14 @@ class EpochBatchSampler(EpochSampler):
 
 
 class TokenBatchSampler(EpochBatchSampler):
-    """Micro-batches of at most `max_tokens` tokens each, padding included, in a random order.
+    """Micro-batches of at most `max_tokens` tokens each (rows times the longest row), padding included, in a random
+    order. Raises a `DataError` where a row is longer; `lengths` are those of the rows in tokens.
 
     Rows are sorted by their lengths, equal ones in a random order, and cut into batches; each batch is padded to its
     longest row. `world_size` neighbouring batches, which hold about as many tokens, form a round: each process gets one
     of them, so that no process waits long for another. The rounds are shuffled; the one with the longest row comes
     first, so that a run that does not fit into memory fails at once. All epochs have as many batches, and every process
-    gets as many.
-
-    Args:
-        lengths: of each row, in tokens.
-        max_tokens: rows of a batch times its longest row.
-        world_size: processes.
-
-    Raises:
-        DataError: a row is longer than `max_tokens`.
-    """
+    gets as many."""
 
     def __init__(self, lengths: Sequence[int], max_tokens: int, seed: int, world_size: int = 1) -> None:
         tokens = torch.as_tensor(lengths)
@@ -100,19 +88,14 @@ class TokenBatchSampler(EpochBatchSampler):
 
 
 class BalancedBatchSampler(EpochBatchSampler):
-    """The rows of each optimizer step in micro-batches that cost about as much: of long rows few, of short ones many.
+    """The rows of each optimizer step in micro-batches that cost about as much: of long rows few, of short ones many. A
+    step has `num_rows` rows in `num_parts` micro-batches, on all processes; rows that do not fill one are left out with
+    `drop_last`.
 
-    Rows are shuffled. Those of a step are sorted by their lengths and cut where the dearest micro-batch costs least.
-    The dearest come first, so that what the processes compute at once costs about as much. n rows, the longest of L
-    tokens, cost n * L * (1 + L / 1000), as in the BatchRebalanceSampler of transformers: they are padded, and attention
-    grows with the square.
-
-    Args:
-        lengths: of each row, in tokens.
-        num_rows: of an optimizer step, on all processes.
-        num_parts: micro-batches of an optimizer step, on all processes.
-        drop_last: leave out the rows that do not fill a step.
-    """
+    Rows are shuffled. Those of a step are sorted by their `lengths`, in tokens, and cut where the dearest micro-batch
+    costs least. The dearest come first, so that what the processes compute at once costs about as much. n rows, the
+    longest of L tokens, cost n * L * (1 + L / 1000), as in the BatchRebalanceSampler of transformers: they are padded,
+    and attention grows with the square."""
 
     def __init__(
         self, lengths: Sequence[int], num_rows: int, num_parts: int, seed: int, drop_last: bool = False
@@ -174,14 +157,9 @@ def make_train_sampler(
     size: tuple[int, int, int] = (1, 1, 1),
     drop_last: bool = False,
 ) -> Sampler[int] | None:
-    """The sampler for `dataset`; None for a stream, which has its own order.
-
-    Args:
-        strategy: one of `STRATEGIES`.
-        lengths: ``dataset -> the length of each row``, for those of `BY_LENGTH`.
-        size: of an optimizer step: rows of a micro-batch, micro-batches on a process, processes.
-        drop_last: "batch_rebalance" leaves out the rows that do not fill a step.
-    """
+    """The sampler for `dataset`, by one of `STRATEGIES`; None for a stream, which has its own order. Those of
+    `BY_LENGTH` ask ``lengths(dataset)``. The `size` of an optimizer step is rows of a micro-batch, micro-batches on a
+    process, processes; with `drop_last`, "batch_rebalance" leaves out the rows that do not fill one."""
     if not has_length(dataset) or is_stream(dataset):
         return None
     rows, accumulation, processes = size
@@ -198,11 +176,8 @@ def make_train_sampler(
 def token_batches(
     dataset: Any, lengths: Callable[[Any], list[int]], max_tokens: int, seed: int, world_size: int
 ) -> TokenBatchSampler:
-    """The batches of `dataset` that hold `max_tokens` tokens at most.
-
-    Raises:
-        DataError: the data is a stream, or its rows have no known lengths, or one is too long.
-    """
+    """The batches of `dataset` that hold `max_tokens` tokens at most. Raises a `DataError` where the data is a stream,
+    or its rows have no known lengths, or one is too long."""
     if is_stream(dataset):
         raise DataError(
             "max_batch_tokens needs the length of each row before training, and the training data is a stream. Give "

@@ -32,12 +32,16 @@ def round_up(length: int, multiple: int | None) -> int:
 
 
 def pad_rows(
-    rows: Sequence[Sequence[int] | np.ndarray], value: int, side: str = "right", pad_to_multiple_of: int | None = None
+    rows: Sequence[Sequence[int] | np.ndarray],
+    value: int,
+    side: str = "right",
+    pad_to_multiple_of: int | None = None,
+    least: int = 0,
 ) -> torch.Tensor:
-    """Rows of ragged length as one (B, T) long tensor, T the longest row, filled with `value` on `side`."""
+    """Rows of ragged length as one (B, T) long tensor, T the longest row or `least`, filled with `value` on `side`."""
     if side not in ("left", "right"):
         raise ValueError(f"side={side!r} is not one of left, right")
-    length = round_up(max((len(row) for row in rows), default=0), pad_to_multiple_of)
+    length = round_up(max(least, *map(len, rows), 0), pad_to_multiple_of)
     padded = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         if len(row):
@@ -202,17 +206,14 @@ class DataCollatorForSeq2Seq:
         if self.padding in (False, "do_not_pad"):
             padded = torch.tensor([list(label) for label in labels], dtype=torch.long)
         else:
-            padded = pad_rows(labels, self.label_pad_token_id, self.tokenizer.padding_side, self.pad_to_multiple_of)
-            if self.padding == "max_length" and self.max_length is not None:
-                length = round_up(self.max_length, self.pad_to_multiple_of)
-                missing = length - padded.shape[1]
-                if missing < 0:
-                    raise ValueError(
-                        f"labels of {padded.shape[1]} tokens do not fit max_length={self.max_length}. "
-                        "Truncate them when tokenizing, or raise max_length."
-                    )
-                sides = (0, missing) if self.tokenizer.padding_side == "right" else (missing, 0)
-                padded = torch.nn.functional.pad(padded, sides, value=self.label_pad_token_id)
+            least = (self.max_length if self.padding == "max_length" else None) or 0
+            side, multiple = self.tokenizer.padding_side, self.pad_to_multiple_of
+            padded = pad_rows(labels, self.label_pad_token_id, side, multiple, least)
+            if least and padded.shape[1] > round_up(least, multiple):
+                raise ValueError(
+                    f"labels of {padded.shape[1]} tokens do not fit max_length={self.max_length}. Truncate them when "
+                    "tokenizing, or raise max_length."
+                )
         if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
             batch["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=padded)
         batch["labels"] = padded
@@ -361,9 +362,5 @@ def flash_kwargs(lengths: Iterable[int]) -> dict[str, Any]:
     lengths = [int(length) for length in lengths if length]
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     longest = max(lengths, default=0)
-    return {
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders.clone(),
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    starts = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders.clone()}
+    return starts | dict.fromkeys(("max_length_q", "max_length_k"), longest)

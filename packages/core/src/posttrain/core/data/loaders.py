@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posttrain.core.data import pipeline, workers
+from posttrain.core.data.batch_samplers import EpochBatchSampler
+from posttrain.core.errors import DataError
 
 if TYPE_CHECKING:
     from posttrain.core.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 class Loaders:
-    """Makes the loaders of the trainer that owns it, and keeps those whose workers persist.
-
-    Attributes:
-        kept: ``{key: (dataset, loader)}``.
-    """
+    """Makes the loaders of the trainer that owns it, and keeps those whose workers persist: ``kept[key]`` is (dataset,
+    loader)."""
 
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
@@ -28,7 +30,14 @@ class Loaders:
     def make(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any, is_training: bool, key: str | None
     ) -> torch.utils.data.DataLoader[Any]:
-        """The loader of `dataset`; see `Trainer.make_dataloader`."""
+        """The loader of `dataset`; see `Trainer.make_dataloader`.
+
+        All deal rows to the processes alike, so batch i of rank 0, of rank 1, ... is the order of the rows. Each pass
+        over an evaluation set is the same, random rows included where workers read them.
+
+        Raises:
+            DataError: the dataset cannot be used, or is a stream and the arguments limit its batches.
+        """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         read, kept = dataset, self.kept.get(key or "")
         if kept is not None and kept[0] is dataset:
@@ -41,25 +50,49 @@ class Loaders:
                 dataset, owner.row_lengths, args.max_batch_tokens, owner.data_seed, dist.world_size
             )
         dataset, collator = owner.without_unused_columns(dataset, owner.data_collator, description)
+        pipeline.check_dataset(dataset, "train_dataset" if is_training else "eval_dataset")
         limits, device_type = owner.id_limits(), dist.device.type
         if device_type == "cpu":  # an unknown id raises there; elsewhere it ends the process
             limits = {name: n for name, n in limits.items() if name == "labels_per_token"}
-        loader = pipeline.build_loader(
+        makes_batches = isinstance(sampler, EpochBatchSampler)
+        order: dict[str, Any] = {"batch_sampler" if makes_batches else "sampler": sampler}
+        of_workers = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+        loader = pipeline.Loader(
             dataset,
-            is_training=is_training,
             batch_size=batch_size,
             collate_fn=collator,
-            sampler=sampler,
-            args=args,
+            **order,
             seed=owner.data_seed,
             rank=dist.rank,
             world_size=dist.world_size,
-            device_type=device_type,
+            drop_last=args.dataloader_drop_last,
+            advance=is_training,
             limits=limits,
+            most=self._most(dataset, batch_size * dist.world_size, is_training),
+            repeats=is_training and args.overfit_batches is not None,
+            pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),  # which would not gain by it
+            **{name: vars(args)[f"dataloader_{name}"] for name in of_workers},
         )
         if key is not None and args.dataloader_persistent_workers:  # its workers are worth keeping
             self.kept[key] = (read, loader)
         return loader
+
+    def _most(self, dataset: Any, total: int, is_training: bool) -> int | None:
+        """Batches of `total` rows of an epoch, at most; a warning where an evaluation reads none."""
+        args = self.owner.args
+        most = (args.overfit_batches or args.limit_train_batches) if is_training else None
+        if most and pipeline.is_stream(dataset):
+            raise DataError(
+                "limit_train_batches and overfit_batches are for rows by index, and the training data is a stream. Set "
+                "max_steps, or take the first rows of the stream: train_dataset.take(n)."
+            )
+        if not is_training and args.dataloader_drop_last and pipeline.has_length(dataset) and len(dataset) < total:
+            logger.warning(
+                f"eval_dataset has {len(dataset)} rows, less than one batch of {total}, and dataloader_drop_last=True "
+                "drops it: nothing is evaluated. Set per_device_eval_batch_size to "
+                f"{max(len(dataset) // self.owner.dist.world_size, 1)} or less, or dataloader_drop_last=False."
+            )
+        return most
 
     def adopt(self, loader: Any, is_training: bool = True) -> Any:
         """`loader` with a position and a part for each process; see `posttrain.core.data.pipeline.adopt`."""

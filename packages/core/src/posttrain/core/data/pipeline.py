@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from posttrain.core.config import opt
-from posttrain.core.data.batch_samplers import EpochBatchSampler
 from posttrain.core.data.batch_samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.batch_samplers import token_batches as token_batches
 from posttrain.core.data.batches import is_filler as is_filler
@@ -26,6 +25,7 @@ from posttrain.core.data.samplers import STRATEGIES, follows_epochs, transforms_
 from posttrain.core.data.samplers import has_length as has_length
 from posttrain.core.data.samplers import is_stream as is_stream
 from posttrain.core.data.samplers import row_lengths as row_lengths
+from posttrain.core.data.stateful_dataloader import ENGINE
 from posttrain.core.data.stateful_dataloader import Loader as Loader
 from posttrain.core.errors import DataError, did_you_mean
 
@@ -126,75 +126,9 @@ class DataArguments:
 # ---------------------------------------------------------------------------------------------------- build
 
 
-def build_loader(
-    dataset: Any,
-    *,
-    is_training: bool,
-    batch_size: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    sampler: Iterable[int] | EpochBatchSampler | None = None,
-    args: DataArguments,
-    seed: int,
-    rank: int = 0,
-    world_size: int = 1,
-    device_type: str = "cpu",
-    limits: Mapping[str, int] | None = None,
-) -> Loader:
-    """The loader of a training set or an evaluation set; see `Loader` for the arguments.
-
-    Both deal rows to the processes alike, so batch i of rank 0, of rank 1, ... is the order of the rows. Each pass over
-    an evaluation set is the same, random rows included where workers read them.
-
-    Args:
-        device_type: where batches will go: memory is pinned only for devices that gain by it.
-
-    Raises:
-        DataError: the dataset cannot be used, or is a stream and `args` limits its batches.
-    """
-    check_dataset(dataset, "train_dataset" if is_training else "eval_dataset")
-    most = (args.overfit_batches or args.limit_train_batches) if is_training else None
-    if most and is_stream(dataset):
-        raise DataError(
-            "limit_train_batches and overfit_batches are for rows by index, and the training data is a stream. Set "
-            "max_steps, or take the first rows of the stream: train_dataset.take(n)."
-        )
-    total = batch_size * world_size
-    if not is_training and args.dataloader_drop_last and has_length(dataset) and len(dataset) < total:
-        logger.warning(
-            f"eval_dataset has {len(dataset)} rows, less than one batch of {total}, and dataloader_drop_last=True "
-            "drops it: nothing is evaluated. Set per_device_eval_batch_size to "
-            f"{max(len(dataset) // world_size, 1)} or less, or dataloader_drop_last=False."
-        )
-    makes_batches = isinstance(sampler, EpochBatchSampler)
-    order: dict[str, Any] = {"batch_sampler" if makes_batches else "sampler": sampler}
-    return Loader(
-        dataset,
-        batch_size=batch_size,
-        collate_fn=collate_fn,
-        **order,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        drop_last=args.dataloader_drop_last,
-        advance=is_training,
-        limits=limits,
-        most=most,
-        repeats=is_training and args.overfit_batches is not None,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        in_order=args.dataloader_in_order,
-    )
-
-
 def first_rows(dataset: Any, number: int) -> Any:
-    """The first `number` rows of an evaluation set.
-
-    Raises:
-        DataError: it is a stream without a method ``take``.
-    """
+    """The first `number` rows of an evaluation set. Raises a `DataError` where it is a stream without a method
+    ``take``."""
     check_dataset(dataset, "eval_dataset")
     if is_stream(dataset):
         if not hasattr(dataset, "take"):
@@ -224,17 +158,8 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
         adopted = Loader(_Batches(loader), batch_size=None, collate_fn=unchanged, **place)
         adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
         return adopted
-    place |= {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "in_order": loader.in_order,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "collate_fn": loader.collate_fn,
-    }
+    place |= {name: vars(loader)[name] for name in (*ENGINE, "worker_init_fn", "collate_fn")}
+    place["multiprocessing_context"] = loader.multiprocessing_context
     logger.info("The given %s is read through a loader that can be resumed.", type(loader).__name__)
     if is_stream(loader.dataset):
         return Loader(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **place)
@@ -269,12 +194,8 @@ def unchanged(batch: Any) -> Any:
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Reject unusable datasets before anything expensive happens.
-
-    Raises:
-        DataError: there is no dataset, or it has no rows.
-        TypeError: it is a dict of splits, an iterator, which gives its rows once only, or no dataset.
-    """
+    """Reject unusable datasets before anything expensive happens: raises a `DataError` where there is no dataset, or it
+    has no rows, and a `TypeError` for a dict of splits, an iterator, which gives its rows once only, or no dataset."""
     if dataset is None:
         raise DataError(f"{name} is None: a dataset is needed here. Pass one.")
     if isinstance(dataset, Mapping):
@@ -305,11 +226,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def named_dataset(datasets: Any, name: str) -> Any:
-    """The dataset of that name in a dict of evaluation sets.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The dataset of that name in a dict of evaluation sets. Raises a `ValueError` where there is none."""
     if not isinstance(datasets, Mapping) or name not in datasets:
         known = "the trainer's eval_dataset is no dict of named sets"
         if isinstance(datasets, Mapping):
@@ -339,10 +256,8 @@ def default_collator(processing_class: Any = None) -> Callable[[list[Any]], Any]
 
 
 def signature_columns(forward: Callable[..., Any]) -> list[str] | None:
-    """The columns a model reads: the parameters of its forward and the label columns of collators.
-
-    None: it may read any, as a ``forward(**inputs)`` that hands them on.
-    """
+    """The columns a model reads: the parameters of its forward and the label columns of collators. None: it may read
+    any, as a ``forward(**inputs)`` that hands them on."""
     wild = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in inspect.signature(forward).parameters.items() if parameter.kind not in wild]
     return list(dict.fromkeys([*named, "label", "label_ids", "labels"])) if named else None
@@ -356,10 +271,8 @@ def can_drop_columns(dataset: Any) -> bool:
 def keep_columns(
     dataset: Any, collator: Callable[[list[Any]], Any], keep: Iterable[str], description: str = "dataset"
 ) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """(dataset, collator), one of which drops the columns that are not in `keep`.
-
-    A `datasets.Dataset` no longer reads them; for others, and with a transform, they are dropped before collating.
-    """
+    """(dataset, collator), one of which drops the columns that are not in `keep`. A `datasets.Dataset` no longer reads
+    them; for others, and with a transform, they are dropped before collating."""
     if not can_drop_columns(dataset):
         return dataset, RemoveColumns(collator, keep, description)
     dataset, dropped = remove_unused_columns(dataset, keep)
@@ -372,11 +285,8 @@ _DROPPED = "%s: columns that the model does not take are left out: %s. Set remov
 
 
 def remove_unused_columns(dataset: Any, keep: Iterable[str]) -> tuple[Any, list[str]]:
-    """(a `datasets` dataset with the columns in `keep` alone, the names of those dropped).
-
-    Raises:
-        DataError: no column would be left.
-    """
+    """(a `datasets` dataset with the columns in `keep` alone, the names of those dropped). Raises a `DataError` where
+    no column would be left."""
     columns, keep = list(dataset.column_names or []), set(keep)
     dropped = [name for name in columns if name not in keep]
     if columns and len(dropped) == len(columns):

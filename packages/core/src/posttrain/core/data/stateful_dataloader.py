@@ -33,26 +33,20 @@ from posttrain.core.data.streams import GAP, Stream, is_one_shot
 
 logger = logging.getLogger(__name__)
 
+#: How a `torch.utils.data.DataLoader` reads, by its attributes.
+ENGINE = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout")
+
 
 @dataclass
 class _Position:
-    """A place in an epoch.
+    """A place in an epoch."""
 
-    Attributes:
-        given: rows given out by each stream: by each worker, or by the only one.
-        turn: the worker whose turn it is.
-        to_drop: batches that are still to be read and dropped.
-        dataset: the position of the dataset itself where the iteration started, if it has one.
-        sampler: the state of a foreign sampler's generator when the epoch started.
-        is_reading: the iteration has given a batch.
-    """
-
-    given: list[int]
-    turn: int = 0
-    to_drop: int = 0
-    dataset: dict[str, Any] | None = None
-    sampler: torch.Tensor | None = None
-    is_reading: bool = False
+    given: list[int]  # rows given out by each stream: by each worker, or by the only one
+    turn: int = 0  # the worker whose turn it is
+    to_drop: int = 0  # batches that are still to be read and dropped
+    dataset: dict[str, Any] | None = None  # the dataset's own position where the iteration started, if it has one
+    sampler: torch.Tensor | None = None  # the state of a foreign sampler's generator when the epoch started
+    is_reading: bool = False  # the iteration has given a batch
 
 
 class Loader(DataLoader[Any]):
@@ -79,6 +73,7 @@ class Loader(DataLoader[Any]):
 
     Attributes:
         epoch: the epoch that the next iteration reads.
+        rows_per_batch: rows that one batch of this process takes from the data, with those of the other processes.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class Loader(DataLoader[Any]):
             dealt |= {"num_workers": engine["num_workers"], "forward_epoch": advance}
             stream = Stream(dataset, batch_size, **dealt)
             source: Stream | Rows = stream
-            self._stream, self._unit = stream, stream.group
+            self._stream, self.rows_per_batch = stream, stream.group
             sampler, engine["batch_size"] = None, None
         else:
             if type(sampler) is RandomSampler:
@@ -126,7 +121,7 @@ class Loader(DataLoader[Any]):
             size = batch_size if batch_sampler is None else None
             dealt |= {"own_rank": rank, "seeded": engine["num_workers"] > 0, "most": most, "repeats": repeats}
             self._draws = Draws(dataset, order, size, **dealt)
-            self._unit = self._draws.group
+            self.rows_per_batch = self._draws.group
             engine["batch_sampler"] = self._draws
         if batch_sampler is not None:
             shown: dict[str, Any] = {"batch_sampler": batch_sampler}
@@ -136,8 +131,7 @@ class Loader(DataLoader[Any]):
         super().__init__(dataset, collate_fn=collate_fn, **shown)
         collate = Collate(self.collate_fn, self._stream is not None, limits)
         self._engine = DataLoader(source, collate_fn=collate, **engine)
-        for name in ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "in_order", "timeout"):
-            vars(self)[name] = vars(self._engine)[name]
+        vars(self).update({name: vars(self._engine)[name] for name in ENGINE})
         self._now = self._next = self._beginning()
         self._shift = 0, 0  # rows by which batches of an epoch begin later than their number says
 
@@ -145,11 +139,6 @@ class Loader(DataLoader[Any]):
     def total_batch_size(self) -> int | None:
         """Rows of one batch over all processes; None where batches come ready-made, of any size."""
         return None if self.batch_size is None else self.batch_size * self._world_size
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Rows that one batch of this process takes from the data, with those of the other processes."""
-        return self._unit
 
     @property
     def total_rows(self) -> int | None:
@@ -168,7 +157,7 @@ class Loader(DataLoader[Any]):
     def batches_left(self, state: dict[str, Any]) -> int:
         """Batches of the epoch after a position of `state_dict`, which another batch size or number of processes may
         have led to. The data must have a length."""
-        given = sum(state["given"]) + state["to_drop"] * self._unit
+        given = sum(state["given"]) + state["to_drop"] * self.rows_per_batch
         if self._stream is not None:
             return self._stream.num_batches(len(self._stream.dataset) - given)
         sampler, rows = copy.copy(self._draws.sampler), self._draws.rows
@@ -179,7 +168,7 @@ class Loader(DataLoader[Any]):
 
     def number(self, batches: int) -> None:
         """Let the next batch be number `batches` of its epoch, for `rows_of`."""
-        self._shift = self.epoch, sum(self._next.given) - batches * self._unit
+        self._shift = self.epoch, sum(self._next.given) - batches * self.rows_per_batch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass over the data; unless it is the present one, the next iteration starts at its beginning."""
@@ -194,7 +183,7 @@ class Loader(DataLoader[Any]):
         """
         start = self._beginning()
         if len(start.given) == 1:
-            start.given[0] = num_batches * self._unit if rows is None else rows
+            start.given[0] = num_batches * self.rows_per_batch if rows is None else rows
         else:
             # only reading shows how many batches each worker yields: some may run out of rows
             start.to_drop = num_batches
@@ -217,13 +206,13 @@ class Loader(DataLoader[Any]):
         if isinstance(order, Iterator):
             return None
         shift = self._shift[1] if self._shift[0] == epoch else 0
-        draw = next(self._draws.from_place(order, epoch, number * self._unit + shift), None)
+        draw = next(self._draws.from_place(order, epoch, number * self.rows_per_batch + shift), None)
         return None if draw is None else list(draw.indices)
 
     def rows_ahead(self, batches: int) -> list[int] | None:
         """`rows_of` the batch that comes so many batches after the one that is waited for."""
         shift = self._shift[1] if self._shift[0] == self.epoch else 0
-        return self.rows_of(self.epoch, (self._now.given[0] - shift) // self._unit + batches)
+        return self.rows_of(self.epoch, (self._now.given[0] - shift) // self.rows_per_batch + batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch and the rows read of it, valid for any number of processes."""
@@ -253,7 +242,7 @@ class Loader(DataLoader[Any]):
                 start.dataset = state.get("dataset")
             self._now = self._next = start
         else:
-            self.skip(sum(given) // self._unit)
+            self.skip(sum(given) // self.rows_per_batch)
             logger.warning(
                 f"The stream was read by {len(given)} workers and is now read by {len(start.given)}: resumed rows come "
                 "in another order. Set dataloader_num_workers as it was to resume exactly."
@@ -288,7 +277,7 @@ class Loader(DataLoader[Any]):
         workers.end(self._engine)
 
     def _give(self, batches: Iterator[Any], now: _Position) -> Iterator[Any]:
-        given, unit = now.given, self._unit
+        given, unit = now.given, self.rows_per_batch
         for batch in batches:
             given[0] += unit
             self._now = now  # of several iterations at a time, the position is that of the one that moved last
@@ -299,7 +288,7 @@ class Loader(DataLoader[Any]):
         for worker, batch in batches:
             if worker == GAP:
                 continue
-            now.given[worker] += self._unit
+            now.given[worker] += self.rows_per_batch
             now.turn, now.is_reading = (worker + 1) % len(now.given), True
             self._now = now
             if now.to_drop:

@@ -22,6 +22,16 @@ DEFAULTS: dict[str, Any] = {
 }
 ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
+#: Options that change nothing here, and why.
+WITHOUT_EFFECT = {
+    "dispatch_batches": "every process reads its own rows, and of a stream its part",
+    "use_seedable_sampler": "the order of the rows is a function of the seed and the epoch, so that a run can be "
+    "resumed",
+    "use_configured_state": "processes, devices and precision follow from the arguments",
+    "sync_with_dataloader": "an optimizer step never spans two epochs",
+    "adjust_scheduler": "the schedule counts optimizer steps",
+}
+
 
 class AcceleratorConfig(dict[str, Any]):
     """The options by name; also as attributes, as scripts read them."""
@@ -71,21 +81,7 @@ class AcceleratorArguments:
         for name in config:
             if name not in DEFAULTS:
                 yield f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}{did_you_mean(name, DEFAULTS)}"
-        if config["dispatch_batches"]:
-            yield (
-                "accelerator_config: dispatch_batches=True has no effect: every process reads its own rows, and of a "
-                "stream its part; leave it None"
-            )
-        if not config["use_seedable_sampler"]:
-            yield (
-                "accelerator_config: use_seedable_sampler=False has no effect: the order of the rows is a function "
-                "of the seed and the epoch, so that a run can be resumed; leave it True"
-            )
-        if config["use_configured_state"]:
-            yield (
-                "accelerator_config: use_configured_state=True has no effect: processes, devices and precision follow "
-                "from the arguments; leave it False"
-            )
+        yield from _without_effect("accelerator_config", config)
         own: Any = self
         yield from _accumulation_problems(config.accumulation, own.gradient_accumulation_steps)
         processes = own.world_size
@@ -103,19 +99,20 @@ def _accumulation_problems(options: dict[str, Any], accumulation_steps: int) -> 
     for name in options:
         if name not in ACCUMULATION:
             yield f"{where}: {name!r} is not one of {', '.join(ACCUMULATION)}{did_you_mean(name, ACCUMULATION)}"
-    if not options.get("sync_with_dataloader", True):
-        yield (
-            f"{where}: sync_with_dataloader=False has no effect: an optimizer step never spans two epochs; leave "
-            "it True"
-        )
-    if not options.get("adjust_scheduler", True):
-        yield f"{where}: adjust_scheduler=False has no effect: the schedule counts optimizer steps; leave it True"
+    yield from _without_effect(where, options)
     num_steps = options.get("num_steps")
     if num_steps is not None and num_steps != accumulation_steps:
         yield (
             f"{where}: num_steps={num_steps} and gradient_accumulation_steps={accumulation_steps} "
             "are both given; keep gradient_accumulation_steps"
         )
+
+
+def _without_effect(where: str, options: dict[str, Any]) -> Iterator[str]:
+    for name, why in WITHOUT_EFFECT.items():
+        usual = DEFAULTS.get(name, True)
+        if bool(options.get(name, usual)) != bool(usual):
+            yield f"{where}: {name}={not usual} has no effect: {why}; leave it {usual}"
 
 
 def _read(path: str) -> Any:

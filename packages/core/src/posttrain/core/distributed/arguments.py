@@ -9,20 +9,16 @@ from typing import Any
 import torch
 
 from posttrain.core.config import opt
-from posttrain.core.distributed import deepspeed, expert_parallel, shard_settings, tensor_parallel
+from posttrain.core.distributed import deepspeed, division, shard_settings
 from posttrain.core.distributed.environment import accelerator_present, world_size
 from posttrain.core.errors import missing
 from posttrain.core.models import float8
 
 
 def dealt(rows: int, processes: int, most: int) -> tuple[int, int]:
-    """(rows of a micro-batch, micro-batches) of each process in an optimizer step of `rows` rows over all processes.
-
-    Where `rows` cannot be dealt equally, the step holds the nearest number that can be.
-
-    Args:
-        processes: that read rows of their own. most: rows that a micro-batch may have.
-    """
+    """(rows of a micro-batch, micro-batches) of each of the `processes` that read rows of their own, in an optimizer
+    step of `rows` rows over all, where a micro-batch may have `most`. Where `rows` cannot be dealt equally, the step
+    holds the nearest number that can be."""
     each = max((2 * rows + processes) // (2 * processes), 1)
     size = max(size for size in range(1, min(most, each) + 1) if each % size == 0)
     return size, each // size
@@ -146,22 +142,20 @@ class DistributedArguments:
         settings, problems = shard_settings.read(self.fsdp, self.fsdp_config, self.parallelism_config)
         yield from problems
         groups = shard_settings.sizes_of(sizes)
-        if (size := groups.get("tp_size", 1)) > 1:
-            if self.fp8:
-                yield f"fp8=True does not work on split matrices; set it to False, or tp_size=1 in place of {size}"
-            yield from tensor_parallel.problems(size, self)
-        if (size := groups.get("cp_size", 1)) > 1:
-            yield from shard_settings.context_problems(size, groups.get("tp_size", 1), self)
-        if (size := groups.get("ep_size", 1)) > 1:
-            yield from expert_parallel.problems(size, groups, self)
+        if self.fp8 and (size := groups.get("tp_size", 1)) > 1:
+            yield f"fp8=True does not work on split matrices; set it to False, or tp_size=1 in place of {size}"
+        yield from division.argument_problems(groups, self)
         if settings is not None:
             for name in ("bf16_full_eval", "fp16_full_eval"):
-                if getattr(self, name):
+                if vars(self)[name]:
                     yield f"{name}=True casts whole weights, and fsdp shards them; set bf16=True instead"
             yield from shard_settings.optimizer_problems(own.optim, offloads=settings.cpu_offload)
             if self.deepspeed is not None:
                 yield "fsdp and deepspeed both shard the model; set one of them to None"
-        yield from deepspeed.problems(self.deepspeed)
+        try:
+            deepspeed.read({} if self.deepspeed is None else self.deepspeed)
+        except ValueError as error:
+            yield str(error)
 
     def _preflight(self) -> Iterator[str | Exception]:
         yield from shard_settings.world_problems(shard_settings.sizes_of(self.parallelism_config), world_size())

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from posttrain.core.distributed.waits import read
+
 SCHEME = "posttrain-attempt"
 _KEY = "posttrain/attempt"
 
@@ -41,22 +43,14 @@ def _meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 def agreed_name(store: Any, rank: int, world_size: int, seconds: float = 600) -> str:
-    """A name that all processes of this start have, and those of no other start.
-
-    Rank 0 answers each process with what that one has just made up, so that no answer to an earlier start is taken for
-    one, until all have said that they know its name.
-
-    Args:
-        store: a `torch.distributed.Store`, which may hold the keys of earlier starts.
-        seconds: how long to wait for the others.
-
-    Raises:
-        TimeoutError: some did not come.
-    """
+    """A name that all processes of this start have, and those of no other start; `store` may hold the keys of earlier
+    ones. Rank 0 answers each process with what that one has just made up, so that no answer to an earlier start is
+    taken for one, until all have said that they know its name. Raises a `TimeoutError` where some do not come within
+    `seconds`."""
     own, until = uuid.uuid4().hex, time.monotonic() + seconds
     if rank:
         store.set(f"{_KEY}/hello/{rank}", own)
-        while not (answer := _said(store, f"welcome/{rank}")).startswith(own):
+        while not (answer := read(store, f"{_KEY}/welcome/{rank}")).startswith(own):
             _pause(until, "rank 0")
         name = answer.partition(" ")[2]
         store.set(f"{_KEY}/known/{rank}", name)
@@ -65,19 +59,15 @@ def agreed_name(store: Any, rank: int, world_size: int, seconds: float = 600) ->
     missing = set(range(1, world_size))
     while missing:
         for other in sorted(missing):
-            hello = _said(store, f"hello/{other}")
+            hello = read(store, f"{_KEY}/hello/{other}")
             if hello and hello != answered.get(other):
                 store.set(f"{_KEY}/welcome/{other}", f"{hello} {own}")
                 answered[other] = hello
-            if _said(store, f"known/{other}") == own:
+            if read(store, f"{_KEY}/known/{other}") == own:
                 missing.discard(other)
         if missing:
             _pause(until, f"ranks {', '.join(map(str, sorted(missing)))}")
     return own
-
-
-def _said(store: Any, key: str) -> str:
-    return store.get(f"{_KEY}/{key}").decode() if store.check([f"{_KEY}/{key}"]) else ""
 
 
 def _pause(until: float, whom: str) -> None:

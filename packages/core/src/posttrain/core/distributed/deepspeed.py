@@ -40,22 +40,9 @@ def is_asked_for(config: Any) -> bool:
     return config is not None or is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
 
 
-def problems(config: Any) -> Iterator[str]:
-    """Problems with the argument `deepspeed` that can be checked early."""
-    if config is None:
-        return
-    try:
-        read(config)
-    except ValueError as error:
-        yield str(error)
-
-
 def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A copy of the configuration; from the launcher's environment if `config` is None.
-
-    Raises:
-        ValueError: it is not a JSON file with an object.
-    """
+    """A copy of the configuration; from the launcher's environment if `config` is None. Raises a `ValueError` where it
+    is not a JSON file with an object."""
     if config is None:
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if path.lower() != "none":
@@ -81,11 +68,8 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | None = None) -> dict[str, Any]:
-    """`config` with ``"auto"`` values filled in from the arguments of the run.
-
-    Raises:
-        ConfigError: it contradicts the arguments, or they do not determine a missing value.
-    """
+    """`config` with ``"auto"`` values filled in from the arguments of the run. Raises a `ConfigError` where it
+    contradicts the arguments, or where they do not determine a missing value."""
     wrong: list[str] = []
     _drop_optimizer(config, args, wrong)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -106,8 +90,11 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
             wrong.append(f"deepspeed: {path} is {table[key]!r}, and {argument} is {value!r}; set it to 'auto'")
     config.setdefault("train_micro_batch_size_per_gpu", batch)
     config.setdefault("gradient_accumulation_steps", accumulation)
-    zero = config.get("zero_optimization", {})
-    _fill_sizes(zero, model)
+    zero, width = config.get("zero_optimization", {}), _width(model)
+    for path, size in OF_THE_MODEL.items():
+        name = path.rpartition(".")[2]
+        if width is not None and zero.get(name) == "auto":
+            zero[name] = size(width)
     # Ours is a torch optimizer, which DeepSpeed has not tested itself.
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
@@ -127,7 +114,7 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
         kind, values = str(section.get("type", "AdamW")), section.get("params", {})
         if kind.lower() not in OPTIMIZERS:
             wrong.append(f"deepspeed: optimizer.type is {kind!r}; leave the section out and name an optimizer in optim")
-        own = {"betas": [args.adam_beta1, args.adam_beta2]} | {k: getattr(args, n) for k, n in MEANT.items() if n}
+        own = {"betas": [args.adam_beta1, args.adam_beta2]} | {k: vars(args)[n] for k, n in MEANT.items() if n}
         for name, value in values.items():
             if value != "auto" and name in own and value != own[name]:
                 argument = MEANT[name] or "adam_beta1 and adam_beta2"
@@ -142,16 +129,8 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
         )
 
 
-def _fill_sizes(zero: dict[str, Any], model: nn.Module | None) -> None:
-    config: Any = None if model is None else config_of(model)
-    text = text_config(config)
-    width = getattr(text, "hidden_size", None)
-    if width is None:
-        return
-    for path, size in OF_THE_MODEL.items():
-        name = path.rpartition(".")[2]
-        if zero.get(name) == "auto":
-            zero[name] = size(width)
+def _width(model: nn.Module | None) -> int | None:
+    return None if model is None else getattr(text_config(config_of(model)), "hidden_size", None)
 
 
 def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

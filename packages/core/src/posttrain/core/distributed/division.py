@@ -6,6 +6,7 @@ imagined ones (`posttrain.cli.tools.memory_mesh`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +17,26 @@ from posttrain.core.distributed import expert_parallel, shard_settings, sharding
 from posttrain.core.errors import ConfigError
 
 
+def argument_problems(sizes: dict[str, int], args: Any) -> Iterator[str]:
+    """Why `args` cannot train with groups of processes of these `sizes`."""
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
+    if tp > 1:
+        yield from shard_settings.piece_problems("tp_size", tp, "split", "split matrices", args)
+    if cp > 1:
+        yield from shard_settings.context_problems(cp, tp, args)
+    if ep > 1:
+        yield from expert_parallel.problems(ep, sizes, args)
+
+
 def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
     """Why a run of so many `processes` with `args` cannot divide its model into groups of these `sizes`."""
-    tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
-    found = [*tensor_parallel.problems(tp, args)] if tp > 1 else []
-    found += shard_settings.context_problems(cp, tp, args) if cp > 1 else []
-    found += expert_parallel.problems(ep, sizes, args) if ep > 1 else []
-    return [*found, *shard_settings.world_problems(sizes, processes)]
+    return [*argument_problems(sizes, args), *shard_settings.world_problems(sizes, processes)]
 
 
 def sizes_of_run(args: Any, model: nn.Module | None, processes: int) -> dict[str, int]:
     """The sizes of the groups of processes by name, with ``tp_size`` and ``ep_size``: of the arguments, or as `model`
-    was loaded.
-
-    Raises:
-        ConfigError: so many `processes` do not divide into them, or the model was loaded otherwise.
-    """
+    was loaded. Raises a `ConfigError` where so many `processes` do not divide into them, or the model was loaded
+    otherwise."""
     sizes, found = dict(shard_settings.sizes_of(args.parallelism_config)), []
     loaded = {"tp_size": tensor_parallel.loaded_size(model), "ep_size": expert_parallel.loaded_size(model)}
     for name, size in loaded.items():
@@ -80,28 +85,19 @@ def data_dims(mesh: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Division:
-    """What `cut` does to a model.
+    """What `cut` does to a model."""
 
-    Attributes:
-        settings: of FSDP; None: weights are not sharded.
-        mesh: all processes, see `sharding.make_mesh`.
-        experts: processes that have all experts of a mixture between them.
-        expert_mesh: all processes by the experts that they keep, see `sharding.make_expert_mesh`, where those with
-            different experts read rows of their own; else None.
-    """
-
-    settings: shard_settings.Sharding | None
-    mesh: Any
-    experts: int = 1
+    settings: shard_settings.Sharding | None  # of FSDP; None: weights are not sharded
+    mesh: Any  # all processes, see `sharding.make_mesh`
+    experts: int = 1  # processes that have all experts of a mixture between them
+    #: All processes by the experts that they keep, see `sharding.make_expert_mesh`, where those with different experts
+    #: read rows of their own; else None.
     expert_mesh: Any = None
 
 
 def cut(model: nn.Module, division: Division, device: torch.device, precision: str, frozen: bool = False) -> None:
-    """Divide `model` in place and move it to `device`.
-
-    Args:
-        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``. frozen: the model is never trained.
-    """
+    """Divide `model` in place and move it to `device`, for products in the `precision` "no", "bf16" or "fp16";
+    `frozen`: it is never trained."""
     mesh, over, options = division.mesh, division.mesh, {}
     if "tp" in mesh.mesh_dim_names:
         tensor_parallel.split(model, mesh["tp"], device, with_experts=division.experts > 1)

@@ -41,20 +41,12 @@ def loaded_size(model: nn.Module | None) -> int:
 
 
 def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> list[nn.Module]:
-    """Keep of the experts of `model` those of this process, in place, and move them to `device`.
+    """Keep of the experts of `model`, which every process has whole, those of this process, in place, and move them to
+    `device`; the values are those of the main process. Returns the modules of experts, one for each mixture layer.
+    Raises a `ValueError` for a problem from `problem_of`.
 
-    Every process has the model whole; the values are those of the main process.
-
-    Args:
-        mesh: the processes that keep the experts between them, a `DeviceMesh` of one dimension.
-        sharers: those of them that read the same rows: a mesh of one dimension, often of this process alone.
-
-    Returns:
-        The modules of experts, one for each mixture layer.
-
-    Raises:
-        ValueError: for a problem from `problem_of`.
-    """
+    The processes of `mesh` keep the experts between them; those of `sharers`, often this process alone, read the same
+    rows. Both are a `DeviceMesh` of one dimension."""
     base, size = base_model(model), mesh.size()
     if problem := problem_of(base, size, sharers.size()):
         raise ValueError(problem)
@@ -98,15 +90,10 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _adapted(module: nn.Module, wrappers: Sequence[Any], place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of the experts that this process keeps, with their part of the adapters.
-
-    peft adds an adapter to all experts before they are called. Here each process has the adapters whole, as other dense
-    weights, and adds to its own experts alone. The gradient of an adapter is then the sum over the processes that keep
-    the experts between them, each of which has seen the rows of all of them: as dense gradients are summed.
-
-    Args:
-        module: the experts. wrappers: their adapters. place: of this process among those that keep the experts.
-    """
+    """`forward` of the experts that the process at this `place` keeps, with their part of the adapters, which peft
+    would add to all experts before they are called. Each process has the adapters whole, as other dense weights, whose
+    gradients are summed over the processes that keep the experts between them: each has seen the rows of all of
+    them."""
 
     def with_adapters(*args: Any) -> Any:
         plain = dict(module._parameters)
@@ -206,11 +193,8 @@ def _does_not_divide(size: int, count: int, name: str) -> str:
 
 
 def problems(size: int, sizes: dict[str, int], args: Any) -> Iterator[str]:
-    """Why `args` cannot train with experts divided over `size` processes.
-
-    Args:
-        sizes: of the other groups of processes, by name.
-    """
+    """Why `args` cannot train with experts divided over `size` processes, with other groups of processes of these
+    `sizes`."""
     if (tp := sizes.get("tp_size", 1)) not in (1, size):
         yield (
             f"ep_size={size} and tp_size={tp} do not work together: experts are divided over the processes that split "

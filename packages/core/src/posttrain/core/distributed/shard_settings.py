@@ -21,30 +21,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded.
+    """How a model is sharded."""
 
-    Attributes:
-        reshard_after_forward: free a layer's weights after its forward; False is faster and needs more memory.
-        cpu_offload: keep the shards, their gradients and the optimizer state in host memory.
-        wrap: units are layers ("transformer"), modules of `min_num_params` ("size") or the model ("none").
-        layer_classes: names of the classes that are layers; empty: those the model names itself.
-        state_dict_type: the main process writes "full" checkpoints, all processes write "sharded" ones.
-        replicas: groups of processes that each hold the whole model; 0: by `shards`, or one for each machine.
-        shards: processes of such a group; 0: all.
-        param_dtype, reduce_dtype: types in which weights are gathered and gradients reduced; None: by bf16 and fp16.
-    """
-
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
+    reshard_after_forward: bool = True  # free a layer's weights after its forward; False is faster, with more memory
+    cpu_offload: bool = False  # keep the shards, their gradients and the optimizer state in host memory
     activation_checkpointing: bool = False
-    wrap: str = "transformer"
-    layer_classes: tuple[str, ...] = ()
+    wrap: str = "transformer"  # units are layers, modules of `min_num_params` ("size") or the model ("none")
+    layer_classes: tuple[str, ...] = ()  # names of the classes that are layers; empty: those the model names itself
     min_num_params: int = 0
-    state_dict_type: str = "full"
-    replicas: int = 1
-    shards: int = 0
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    state_dict_type: str = "full"  # the main process writes "full" checkpoints, all processes write "sharded" ones
+    replicas: int = 1  # groups of processes that each hold the whole model; 0: by `shards`, or one for each machine
+    shards: int = 0  # processes of such a group; 0: all
+    param_dtype: torch.dtype | None = None  # in which weights are gathered; None: by bf16 and fp16
+    reduce_dtype: torch.dtype | None = None  # in which gradients are reduced
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -161,11 +150,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
 
 
 def of_run(args: Any) -> Sharding | None:
-    """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding.
-
-    Raises:
-        ConfigError: for problems with them.
-    """
+    """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding. Raises a
+    `ConfigError` for problems with them."""
     settings, problems = read(args.fsdp, args.fsdp_config, args.parallelism_config)
     if settings is None and not problems:
         settings, problems = from_environment()
@@ -326,11 +312,8 @@ def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
 
 
 def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> Iterator[str]:
-    """Why `args` cannot train weights that the argument `name` divides over `size` processes.
-
-    Args:
-        verb: what it does to the model. parts: what each process then has.
-    """
+    """Why `args` cannot train weights that the argument `name` divides over `size` processes: it does `verb` to the
+    model, and each process then has `parts`."""
     if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:  # whose classes both call
         yield f"{name}={size} needs transformers 5.23 or newer: pip install -U transformers"
     if args.deepspeed is not None:
@@ -342,11 +325,8 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
 
 
 def optimizer_problems(name: Any, setting: str = "fsdp", offloads: bool = False) -> Iterator[str]:
-    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`.
-
-    Args:
-        offloads: the parts are in host memory.
-    """
+    """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`; in host memory,
+    where it `offloads` them."""
     name = str(name)
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway

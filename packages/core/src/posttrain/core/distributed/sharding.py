@@ -48,15 +48,10 @@ def make_mesh(
     settings: Sharding | None, device_type: str, world_size: int, local_world_size: int, tp: int = 1, cp: int = 1
 ) -> Any:
     """The processes as torch's `DeviceMesh`, of the dimensions ``replicate``, ``shard`` and ``tp`` that there are.
+    Raises a `ValueError` where they do not divide into so many groups.
 
-    Weights are sharded over the `cp` processes that split a row, as over those with other rows.
-
-    Args:
-        settings: None: weights are not sharded, and rows are dealt along ``shard`` all the same.
-
-    Raises:
-        ValueError: the processes do not divide into so many groups.
-    """
+    Weights are sharded over the `cp` processes that split a row, as over those with other rows. Without `settings`
+    weights are not sharded, and rows are dealt along ``shard`` all the same."""
     from torch.distributed.device_mesh import init_device_mesh
 
     settings, groups = settings or Sharding(), world_size // tp
@@ -77,15 +72,9 @@ def make_mesh(
 
 def make_expert_mesh(mesh: Any, experts: int) -> Any:
     """The processes of `mesh` (`make_mesh`) by the experts that they keep: a `DeviceMesh` of the dimensions
-    ``replicate`` and ``shard`` of the processes with the same experts, ``expert`` of those that have them all between
-    them, and ``alone`` of each by itself.
-
-    Args:
-        experts: processes that have all experts between them.
-
-    Raises:
-        ValueError: the processes that shard the weights do not divide into so many.
-    """
+    ``replicate`` and ``shard`` of the processes with the same experts, ``expert`` of the `experts` that have them all
+    between them, and ``alone`` of each by itself. Raises a `ValueError` where the processes that shard the weights do
+    not divide into so many."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
@@ -108,60 +97,48 @@ def shard(
     experts: Sequence[nn.Module] = (),
     expert_mesh: Any = None,
 ) -> nn.Module:
-    """Shard `model` in place, layer by layer, so that no device ever holds more than one whole layer.
+    """Shard `model` in place, layer by layer, so that no device ever holds more than one whole layer. Returns it, now
+    also an `FSDPModule`, with new parameters. Of a `frozen` one nothing stays gathered for a backward.
 
     All processes start from the weights of the first, as under DDP; those of the others may even be on the meta device.
-
-    Args:
-        frozen: the model is never trained, so nothing stays gathered for a backward.
-        experts: modules of which each process keeps a part. They are sharded over `expert_mesh`, the processes with the
-            same part, and have seen the tokens of all processes that keep other parts.
-
-    Returns:
-        `model`, now also an `FSDPModule`, with new parameters.
-    """
+    Each process keeps a part of the modules in `experts`. They are sharded over `expert_mesh`, the processes with the
+    same part, and have seen the tokens of all processes that keep other parts."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     param, reduce = settings.param_dtype or low, settings.reduce_dtype or (torch.float32 if low else None)
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings.cpu_offload else OffloadPolicy()
     types = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-    options = {"mesh": mesh, "mp_policy": types, "offload_policy": offload}
-    options["shard_placement_fn"] = _placement(mesh)
+    common: dict[str, Any] = {"mp_policy": types, "offload_policy": offload}
+
+    def cut(part: nn.Module, over: Any, reshards: bool | None) -> Any:
+        place = _placement(over)
+        return fully_shard(part, mesh=over, reshard_after_forward=reshards, shard_placement_fn=place, **common)
+
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for part in experts:
-        unit: Any = fully_shard(
-            part,
-            reshard_after_forward=settings.reshard_after_forward,
-            **options | {"mesh": expert_mesh, "shard_placement_fn": _placement(expert_mesh)},
-        )
+        unit: Any = cut(part, expert_mesh, settings.reshard_after_forward)
         # Its gradient is a sum over the rows of all processes, of which the mean is wanted.
         unit.set_gradient_divide_factor(float(mesh.size()))
         # gloo has no scaled sum, and a group of one divides without any.
         unit.set_force_sum_reduction_for_comms(expert_mesh.size(expert_mesh.ndim - 1) > 1)
-    for unit in units(model, settings):
-        if unit in experts:
-            continue
+    for unit in [unit for unit in units(model, settings) if unit not in experts]:
         load_from_main(unit, device, moved)
         if any(map(is_piece, unit.parameters(recurse=False))):
             unit.register_forward_hook(_own_output)
-        fully_shard(unit, reshard_after_forward=settings.reshard_after_forward, **options)
+        cut(unit, mesh, settings.reshard_after_forward)
     load_from_main(model, device, moved)
     # The rest, such as a tied embedding, is needed from the first layer to the last: gathered once for both passes.
     rest = frozen or (None if settings.reshard_after_forward else False)
-    root = fully_shard(model, reshard_after_forward=rest, **options)
     # Each unit looks up at its first forward whether it is the root; generation does not start at the root.
-    root._get_fsdp_state()._lazy_init()
+    cut(model, mesh, rest)._get_fsdp_state()._lazy_init()
     return model
 
 
 def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
-    """Along which dimension FSDP cuts a weight over the ``shard`` processes of `mesh`; None: the first.
-
-    FSDP fills the first up to a multiple of the processes. Of two experts, or of the 16 rows of an adapter, over 1,024
-    processes it would gather mostly filling. Such a weight is cut along another dimension that divides evenly, which
-    FSDP requires of all but the first.
-    """
+    """Along which dimension FSDP cuts a weight over the ``shard`` processes of `mesh`; None: the first, which it fills
+    up to a multiple of them. Of two experts, or of the 16 rows of an adapter, over 1,024 processes it would gather
+    mostly filling: another one is cut then, which must divide evenly."""
     from torch.distributed.tensor import Shard
 
     size = mesh["shard"].size()
@@ -231,11 +208,8 @@ def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:
 
 
 def load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Move the tensors that only `unit` holds to `device`, with the values of the main process.
-
-    Args:
-        moved: ``{id(tensor): (tensor, its replacement)}``; tied weights stay tied.
-    """
+    """Move the tensors that only `unit` holds to `device`, with the values of the main process. Tied weights stay tied,
+    by what was `moved`: ``{id(tensor): (tensor, its replacement)}``."""
     for module in unit.modules():
         for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
             for name, tensor in table.items():
@@ -273,14 +247,9 @@ def scatter(model: nn.Module, settings: Sharding) -> None:
 
 
 def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
-    """Replace the parameters in `optimizer`, made before `model` was sharded, by the sharded ones.
-
-    Args:
-        before: ``{id(parameter): name}`` before `shard`.
-
-    Raises:
-        ValueError: the optimizer already has state for whole weights.
-    """
+    """Replace the parameters in `optimizer`, made before `model` was sharded, by the sharded ones; `before` is
+    ``{id(parameter): name}`` from then. Raises a `ValueError` where the optimizer already has state for whole
+    weights."""
     if optimizer is None:
         return
     if optimizer.state:
@@ -319,7 +288,7 @@ def _cuts(placement: Any) -> bool:
 
 def is_piece(value: Any) -> TypeGuard[Any]:
     """Whether `value` is a `DTensor`."""
-    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor") and hasattr(value, "placements")
+    return isinstance(value, torch.Tensor) and hasattr(value, "placements")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,12 +300,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_in_pieces(*tensors: torch.Tensor) -> bool:
     """Whether one of `tensors` is sharded, by FSDP or DeepSpeed's ZeRO-3."""
-    return any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in tensors)
+    return any(is_piece(tensor) or deepspeed.is_piece(tensor) for tensor in tensors)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole `tensor`."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape) if deepspeed.is_piece(tensor) else tensor.shape)
+    sharded: Any = tensor
+    return tuple(sharded.ds_shape if deepspeed.is_piece(tensor) else tensor.shape)
 
 
 def count(parameters: Iterable[torch.Tensor]) -> int:
@@ -350,23 +320,22 @@ def is_first_copy(tensor: Any) -> bool:
     return all(_cuts(p) or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(tensor.placements))
 
 
-def piece_like(cut: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor], like: Any) -> Any:
-    """A `DTensor` laid out as `like` with the local shard ``cut(offset, shape)``; without communication."""
+def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:
+    """What this process holds of `full` if it is sharded as the `DTensor` `like`."""
+    return full[index(*extent(like))]
+
+
+def piece_like(own: torch.Tensor, like: Any) -> Any:
+    """A `DTensor` laid out as `like` with a copy of `own` as this process' shard; without communication."""
     from torch.distributed.tensor import DTensor
 
-    local = like.to_local()
-    values = cut(*extent(like)).to(device=local.device, copy=True)
-    return DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    values, layout = own.to(like.to_local().device, copy=True), {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(values, like.device_mesh, like.placements, run_check=False, **layout)
 
 
 def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     """Write `full` into `tensor`, which may be sharded."""
-    if is_piece(tensor):
-        tensor.to_local().copy_(full[index(*extent(tensor))])
-    else:
-        tensor.copy_(full)
+    local_part(tensor).copy_(part_of(full, tensor) if is_piece(tensor) else full)
 
 
 def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -377,13 +346,8 @@ def index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 def whole_state_dict(
     model: nn.Module, keep: Callable[[str], bool], only: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Any]:
-    """The state dict of a sharded `model`, gathered tensor by tensor into host memory.
-
-    Every process must call it.
-
-    Args:
-        keep: the names that this process gets. only: the names that are gathered, the same on all.
-    """
+    """The state dict of a sharded `model`, gathered tensor by tensor into host memory: of the names in `only`, the same
+    on all processes, this one gets those to `keep`. Every process must call it."""
     kept: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for name, tensor in model.state_dict().items():

@@ -19,14 +19,10 @@ SHARE = 0.2
 
 class Pace:
     """The seconds that this process spends in optimizer steps outside waits for the others: data, rollouts, callbacks,
-    forward passes. The backward pass, in which gradients are averaged, counts as a wait.
+    forward passes. The backward pass, in which gradients are averaged, counts as a wait; ``waited()`` gives the seconds
+    that this process has waited so far.
 
-    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show.
-
-    Args:
-        waited: seconds that this process has waited for the others so far.
-        rank: of this process.
-    """
+    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show."""
 
     def __init__(self, waited: Callable[[], float] = lambda: 0.0, rank: int = 0) -> None:
         self._waited, self._name = waited, f"rank {rank} ({socket.gethostname()})"
@@ -48,11 +44,8 @@ class Pace:
     def gathering(
         self, gather: Callable[[Any], list[Any]], phases: Mapping[str, float], steps: int
     ) -> Callable[[Any], list[Any]]:
-        """`gather`, which takes what `logged` needs of each process along.
-
-        Args:
-            phases: seconds of this process in each phase since the last record, `steps` optimizer steps ago.
-        """
+        """`gather`, which takes what `logged` needs of each process along: the seconds of this one in each of `phases`
+        since the last record, `steps` optimizer steps ago."""
 
         def together(value: Any) -> list[Any]:
             mine = (self._name, self._own / steps, {name: spent / steps for name, spent in phases.items()})
@@ -65,11 +58,7 @@ class Pace:
 
     def logged(self, step_seconds: float) -> dict[str, float]:
         """``{"perf/straggler": ratio}`` of the slowest process' own seconds of a step to the median, where it holds the
-        others up; a warning names it, once.
-
-        Args:
-            step_seconds: how long a step took since the last record.
-        """
+        others up; a warning names it, once. A step took `step_seconds` since the last record."""
         if len(self._all) < 2:
             return {}
         name, slowest, phases = max(self._all, key=lambda one: one[1])

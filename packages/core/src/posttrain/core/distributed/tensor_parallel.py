@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import expert_parallel
-from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import is_piece
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part
@@ -40,18 +39,13 @@ def is_split(model: nn.Module) -> bool:
 
 
 def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool = False) -> None:
-    """Split the matrices of `model` in place, by the plan of its architecture, and move it to `device`.
+    """Split the matrices of `model` in place over the processes of `mesh`, a `DeviceMesh` of one dimension, by the plan
+    of its architecture, and move it to `device`. Raises a `ValueError` where there is no plan, or heads or experts do
+    not divide by the number of processes.
 
     Every process has it whole, or as ``from_pretrained(distributed_config=...)`` split it; the values of what is whole
-    are those of the main process.
-
-    Args:
-        mesh: the processes of one group, a `DeviceMesh` of one dimension.
-        with_experts: give each process some experts of a mixture whole, in place of a part of each.
-
-    Raises:
-        ValueError: the architecture has no plan, or its heads or experts do not divide by the number of processes.
-    """
+    are those of the main process. `with_experts`: give each process some experts of a mixture whole, in place of a part
+    of each."""
     base, size = base_model(model), mesh.size()
     is_loaded = loaded_size(base) == size
     if not is_loaded and (problem := problem_of(base, size)):
@@ -78,12 +72,9 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
             module, _, own = name.rpartition(".")
             modules[module].register_parameter(own, now[first])
     base._tp_size = size
-    if not all(_is_on(device, tensor) for tensor in (*model.parameters(), *model.buffers())):
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if any(place.type != device.type or device.index not in (None, place.index) for place in devices):
         model.to(device)
-
-
-def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _take_from_main(model: nn.Module, device: torch.device) -> None:
@@ -96,11 +87,8 @@ def _take_from_main(model: nn.Module, device: torch.device) -> None:
 
 
 def _sum_partial_gradients(base: nn.Module, plan: dict[str, str], mesh: Any) -> None:
-    """Sum the gradients of weights that every process holds whole and applies to its own heads.
-
-    transformers sums ``weight.grad`` after each backward pass, and with it what earlier micro-batches of the window
-    have left there: here the gradient of one pass is summed.
-    """
+    """Sum the gradients of weights that every process holds whole and applies to its own heads: of one backward pass,
+    where transformers sums ``weight.grad``, and with it what earlier micro-batches of the window left there."""
     modules, group = dict(base.named_modules()), mesh.get_group()
     for name in [name for name, style in plan.items() if style == PARTIAL and name in modules]:
         module: Any = modules[name]
@@ -158,11 +146,6 @@ def config_problem(config: Any, size: int) -> str | None:
     return None
 
 
-def problems(size: int, args: Any) -> Iterator[str]:
-    """Why `args` cannot train with `size` processes to a matrix."""
-    yield from piece_problems("tp_size", size, "split", "split matrices", args)
-
-
 def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:
     """``{module or parameter: style}`` of `base`; of its experts too, but where each process keeps some whole."""
     distributed = importlib.import_module("transformers.distributed")
@@ -171,11 +154,8 @@ def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:
 
 
 def _with_adapters(plan: dict[str, str], modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """`plan` for a model with LoRA: of each pair the half beside the split side of the matrix is split with it.
-
-    Raises:
-        ValueError: an adapter looks at whole matrices, or is of another kind.
-    """
+    """`plan` for a model with LoRA: of each pair the half beside the split side of the matrix is split with it. Raises
+    a `ValueError` where an adapter looks at whole matrices, or is of another kind."""
     for name, style in plan.items():
         module: Any = modules.get(name)
         if hasattr(module, "modules_to_save"):  # peft's trained copy next to the original

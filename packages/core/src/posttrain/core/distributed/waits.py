@@ -48,7 +48,7 @@ class _Pulse:
         self.last, self.seen = "", time.monotonic()
 
     def problem(self) -> str | None:
-        said, now = _said(self.store, self.rank), time.monotonic()
+        said, now = read(self.store, f"{_ALIVE}/{self.rank}"), time.monotonic()
         if said != self.last:
             self.last, self.seen = said, now
         if _has_ended(said):
@@ -56,8 +56,9 @@ class _Pulse:
         return f"has shown no sign of life for {self.limit:g} s" if now - self.seen > self.limit else None
 
 
-def _said(store: Any, rank: int) -> str:
-    return store.get(f"{_ALIVE}/{rank}").decode() if store.check([f"{_ALIVE}/{rank}"]) else ""
+def read(store: Any, key: str) -> str:
+    """What `store` holds under `key`; the empty string where that is nothing."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _has_ended(said: str) -> bool:
@@ -67,7 +68,7 @@ def _has_ended(said: str) -> bool:
 
 def is_lost(store: Any, rank: int) -> bool:
     """Whether process `rank` of this machine was killed, or failed. Of one of another machine it is not known."""
-    said = _said(store, rank)
+    said = read(store, f"{_ALIVE}/{rank}")
     return not said.startswith(LEFT) and _has_ended(said)
 
 
@@ -92,13 +93,8 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 
 class Waits:
-    """Messages between the processes of a run through `store`, in the same order on each.
-
-    Args:
-        store: a `torch.distributed.Store` that all processes share.
-        rank, world_size: this process, of how many.
-        seconds: how long a process on another machine may be silent.
-    """
+    """Messages between the processes of a run through `store`, a `torch.distributed.Store` that they share, in the same
+    order on each. A process on another machine may be silent for so many `seconds`."""
 
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
         self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
@@ -116,14 +112,8 @@ class Waits:
         self._said.append(f"{name}/{self.rank}")
 
     def hear(self, name: str, rank: int, what: str) -> Any:
-        """Wait for the message of process `rank` under `name`.
-
-        Args:
-            what: a description of the wait, for the log.
-
-        Raises:
-            LostProcessError: it ended without a message.
-        """
+        """Wait for the message of process `rank` under `name`; the log describes the wait by `what`. Raises a
+        `LostProcessError` where it ended without a message."""
         key, pause, began = f"{name}/{rank}", 0.001, time.monotonic()
         pulse, looked, word = _Pulse(self.store, rank, self.seconds), began, _FIRST_WORD
         try:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.distributed.waits import LEFT, LostProcessError, beat, is_lost
+from posttrain.core.distributed.waits import LEFT, LostProcessError, beat, is_lost, read
 
 FOLDER = "hang"
 _ALARM, _DONE = "posttrain/alarm", "posttrain/done"
@@ -27,22 +29,15 @@ _FRAMES = 4  # innermost lines of a process that its report names
 
 
 class Watchdog(threading.Thread):
-    """Ends this process, and with it the job, when any process has waited too long for the others.
+    """Ends this process, and with it the job, when any process has waited longer than `seconds` for the others.
 
-    Args:
-        store: a `torch.distributed.Store` that all processes share.
-        rank, world_size: this process, of how many.
-        seconds: how long a wait may take.
-        folder: where to write ``rank-<k>.txt``.
-        beside: the ranks of the other processes of this machine. Where one is lost, a collective of NCCL never ends.
-        leave: ends the process; `os._exit`, for the main thread may never return.
+    The `store`, a `torch.distributed.Store`, is shared by all. Stacks go into ``rank-<k>.txt`` of `folder`. Where one
+    of the ranks `beside` this one, on its machine, is lost, a collective of NCCL never ends. The process is ended by
+    `leave`: `os._exit`, for the main thread may never return.
 
-    Attributes:
-        step: the optimizer step that this process is in, from 1; 0 before the first.
-        batches: micro-batches of its epoch that this process had read when the step began.
-        waits: how often it has waited for the others.
-        waited: seconds that the main thread has waited for the other processes so far.
-    """
+    `step` is the optimizer step that this process is in, from 1, or 0 before the first; `batches` the micro-batches of
+    its epoch that it had read when that began; `waits` how often it has waited for the others; and `waited` the seconds
+    that its main thread has waited so far."""
 
     def __init__(
         self,
@@ -93,23 +88,19 @@ class Watchdog(threading.Thread):
             try:
                 count += 1
                 beat(self.store, self.rank, count)
-                waits, problem = self._waits, ""
-                if waits is not None and time.monotonic() - waits[1] > self.seconds:
-                    problem = f"has waited {self.seconds:g} s"
-                    hint = " (ddp_timeout). Check those that did not wait."
-                elif waits is not None and time.monotonic() - waits[1] > _LOOK and (lost := self._lost()) is not None:
-                    problem, hint = "waits", f", and rank {lost} has ended. See its error."
-                if waits is not None and problem:
-                    what = f"rank {self.rank} {problem} for the others in {waits[0]}{self._at()}{hint}"
-                    self.store.set(_ALARM, what)
-                if self.store.check([_ALARM]):
-                    return self._end(self.store.get(_ALARM).decode())
+                what, began = self._waits or ("", math.inf)
+                seconds, place = time.monotonic() - began, f"for the others in {what}{self._at()}"
+                if seconds > self.seconds:
+                    how = f"rank {self.rank} has waited {self.seconds:g} s {place} (ddp_timeout)."
+                    self.store.set(_ALARM, f"{how} Check those that did not wait.")
+                elif seconds > _LOOK and (lost := [rank for rank in self.beside if is_lost(self.store, rank)]):
+                    how = f"rank {self.rank} waits {place}, and rank {lost[0]} has ended."
+                    self.store.set(_ALARM, f"{how} See its error.")
+                if alarm := read(self.store, _ALARM):
+                    return self._end(alarm)
                 self._stopped.wait(interval)
             except Exception:  # the store is gone, with the process that kept it: the launcher ends this one
                 return
-
-    def _lost(self) -> int | None:
-        return next((rank for rank in self.beside if is_lost(self.store, rank)), None)
 
     def _end(self, alarm: str) -> None:
         waits = self._waits
@@ -152,22 +143,18 @@ class Watchdog(threading.Thread):
     def _report(self, alarm: str) -> None:
         lines = []
         for rank in range(self.world_size):
-            answered = self._wait_for(f"{_DONE}/{rank}", 0 if is_lost(self.store, rank) else 5)
-            said = self.store.get(f"{_DONE}/{rank}").decode() if answered else "did not answer: it is dead, or stopped"
-            lines.append(f"  rank {rank} {said}")
-        message = (
-            f"The processes of this run hang: {alarm}\n"
-            + "\n".join(lines)
-            + f"\nThe stacks of all threads are in {self.folder}."
-        )
+            said = self._wait_for(f"{_DONE}/{rank}", 0 if is_lost(self.store, rank) else 5)
+            lines.append(f"  rank {rank} {said or 'did not answer: it is dead, or stopped'}")
+        listed = "\n".join(lines)
+        message = f"The processes of this run hang: {alarm}\n{listed}\nThe stacks of all threads are in {self.folder}."
         print(message, file=sys.stderr, flush=True)
         record_failure(TimeoutError(message))
 
-    def _wait_for(self, key: str, seconds: float) -> bool:
+    def _wait_for(self, key: str, seconds: float) -> str:
         end = time.monotonic() + seconds
-        while not (there := self.store.check([key])) and time.monotonic() < end:
+        while not (said := read(self.store, key)) and time.monotonic() < end:
             time.sleep(0.05)
-        return there
+        return said
 
 
 def record_failure(error: BaseException) -> None:
@@ -202,13 +189,6 @@ def report_failures() -> None:
 
 def is_consequence(error: BaseException) -> bool:
     """Whether `error` only reports that another process is gone."""
-    words = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "connection refused",
-        "remote process",
-    )
-    if isinstance(error, LostProcessError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    signs = "connection (closed by peer|reset by peer|refused)|broken pipe|remote process"
+    is_of_torch = isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE)
+    return isinstance(error, LostProcessError) or bool(is_of_torch)

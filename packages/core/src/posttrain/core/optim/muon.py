@@ -39,7 +39,7 @@ class Muon(torch.optim.Muon):
             options = {name: group[name] for name in KEPT} | {"weight_decay": 0.0, "momentum": 0.0}
             optimizer: Any = torch.optim.Muon([whole], **options)
             optimizer.step()
-            moved = sharding.piece_like(lambda *own, whole=whole: whole[sharding.index(*own)], matrix)
+            moved = sharding.piece_like(sharding.part_of(whole, matrix), matrix)
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(moved)
         return loss
 

@@ -58,11 +58,8 @@ class EMAArguments:
 
 
 def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
-    """The average configured in `args`, initialized with the current weights; None without one.
-
-    Raises:
-        ValueError: `optimizer` averages the weights itself.
-    """
+    """The average configured in `args`, initialized with the current weights; None without one. Raises a `ValueError`
+    where `optimizer` averages the weights itself."""
     if args.ema_decay is None:
         return None
     if hasattr(optimizer, "eval"):
@@ -100,15 +97,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float, every: int = 1, start: int = 0) -> None:
         self.decay, self.every, self.start = decay, every, start
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._averages = {name: _copy(p) for name, p in self._parameters.items()}
-        self._list()
-
-    def _list(self) -> None:
-        # In float32 one kernel updates the average; parameters of other types are converted one by one.
-        plain = [name for name, p in self._parameters.items() if p.dtype == torch.float32]
-        parameters: list[torch.Tensor] = [self._parameters[name] for name in plain]
-        self._plain = [self._averages[name] for name in plain], parameters
-        self._others = [(self._averages[n], p) for n, p in self._parameters.items() if p.dtype != torch.float32]
+        self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -118,18 +107,17 @@ class EMA:
         weight = 1 - self.decay if step > self.start else 1.0
         if self.decay == 1:
             weight = 1 / max(1, step // self.every - self.start // self.every)
-        averages, parameters = self._plain
-        if averages:
-            torch._foreach_lerp_(averages, parameters, weight)
-        for average, parameter in self._others:
+        # In float32 one kernel updates all; parameters of other types are converted one by one.
+        pairs = [(self._averages[name], parameter) for name, parameter in self._parameters.items()]
+        if plain := [pair for pair in pairs if pair[1].dtype == torch.float32]:
+            torch._foreach_lerp_([average for average, _ in plain], [weights for _, weights in plain], weight)
+        for average, parameter in (pair for pair in pairs if pair[1].dtype != torch.float32):
             average.lerp_(parameter.float(), weight)
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model with the averages in place of its weights, which come back at the end.
-
-        Nothing is copied in float32.
-        """
+        """The model with the averages in place of its weights, which come back at the end; nothing is copied in
+        float32."""
         weights = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -150,11 +138,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`.
-
-        Raises:
-            CheckpointError: the averages are those of other parameters.
-        """
+        """The inverse of `state_dict`. Raises a `CheckpointError` where the averages are those of other parameters."""
         saved = state["averages"]
         if saved.keys() != self._averages.keys():
             [first, *_] = sorted(saved.keys() ^ self._averages.keys())
@@ -164,7 +148,3 @@ class EMA:
             )
         for name, average in self._averages.items():
             average.copy_(saved[name])
-
-
-def _copy(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().to(torch.float32, copy=True)

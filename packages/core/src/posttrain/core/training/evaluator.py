@@ -29,11 +29,7 @@ class Evaluator:
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
         """`Trainer.evaluation_loop` over `loader`, with the averaged weights where they are asked for, and with metrics
-        of speed and memory.
-
-        Args:
-            keep: predictions are returned.
-        """
+        of speed and memory; predictions are returned if `keep`."""
         owner, args = self.owner, self.owner.args
         if not owner.is_in_train:  # a process that has prepared something may come hours after the others
             owner.dist.meet("the beginning of an evaluation")
@@ -64,18 +60,15 @@ class Evaluator:
         self, loader: Any, description: str, loss_only: bool, ignore_keys: list[str] | None, prefix: str
     ) -> EvalLoopOutput:
         """One pass over `loader` without gradients; see `Trainer.evaluation_loop`."""
-        with self._trained_weights_kept():
-            return self._pass(loader, description, loss_only, ignore_keys, prefix)
-
-    def _pass(
-        self, loader: Any, description: str, loss_only: bool, ignore_keys: list[str] | None, prefix: str
-    ) -> EvalLoopOutput:
-        owner, args, model = self.owner, self.owner.args, self.model()
+        owner, args = self.owner, self.owner.args
         compute_metrics = None if loss_only else owner.compute_metrics
         batch_metrics = eval_loop.by_batch(compute_metrics, args.batch_eval_metrics)
         of_all: Any = compute_metrics if batch_metrics is None else None
         owner.callback_handler.eval_dataloader = loader
-        with owner.metrics.apart() as metrics, eval_loop.eval_mode(model, owner.optimizer):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._trained_weights_kept())
+            model, metrics = self.model(), stack.enter_context(owner.metrics.apart())
+            stack.enter_context(eval_loop.eval_mode(model, owner.optimizer))
             kept, named, num_samples = eval_loop.run(
                 loader,
                 lambda inputs: self._predict(model, inputs, loss_only, ignore_keys),

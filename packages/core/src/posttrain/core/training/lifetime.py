@@ -54,7 +54,7 @@ def set_up(
     owner.state.train_batch_size, owner.state.is_hyper_param_search = owner.train_batch_size, trial is not None
     new_record(owner, clock_of(owner.model, owner.dist))
     owner.run = run = Run.make(owner, plan, loader, trial, ignore_keys)
-    owner.checkpoints.check_space(owner.saving.contents(), number_of_saves(plan, args))
+    owner.checkpoints.check_space(number_of_saves(plan, args))
     loader.set_epoch(0)
     owner.scaling, owner._non_blocking = Scaling(owner), args.non_blocking
     if checkpoint is not None:
@@ -153,7 +153,10 @@ def under_way(run: Run) -> Iterator[nn.Module]:
         debug = nonfinite.watched(owner.model) if args.debug else contextlib.nullcontext()
         noise = regularization.neftune(owner.model, args.neftune_noise_alpha)
         kept = allocator.freed_memory_kept(args.keep_freed_memory and owner.dist.device.type == "cpu")
-        with kept, noise, debug, _compiled(run), owner._memory_tracker.stage("train") as run.memory:
+        compiled: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if args.torch_compile and not args.debug:  # which looks at every module as it runs
+            compiled = compiling.compiled(owner.model, args.torch_compile_backend, args.torch_compile_mode)
+        with kept, noise, debug, compiled, owner._memory_tracker.stage("train") as run.memory:
             yield owner.model_wrapped
         owner.saving.settle()
         reason = run.watch.settle(owner.dist.gather_patiently)
@@ -169,13 +172,6 @@ def under_way(run: Run) -> Iterator[nn.Module]:
         raise
     finally:
         _take_down(run)
-
-
-def _compiled(run: Run) -> contextlib.AbstractContextManager[Any]:
-    args = run.owner.args
-    if not args.torch_compile or args.debug:  # which looks at every module as it runs
-        return contextlib.nullcontext()
-    return compiling.compiled(run.owner.model, args.torch_compile_backend, args.torch_compile_mode)
 
 
 def _explain(run: Run, error: Exception) -> None:

@@ -38,16 +38,13 @@ class SpikeArguments:
 
 
 class SpikeWatch:
-    """Compares the loss of each optimizer step with the mean and the standard deviation of those before it.
+    """Compares the loss of each optimizer step with the mean and the standard deviation of those before it: from so
+    many deviations above it on (`threshold`) it is a spike, and `policy` (``on_loss_spike``) what follows.
 
-    The loss of a device is read some steps later, unless the step is to be skipped. A loss that was a spike is
-    not compared with, unless as many in a row are: then it is the new level. NaN and infinity are for `FiniteGuard`.
-
-    Args:
-        policy: ``on_loss_spike``. threshold: standard deviations.
-        mean: of a tensor over all processes; None: there is one process.
-        name: ``update -> text``: which rows it holds.
-    """
+    The loss of a device is read some steps later, unless the step is to be skipped. A loss that was a spike is not
+    compared with, unless as many in a row are: then it is the new level. NaN and infinity are for `FiniteGuard`. The
+    `mean` is that of a tensor over all processes, None where there is one; ``name(update)`` says which rows it
+    holds."""
 
     def __init__(
         self,
@@ -62,11 +59,8 @@ class SpikeWatch:
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
 
     def may_step(self, optimizer: Any, update: Update, loss_scale: Any = None) -> bool:
-        """Whether `optimizer` may apply `update`.
-
-        Raises:
-            LossSpikeError: a loss is a spike, and the run is to stop.
-        """
+        """Whether `optimizer` may apply `update`. Raises a `LossSpikeError` where a loss is a spike, and the run is to
+        stop."""
         loss = update.loss.detach() if self._mean is None else self._mean(update.loss.detach())
         self._pending.append((OnItsWay.of(loss), update))
         waits = 0 if loss.is_cpu or self.policy == "skip" else LAG
@@ -119,20 +113,3 @@ class SpikeWatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.losses = deque(state["losses"], maxlen=REMEMBERED)
         self.in_a_row, self.since_log = state["in_a_row"], state["since_log"]
-
-
-def watch(
-    args: SpikeArguments,
-    total: Callable[[torch.Tensor], torch.Tensor] | None,
-    world_size: int,
-    name: Callable[[Update], str],
-) -> SpikeWatch | None:
-    """The `SpikeWatch` that `args` ask for; None for ``on_loss_spike='ignore'``.
-
-    Args:
-        total: the sum of a tensor over all processes; None: there is one.
-    """
-    if args.on_loss_spike == "ignore":
-        return None
-    mean = None if total is None else lambda loss: total(loss) / world_size
-    return SpikeWatch(args.on_loss_spike, args.loss_spike_threshold, mean, name)

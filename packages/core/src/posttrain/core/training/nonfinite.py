@@ -7,11 +7,12 @@ output; `watched` checks every module at every step, for debugging.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +46,8 @@ class HealthArguments:
     )
 
     def _normalize(self) -> None:
-        if self.debug is None or isinstance(self.debug, str):
-            self.debug = (self.debug or "").split()
-        self.debug = [str(getattr(name, "value", name)) for name in self.debug]
+        given: Any = self.debug or ""
+        self.debug = [str(getattr(one, "value", one)) for one in (given.split() if isinstance(given, str) else given)]
 
     def _problems(self) -> Iterator[str]:
         for name in self.debug:
@@ -59,27 +59,17 @@ class HealthArguments:
 
 @dataclass(slots=True)
 class Update:
-    """An optimizer step that is not yet known to be finite.
+    """An optimizer step that is not yet known to be finite."""
 
-    Attributes:
-        step: optimizer steps before it.
-        epoch, first_batch: the epoch, and the number of its earlier micro-batches.
-        window: its micro-batches.
-        losses: their shares of the loss, shape () each.
-        loss, grad_norm: shape ().
-        num_items: items in the window, shape (), if counted.
-        origins: for each micro-batch, the index of the loader's batch that it is a part of; None: its own.
-    """
-
-    step: int
+    step: int  # optimizer steps before it
     epoch: int
-    first_batch: int
-    window: list[Any]
-    losses: list[torch.Tensor]
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    num_items: torch.Tensor | None = None
-    origins: list[int] | None = None
+    first_batch: int  # the number of earlier micro-batches of the epoch
+    window: list[Any]  # its micro-batches
+    losses: list[torch.Tensor]  # their shares of the loss, shape () each
+    loss: torch.Tensor  # shape ()
+    grad_norm: torch.Tensor  # shape ()
+    num_items: torch.Tensor | None = None  # in the window, shape (), if counted
+    origins: list[int] | None = None  # the index of the loader's batch that each is a part of; None: its own
 
     @property
     def lacks_labels(self) -> bool:
@@ -96,12 +86,8 @@ class Update:
 
 @dataclass
 class Counts:
-    """What a checkpoint holds of the steps that were not finite.
-
-    Attributes:
-        in_a_row, since_log, count: how many came one after another, since the last record, and in all.
-        seen_labels: whether a step had labels.
-    """
+    """What a checkpoint holds of the steps that were not finite: how many came one after another, since the last
+    record, and in all; and whether a step had labels."""
 
     in_a_row: int = 0
     since_log: int = 0
@@ -114,16 +100,11 @@ class FiniteGuard:
 
     On the CPU, and for optimizers that cannot skip a step by themselves, the numbers are checked before each step. A
     fused optimizer on another device gets a flag that its kernel reads: it then leaves weights and moments unchanged,
-    and the flag is read some steps later.
+    and the flag is read `lag` steps later.
 
-    Args:
-        policy: ``"stop"``, ``"skip"`` or ``"warn"``; see `HealthArguments`.
-        limit: the run stops after this many such steps in a row in any case.
-        report: ``(update, stops, steps since, is first) -> text``: the message about a step. Called on all processes
-            together.
-        total: the sum of a number or a tensor over all processes.
-        lag: steps after which a flag is read.
-    """
+    The `policy` is ``"stop"``, ``"skip"`` or ``"warn"`` (`HealthArguments`); after `limit` such steps in a row the run
+    stops in any case. ``report(update, stops, steps since, is first)`` gives the message about a step, on all processes
+    together; `total` is the sum of a number or a tensor over all processes."""
 
     def __init__(
         self,
@@ -139,40 +120,28 @@ class FiniteGuard:
         self._pending: deque[tuple[OnItsWay, Update]] = deque()
         self._flagged: Any = None  # the optimizer that a scaler's attributes were set on
         self.counts = Counts()
-        self._without_labels, self._has_warned = "", False
+        self._without_labels = ""  # the message about the last step without a label
 
     def may_step(
         self, optimizer: torch.optim.Optimizer, update: Update, loss_scale: Callable[[], float] | None = None
     ) -> bool:
-        """Whether `optimizer` may apply `update` now.
-
-        Args:
-            loss_scale: returns the scale of an active loss scaler. It skips steps with overflowing gradients and lowers
-                the scale, which is no error while the scale can be lowered.
-
-        Raises:
-            NonFiniteError: this step or an earlier one is not finite, and the run must stop.
-        """
-        if loss_scale is not None:
-            with accelerator.waiting():
-                bad = not math.isfinite(update.loss.item())
-                bad = bad or (not math.isfinite(update.grad_norm.item()) and loss_scale() <= 1)
-        elif update.grad_norm.is_cpu or not getattr(optimizer, "_step_supports_amp_scaling", False):
-            with accelerator.waiting():
-                bad = not (math.isfinite(update.loss.item()) and math.isfinite(update.grad_norm.item()))
-        else:
+        """Whether `optimizer` may apply `update` now. An active loss scaler, whose scale `loss_scale` returns, skips
+        steps with overflowing gradients and lowers the scale, which is no error while the scale can be lowered. Raises
+        a `NonFiniteError` where this step or an earlier one is not finite, and the run must stop."""
+        reads_flag = not update.grad_norm.is_cpu and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if reads_flag and loss_scale is None:
             self.flag(optimizer, update)
             return True
+        with accelerator.waiting():
+            bad, overflows = (not math.isfinite(number.item()) for number in (update.loss, update.grad_norm))
+            bad = bad or (overflows and (loss_scale is None or loss_scale() <= 1))
         if self._total is not None:
             bad = bool(self._total(int(bad)))
         return self._judge(bad, update, 0)
 
     def flag(self, optimizer: torch.optim.Optimizer, update: Update) -> None:
-        """Let a fused `optimizer` skip its next step if `update` is not finite, without waiting.
-
-        Raises:
-            NonFiniteError: the step `lag` steps ago was not finite, and the run must stop.
-        """
+        """Let a fused `optimizer` skip its next step if `update` is not finite, without waiting. Raises a
+        `NonFiniteError` where the step `lag` steps ago was not finite, and the run must stop."""
         bad = (~(torch.isfinite(update.loss) & torch.isfinite(update.grad_norm))).float()
         if self._total is not None:
             bad = self._total(bad).clamp_(max=1)
@@ -184,11 +153,8 @@ class FiniteGuard:
             self._judge_oldest()
 
     def settle(self) -> None:
-        """Check every pending flag: before a log record, an evaluation or a checkpoint.
-
-        Raises:
-            NonFiniteError: one was not finite, and the run must stop.
-        """
+        """Check every pending flag: before a log record, an evaluation or a checkpoint. Raises a `NonFiniteError` where
+        one was not finite, and the run must stop."""
         try:
             while self._pending:
                 self._judge_oldest()
@@ -206,40 +172,27 @@ class FiniteGuard:
         if not bad:
             counts.in_a_row, counts.seen_labels = 0, True
             return True
-        if self._lacks_labels(update):
-            return self._leave_out(update, late)
-        self.counts = counts = Counts(counts.in_a_row + 1, counts.since_log + 1, counts.count + 1, True)
-        stops = self.policy == "stop" or counts.in_a_row >= self.limit
-        text = self._report(update, stops, late, counts.count == 1)
+        lacks_labels = update.lacks_labels
+        if self._total is not None:  # on any process
+            lacks_labels = not self._total(int(not lacks_labels))
+        counts.in_a_row += 1
+        if not lacks_labels:
+            counts.since_log, counts.count, counts.seen_labels = counts.since_log + 1, counts.count + 1, True
+        is_due = self.policy == "stop" and not lacks_labels  # labels may be drawn at random: many in a row are wrong
+        stops = is_due or counts.in_a_row >= self.limit
+        text = self._report(update, stops, late, counts.count == 1 and not lacks_labels)
         if stops:
-            if self.policy != "stop":
+            if not is_due:
                 text += f" The run stops: max_nonfinite_steps={self.limit} of them came in a row."
             raise NonFiniteError(text)
-        logger.warning("%s", text)
-        return self.policy == "warn"
-
-    def _lacks_labels(self, update: Update) -> bool:
-        """Whether `update` has no label on any process."""
-        lacks = update.lacks_labels
-        return lacks if self._total is None else not self._total(int(not lacks))
-
-    def _leave_out(self, update: Update, late: int) -> bool:
-        """Counts windows without a label: labels may be drawn at random, so only many in a row are an error."""
-        self.counts.in_a_row += 1
-        stops = self.counts.in_a_row >= self.limit
-        self._without_labels = text = self._report(update, stops, late, False)
-        if stops:
-            raise NonFiniteError(f"{text} The run stops: max_nonfinite_steps={self.limit} of them came in a row.")
-        logger.log(logging.INFO if self._has_warned else logging.WARNING, "%s", text)
-        self._has_warned = True
-        return False
+        logger.log(logging.INFO if lacks_labels and self._without_labels else logging.WARNING, "%s", text)
+        if lacks_labels:
+            self._without_labels = text
+        return self.policy == "warn" and not lacks_labels
 
     def finish(self) -> None:
-        """Check pending flags at the end of a run.
-
-        Raises:
-            NonFiniteError: a step was not finite and the run must stop, or no step had a label.
-        """
+        """Check pending flags at the end of a run. Raises a `NonFiniteError` where a step was not finite and the run
+        must stop, or where no step had a label."""
         self.settle()
         if self._without_labels and not self.counts.seen_labels:
             raise NonFiniteError(
@@ -279,11 +232,7 @@ class OnItsWay(NamedTuple):
 
 
 def describe(update: Update, policy: str = "stop", late: int = 0) -> str:
-    """The message about `update` and whether it was applied, without the place.
-
-    Args:
-        late: optimizer steps since then.
-    """
+    """The message about `update`, `late` optimizer steps after it, and whether it was applied, without the place."""
     if policy == "warn" and not update.lacks_labels:
         fate = "The step was applied nevertheless, as on_nonfinite='warn' sets."
     elif late:
@@ -309,15 +258,9 @@ def has_float16(model: nn.Module) -> bool:
 
 
 def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
-    """Check and warn about weights in float16.
-
-    Args:
-        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
-        has_engine: DeepSpeed keeps float32 copies of the weights and scales the loss by itself.
-
-    Raises:
-        ValueError: with fp16, whose loss scaler needs gradients in float32.
-    """
+    """Warn about weights in float16, unless an engine keeps float32 copies of them and scales the loss by itself
+    (DeepSpeed). Raises a `ValueError` where products have the `precision` "fp16" too, whose loss scaler needs gradients
+    in float32."""
     if has_engine or not has_float16(model):
         return
     what = f"The weights of this {type(model).__name__} that are trained are in float16"
@@ -341,18 +284,14 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and not value.is_meta:
             yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item, depth - 1)
 
 
 def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
-    """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; minus infinity only if there is nothing else,
-    because masks contain it.
-    """
+    """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; the last only if there is nothing else, because
+    masks contain it."""
     lowest = None
     for tensor in tensors:
         values = tensor.detach()
@@ -373,9 +312,9 @@ class _Trace:
     forward: str | None = None
     lowest: str | None = None
     backward: str | None = None
-    handles: list[Any] = field(default_factory=list)
 
-    def saw_output(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+    def saw_output(self, name: str, module: nn.Module, *given_and_output: Any) -> None:
+        *given, output = given_and_output
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         fault = _fault(_tensors(output))
         if fault == "-inf":
@@ -410,65 +349,43 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
             if (fault := _fault(_tensors(value))) in ("NaN", "inf"):
                 return f"the batch itself holds {fault}{f', in {name}' if name else ''}"
     trace = _Trace()
-    try:
+    with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            hook = _hook(trace, name)
-            trace.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            saw = functools.partial(trace.saw_output, name)
+            hooks.enter_context(module.register_forward_hook(saw, with_kwargs=True))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 what = f"the gradient of {name}"
-                trace.handles.append(parameter.register_hook(lambda g, what=what: trace.saw_gradient(g, what)))
+                hooks.enter_context(parameter.register_hook(lambda g, what=what: trace.saw_gradient(g, what)))
         loss = _fault(_tensors([run(batch) for batch in batches]))
-    finally:
-        for handle in trace.handles:
-            handle.remove()
     itself = (
         loss and f"the loss itself is {loss}, but every module's output is finite: check how it is computed from them"
     )
     return trace.forward or (trace.lowest if loss else None) or itself or trace.backward or trace.lowest
 
 
-def _hook(trace: _Trace, name: str) -> Callable[..., None]:
-    def saw(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        trace.saw_output(name, module, (args, kwargs), output)
-
-    return saw
-
-
 @contextlib.contextmanager
 def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
-    """Check the output of every module on each forward pass in this context; slow, to find overflows.
-
-    Args:
-        frames: the number of listed modules before the overflow, with the smallest and largest magnitudes of their
-            weights and outputs: the smallest show where fp16 underflows.
-
-    Raises:
-        NonFiniteError: at the first module whose output holds NaN or an infinity.
-    """
+    """Check the output of every module on each forward pass in this context; slow, to find overflows. Raises a
+    `NonFiniteError` at the first one that holds NaN or an infinity. It lists so many modules before with the smallest
+    and largest magnitudes of their weights and outputs (`frames`): the smallest show where fp16 underflows."""
     seen: deque[str] = deque(maxlen=frames)
 
-    def look(name: str) -> Callable[..., None]:
-        def saw(module: nn.Module, given: Any, output: Any) -> None:
-            weights = "".join(f", {n} {_range(p)}" for n, p in module.named_parameters(recurse=False))
-            outputs = ", ".join(_range(tensor) for tensor in _tensors(output))
-            seen.append(f"  {name or 'the model'} ({type(module).__name__}): output {outputs or 'no tensor'}{weights}")
-            if (fault := _fault(_tensors(output))) in ("NaN", "inf"):
-                listing = "\n".join(seen)
-                raise NonFiniteError(
-                    f"debug='underflow_overflow': the output of {name or 'the model'} ({type(module).__name__}) "
-                    f"holds {fault}. The last modules, with the smallest and largest magnitude of their numbers:\n"
-                    f"{listing}"
-                )
+    def saw(where: str, module: nn.Module, given: Any, output: Any) -> None:
+        weights = "".join(f", {n} {_range(p)}" for n, p in module.named_parameters(recurse=False))
+        outputs = ", ".join(_range(tensor) for tensor in _tensors(output))
+        seen.append(f"  {where} ({type(module).__name__}): output {outputs or 'no tensor'}{weights}")
+        if (fault := _fault(_tensors(output))) in ("NaN", "inf"):
+            listing = "\n".join(seen)
+            raise NonFiniteError(
+                f"debug='underflow_overflow': the output of {where} ({type(module).__name__}) holds {fault}. The last "
+                f"modules, with the smallest and largest magnitude of their numbers:\n{listing}"
+            )
 
-        return saw
-
-    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(saw, name or "the model")))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _range(tensor: torch.Tensor) -> str:

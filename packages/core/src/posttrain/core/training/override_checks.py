@@ -6,69 +6,35 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-_LOOP = "the loop is train; override windows, train_on_window or training_step"
-_STATE = "override state_dict and load_state_dict"
-_FLAGS = "override log, evaluate or save_model; a TrainerCallback decides when"
-_GRADIENTS = "override train_on_window, or change gradients in a callback's on_pre_optimizer_step"
-_HUB = "override push_to_hub"
-_SEARCH = "override hyperparameter_search or call_model_init"
-_PROCESSES = "set accelerator_config, fsdp or deepspeed"
-_REMOVAL = "set save_total_limit or save_top_k"
-
-#: The inner methods of transformers 5 and its predecessors, and what to override instead.
-INSTEAD = {
-    "_inner_training_loop": _LOOP,
-    "_run_epoch": _LOOP,
-    "_prepare_for_training": _LOOP,
-    "_finalize_training": _LOOP,
-    "_init_training_state": _LOOP,
-    "_maybe_log_save_evaluate": _FLAGS,
-    "_load_best_model": "override _load_from_checkpoint",
-    "_save_optimizer_and_scheduler": _STATE,
-    "_load_optimizer_and_scheduler": _STATE,
-    "_save_scaler": _STATE,
-    "_load_scaler": _STATE,
-    "_save_rng_state": _STATE,
-    "_load_rng_state": _STATE,
-    "_load_callback_state": _STATE,
-    "_clip_grad_norm": _GRADIENTS,
-    "_get_grad_norm": _GRADIENTS,
-    "_get_num_items_in_batch": "override count_items",
-    "_move_model_to_device": "override place_model_on_device",
-    "_push_from_checkpoint": _HUB,
-    "_finish_current_push": _HUB,
-    "_hp_search_setup": _SEARCH,
-    "_report_to_hp_search": _SEARCH,
-    "create_accelerator_and_postprocess": _PROCESSES,
-    "_build_accelerator_args": _PROCESSES,
-    "get_tp_size": _PROCESSES,
-    "get_cp_size": _PROCESSES,
-    "get_sp_size": _PROCESSES,
-    "is_local_process_zero": _PROCESSES,
-    "is_world_process_zero": _PROCESSES,
-    "_defer_fsdp_gradient_reduction": _GRADIENTS,
-    "_has_mixed_mesh_grads": _GRADIENTS,
-    "_mixed_mesh_grad_norm": _GRADIENTS,
-    "_sync_replicated_trainable_parameters": _GRADIENTS,
-    "_issue_warnings_after_load": "override load_checkpoint",
-    "_validate_args": "override preflight",
-    "_prepare_context_parallel_inputs": "override _prepare_inputs",
-    "_tune_save_checkpoint": _SEARCH,
-    "_track_num_input_tokens": "set include_num_input_tokens_seen",
-    "_update_auto_batch_size": "auto_find_batch_size keeps the batch size, and splits micro-batches",
-    "set_initial_training_values": "override make_plan",
-    "num_examples": "override make_plan",
-    "gather_function": "override evaluation_loop",
-    "init_hf_repo": "set hub_model_id and hub_private_repo",
-    # of transformers 4
-    "_nested_gather": "override evaluation_loop",
-    "_pad_across_processes": "override evaluation_loop",
-    "prediction_loop": "override evaluation_loop",
-    "_rotate_checkpoints": _REMOVAL,
-    "_sorted_checkpoints": _REMOVAL,
-    "_activate_neftune": "set neftune_noise_alpha",
-    "_deactivate_neftune": "set neftune_noise_alpha",
+#: The inner methods of transformers 5 and its predecessors, by what to override or set instead.
+_BY_REMEDY = {
+    "the loop is train; override windows, train_on_window or training_step": "_inner_training_loop _run_epoch "
+    "_prepare_for_training _finalize_training _init_training_state",
+    "override log, evaluate or save_model; a TrainerCallback decides when": "_maybe_log_save_evaluate",
+    "override _load_from_checkpoint": "_load_best_model",
+    "override state_dict and load_state_dict": "_save_optimizer_and_scheduler _load_optimizer_and_scheduler "
+    "_save_scaler _load_scaler _save_rng_state _load_rng_state _load_callback_state",
+    "override train_on_window, or change gradients in a callback's on_pre_optimizer_step": "_clip_grad_norm "
+    "_get_grad_norm _defer_fsdp_gradient_reduction _has_mixed_mesh_grads _mixed_mesh_grad_norm "
+    "_sync_replicated_trainable_parameters",
+    "override count_items": "_get_num_items_in_batch",
+    "override place_model_on_device": "_move_model_to_device",
+    "override push_to_hub": "_push_from_checkpoint _finish_current_push",
+    "override hyperparameter_search or call_model_init": "_hp_search_setup _report_to_hp_search _tune_save_checkpoint",
+    "set accelerator_config, fsdp or deepspeed": "create_accelerator_and_postprocess _build_accelerator_args "
+    "get_tp_size get_cp_size get_sp_size is_local_process_zero is_world_process_zero",
+    "override load_checkpoint": "_issue_warnings_after_load",
+    "override preflight": "_validate_args",
+    "override _prepare_inputs": "_prepare_context_parallel_inputs",
+    "set include_num_input_tokens_seen": "_track_num_input_tokens",
+    "auto_find_batch_size keeps the batch size, and splits micro-batches": "_update_auto_batch_size",
+    "override make_plan": "set_initial_training_values num_examples",
+    "override evaluation_loop": "gather_function _nested_gather _pad_across_processes prediction_loop",
+    "set hub_model_id and hub_private_repo": "init_hf_repo",
+    "set save_total_limit or save_top_k": "_rotate_checkpoints _sorted_checkpoints",  # of transformers 4, as the last
+    "set neftune_noise_alpha": "_activate_neftune _deactivate_neftune",
 }
+INSTEAD = {name: remedy for remedy, names in _BY_REMEDY.items() for name in names.split()}
 
 
 def is_ours(owner: object, method: str) -> bool:
@@ -77,9 +43,9 @@ def is_ours(owner: object, method: str) -> bool:
     return method not in vars(owner) and defined.__module__.startswith("posttrain.")
 
 
-def is_from(owner: object, method: str, kind: str) -> bool:
-    """Whether `method` of `owner` is that of the class named `kind`."""
-    return getattr(getattr(owner, method), "__qualname__", "") == f"{kind}.{method}"
+def is_stock(owner: object, method: str) -> bool:
+    """Whether `method` of `owner` is that of `Trainer` itself, whichever class of ours or of the user it has."""
+    return getattr(getattr(owner, method), "__qualname__", "") == f"Trainer.{method}"
 
 
 def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:

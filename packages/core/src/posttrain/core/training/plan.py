@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from posttrain.core.fields.durations import NEVER, as_steps, parse
 
 if TYPE_CHECKING:
     import torch
 
-Batch = TypeVar("Batch")
 #: What to set for data without a known length.
 END_OF_STREAM = (
     "Set max_steps; or max_duration in tokens, such as '100Mtok', which the schedule then follows; or max_duration in "
@@ -24,20 +21,13 @@ END_OF_STREAM = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The length of a run in optimizer steps.
+    """The length of a run in optimizer steps."""
 
-    Attributes:
-        accumulation: micro-batches of one optimizer step; an epoch's last window may hold fewer.
-        batches_per_epoch: micro-batches each process draws in an epoch; None where the data has no known length.
-        max_steps: optimizer steps after which the run ends; `NEVER` where tokens, time or the data end it.
-        num_epochs: the maximum number of started epochs.
-        resized_at: (step, epoch, micro-batches left of it) from which on all steps hold as many rows; None: all do.
-    """
-
-    accumulation: int
-    batches_per_epoch: int | None
-    max_steps: int
-    num_epochs: int
+    accumulation: int  # micro-batches of one optimizer step; an epoch's last window may hold fewer
+    batches_per_epoch: int | None  # micro-batches each process draws; None where the data has no known length
+    max_steps: int  # optimizer steps after which the run ends; `NEVER` where tokens, time or the data end it
+    num_epochs: int  # the maximum number of started epochs
+    #: (step, epoch, micro-batches left of it) from which on all steps hold as many rows; None: all do.
     resized_at: tuple[int, int, int] | None = None
 
     @property
@@ -54,9 +44,7 @@ class Plan:
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, micro-batches of it already drawn) after `step` optimizer steps; needs a known length."""
-        if self.steps_per_epoch is None:
-            raise ValueError("The data has no known length, so the epoch of a step cannot be computed.")
-        epoch, steps = divmod(step, self.steps_per_epoch)
+        epoch, steps = divmod(step, self.steps_per_epoch or 1)
         return epoch, steps * self.accumulation
 
     def epoch_at(self, epoch: int, batches: int, step: int) -> float:
@@ -68,27 +56,18 @@ class Plan:
 
 @dataclass
 class Progress:
-    """The position of a run in its data and its log, in addition to `TrainerState`; saved in checkpoints.
+    """The position of a run in its data and its log, in addition to `TrainerState`; saved in checkpoints."""
 
-    Attributes:
-        epoch: number of the pass over the data. epoch_ended: nothing more is drawn from it.
-        batches: micro-batches that this process drew in this pass.
-        loss_sum, loss_count: of the steps whose losses were already logged.
-        last_logged: the step of the last record. grad_norm, learning_rate: of the last step.
-        own_count: each micro-batch's loss is given its own count, as was measured (`losses.scale_check`).
-        ended_at: the step with which the run ended, once callbacks were asked what to do at its end; 0: none.
-    """
-
-    epoch: int = 0
-    epoch_ended: bool = False
-    batches: int = 0
-    loss_sum: float = 0.0
+    epoch: int = 0  # number of the pass over the data
+    epoch_ended: bool = False  # nothing more is drawn from it
+    batches: int = 0  # micro-batches that this process drew in this pass
+    loss_sum: float = 0.0  # of the steps whose losses were already logged
     loss_count: float = 0
-    last_logged: int = 0
-    grad_norm: float | torch.Tensor = 0.0
+    last_logged: int = 0  # the step of the last record
+    grad_norm: float | torch.Tensor = 0.0  # of the last step
     learning_rate: float = 0.0
-    ended_at: int = 0
-    own_count: bool = False
+    ended_at: int = 0  # the step with which the run ended, once callbacks were asked what to do at its end; 0: none
+    own_count: bool = False  # each micro-batch's loss is given its own count, as was measured (`losses.scale_check`)
 
     def add_losses(self, total: float, count: float) -> None:
         """Add the losses of a record to those of the run, unless their sum is not finite."""
@@ -107,44 +86,33 @@ def make_plan(
     max_steps: int,
     epochs_of_stream: float | None = None,
 ) -> Plan:
-    """Plan a run; `max_steps` > 0 overrides `num_train_epochs`.
-
-    Args:
-        epochs_of_stream: of data without a known length: passes after which a run without `max_steps` ends, infinity
-            where something else ends it; None: such a run is refused.
-
-    Raises:
-        ValueError: the data has no known length and nothing ends the run, or there is no batch.
-    """
+    """Plan a run; `max_steps` > 0 overrides `num_train_epochs`. Of data without a known length, a run without
+    `max_steps` ends after `epochs_of_stream` passes, infinity where something else ends it. Raises a `ValueError` where
+    that is None, so that nothing ends the run, or where there is no batch."""
     if batches_per_epoch == 0:
         raise ValueError(
             "The training dataloader yields no batch: the dataset is empty, or dataloader_drop_last=True drops its "
             "only, incomplete batch. Give more rows, or a smaller per_device_train_batch_size."
         )
     if batches_per_epoch is None:
-        if max_steps <= 0 and epochs_of_stream is None:
+        if max_steps > 0:
+            return Plan(accumulation, None, max_steps, sys.maxsize)
+        if epochs_of_stream is None:
             raise ValueError(
                 "The training data has no known length (it is iterable without __len__), so the number of optimizer "
                 f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
-        if max_steps > 0 or epochs_of_stream is None or math.isinf(epochs_of_stream):
-            return Plan(accumulation, None, max_steps if max_steps > 0 else NEVER, sys.maxsize)
-        return Plan(accumulation, None, NEVER, math.ceil(epochs_of_stream))
-    steps_per_epoch = max(math.ceil(batches_per_epoch / accumulation), 1)
+        return Plan(accumulation, None, NEVER, math.ceil(min(epochs_of_stream, sys.maxsize)))
+    steps_per_epoch = math.ceil(batches_per_epoch / accumulation)
     if max_steps > 0:
         return Plan(accumulation, batches_per_epoch, max_steps, math.ceil(max_steps / steps_per_epoch))
-    return Plan(
-        accumulation, batches_per_epoch, math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs)
-    )
+    steps, epochs = math.ceil(num_train_epochs * steps_per_epoch), math.ceil(num_train_epochs)
+    return Plan(accumulation, batches_per_epoch, steps, epochs)
 
 
 def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool) -> Plan:
     """`plan` for resuming after `step` optimizer steps of another size, with `left` micro-batches of epoch `epoch` to
-    come.
-
-    Args:
-        keeps_max_steps: the run ends after ``plan.max_steps`` optimizer steps of any size; else with its last row.
-    """
+    come. The run ends with its last row, or with ``plan.max_steps`` optimizer steps of any size (`keeps_max_steps`)."""
     whole, total = plan.steps_per_epoch, plan.batches_per_epoch
     if whole is None or total is None:
         return plan
@@ -162,13 +130,6 @@ def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool)
     return replace(changed, max_steps=step + max(steps, 0))
 
 
-def windows(batches: Iterable[Batch], accumulation: int) -> Iterator[list[Batch]]:
-    """Split a stream of micro-batches into accumulation windows; the last may be short."""
-    stream = iter(batches)
-    while window := list(islice(stream, accumulation)):
-        yield window
-
-
 def number_of_saves(plan: Plan, args: Any) -> int:
     """Checkpoints that a run writes as often as `args` say, or as many as one may be sure of."""
     if plan.is_open:
@@ -178,11 +139,8 @@ def number_of_saves(plan: Plan, args: Any) -> int:
 
 
 def steps_left(state: Any, max_tokens: float) -> float | None:
-    """Optimizer steps to the end of a run, estimated where `max_tokens` ends it; None: unknown.
-
-    Args:
-        state: its `TrainerState`.
-    """
+    """Optimizer steps to the end of a run with this `TrainerState`, estimated where `max_tokens` ends it; None:
+    unknown."""
     left, seen = state.max_steps - state.global_step, state.num_input_tokens_seen
     by_tokens = state.global_step * max(max_tokens - seen, 0) / seen if seen else math.inf
     if state.max_steps >= NEVER:
@@ -191,19 +149,16 @@ def steps_left(state: Any, max_tokens: float) -> float | None:
 
 
 def check_intervals(plan: Plan, args: Any) -> None:
-    """Reject intervals of epochs where the data has no known length, and shares of a run without one.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Raise a `ValueError` for an interval in epochs where the data has no known length, or for a share of a run
+    without one."""
     for name in ("logging_steps", "eval_steps", "save_steps"):
-        interval = getattr(args, name)
+        interval = vars(args)[name]
         if plan.steps_per_epoch is None and isinstance(interval, str) and parse(interval).unit == "epochs":
             raise ValueError(
                 f"{name}={interval!r} counts epochs, but the training data has no known length (it is iterable without "
                 "__len__). Count steps (500), tokens (10Mtok) or time (30min)."
             )
-        by_steps = getattr(args, name.replace("_steps", "_strategy")) == "steps"
+        by_steps = vars(args)[name.replace("_steps", "_strategy")] == "steps"
         if plan.is_open and by_steps and isinstance(interval, float) and interval < 1:
             raise ValueError(
                 f"{name}={interval} is a share of all optimizer steps, whose number is unknown, since the training "

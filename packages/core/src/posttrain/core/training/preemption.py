@@ -22,7 +22,7 @@ import torch
 
 from posttrain.core.config import opt
 from posttrain.core.data import accelerator, workers
-from posttrain.core.distributed.collectives import Maximum
+from posttrain.core.distributed.world import Maximum
 from posttrain.core.fields import durations
 
 SIGNALS = [one for one in signal.Signals if one.name in ("SIGTERM", "SIGINT", "SIGHUP")]
@@ -61,13 +61,11 @@ class InterruptArguments:
 
     def _problems(self) -> Iterator[str]:
         try:
-            value = None if self.max_time is None else seconds(self.max_time)
+            if self.max_time is not None and seconds(self.max_time) <= 0:
+                yield f"max_time={self.max_time!r} must be more than nothing"
         except ValueError:
             how = "give seconds, '[days:]hours:minutes:seconds', or such as 90min or 2h"
             yield f"max_time={self.max_time!r} is no time: {how}"
-        else:
-            if value is not None and value <= 0:
-                yield f"max_time={self.max_time!r} must be more than nothing"
 
 
 def saves_on_signal(args: Any) -> bool:
@@ -83,11 +81,8 @@ def may_save(args: Any) -> bool:
 
 
 def seconds(duration: float | str) -> float:
-    """``"1:30:00"`` or ``"90min"`` -> 5400.0; a number, or its text, is seconds already.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """``"1:30:00"`` or ``"90min"`` -> 5400.0; a number, or its text, is seconds already. Raises a `ValueError` where it
+    is neither."""
     if not isinstance(duration, str) or re.fullmatch(r"\s*\d+(\.\d*)?\s*", duration):
         return float(duration)
     if ":" not in duration:
@@ -103,12 +98,8 @@ def seconds(duration: float | str) -> float:
 
 
 class Left(BaseException):
-    """Training is left: its checkpoint is written. Not an `Exception`, so that no code in between takes it for an
-    error.
-
-    Args:
-        reason: 128 + the number of the signal, or `TIME_IS_UP`.
-    """
+    """Training is left: its checkpoint is written. The `reason` is 128 + the number of the signal, or `TIME_IS_UP`. Not
+    an `Exception`, so that no code in between takes it for an error."""
 
     def __init__(self, reason: int) -> None:
         super().__init__(reason)
@@ -116,8 +107,7 @@ class Left(BaseException):
 
     def exit(self) -> BaseException | None:
         """Ends the program with exit code 128 + the signal's number, which a scheduler distinguishes from success. None
-        for the time limit.
-        """
+        for the time limit."""
         if self.reason == TIME_IS_UP:
             return None
         return (Interrupted if self.reason == 128 + signal.SIGINT else SystemExit)(self.reason)
@@ -136,20 +126,12 @@ class EvaluationLeft(Left):
 
 
 class Watch:
-    """Catches signals and a time limit from `begin` to `end`.
+    """Catches signals (if `on_signals`) and a time limit, so many seconds after `begin`, from `begin` to `end`.
+    Handlers are set in the main thread only, and only if the program has none. All of `world_size` processes get the
+    same result from `due`.
 
-    Handlers are set in the main thread only, and only if the program has none.
-
-    Args:
-        on_signals: whether to catch signals.
-        limit: seconds after `begin`; None: no limit.
-        world_size: processes, which get the same result from `due`.
-        device: that of this process.
-        file: asks for a checkpoint once it is there; None: another process looks for it.
-
-    Attributes:
-        asks_for_save: whether a checkpoint is asked for, on all processes alike; to be cleared by who saves it.
-    """
+    It also looks for a `file` that asks for a checkpoint once it is there, None where another process does.
+    `asks_for_save` then is True on all processes alike; who saves it clears it."""
 
     def __init__(
         self,

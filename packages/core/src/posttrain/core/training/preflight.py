@@ -63,25 +63,15 @@ class PreflightError(ConfigError):
 
 @dataclass
 class Parts:
-    """The objects that a trainer gets in addition to its arguments.
+    """The objects that a trainer gets in addition to its arguments."""
 
-    Attributes:
-        trainer_class: the class that is being made.
-        model: a module, or the name or folder of one; None where `model_init` makes it.
-        train_dataset, eval_dataset: as they were passed.
-        datasets: ``{name in messages: dataset}`` of those that must be readable; None: from the two above.
-        processing_class: filled in by a trainer of language models where it was not passed and the model was named.
-        read_config: reads the config of a named model; None where there is none to read.
-        auto_class: the class that loads a named model's `processing_class`.
-    """
-
-    trainer_class: type | None = None
-    model: Any = None
-    train_dataset: Any = None
+    trainer_class: type | None = None  # that is being made
+    model: Any = None  # a module, or the name or folder of one; None where `model_init` makes it
+    train_dataset: Any = None  # as it was passed
     eval_dataset: Any = None
-    processing_class: Any = None
+    processing_class: Any = None  # of a named model, filled in by a trainer of language models where it was not passed
     data_collator: Any = None
-    read_config: Callable[[], Any] | None = None
+    read_config: Callable[[], Any] | None = None  # reads the config of a named model; None where there is none to read
     model_init: Any = None
     compute_loss_func: Any = None
     compute_metrics: Any = None
@@ -91,8 +81,8 @@ class Parts:
     quantization_config: Any = None
     peft_config: Any = None
     ref_model: Any = None
-    datasets: dict[str, Any] | None = None
-    auto_class: str = "AutoTokenizer"
+    datasets: dict[str, Any] | None = None  # those that must be readable, by their names in messages; None: of above
+    auto_class: str = "AutoTokenizer"  # that loads a named model's `processing_class`
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -112,21 +102,14 @@ class Parts:
 
 
 def passed_on(scope: Mapping[str, Any], *without: str, rest: str = "others") -> dict[str, Any]:
-    """The arguments of an ``__init__`` by name, for that of its base, which takes them in another order.
-
-    Args:
-        scope: its ``locals()``. without: arguments of its own. rest: the name of ``**others``.
-    """
+    """The arguments of an ``__init__`` by name, for that of its base, which takes them in another order: its
+    ``locals()`` `without` arguments of its own, and those in ``**others``, named `rest`."""
     own = {"self", "__class__", rest, *without}
     return {**{name: value for name, value in scope.items() if name not in own}, **scope[rest]}
 
 
 def raise_together(where: str, problems: Iterable[Problem]) -> None:
-    """Raise the problems; a single exception is raised itself.
-
-    Raises:
-        PreflightError: listing all, each once.
-    """
+    """Raise the problems: a single exception itself, several as a `PreflightError` that lists all, each once."""
     found = list({str(problem): problem for problem in problems}.values())
     if len(found) == 1 and isinstance(found[0], Exception):
         setattr(found[0], BEFORE_THE_RUN, True)  # the command line prints such an error without its traceback
@@ -144,11 +127,8 @@ def caught(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Exc
 
 
 def check_types(name: str, config_class: type, model: Any, model_init: Any, args: Any) -> None:
-    """Raise where a trainer's constructor got no model, or model or arguments of another type.
-
-    Args:
-        name: of the trainer, for the messages. config_class: of its arguments.
-    """
+    """Raise where a trainer's constructor got no model, or model or arguments of another type; messages have the `name`
+    of the trainer, and the `config_class` of its arguments."""
     if (model is None) == (model_init is None):
         given = "neither was given" if model is None else "both were given"
         raise ValueError(f"{name} needs a model or a model_init, and {given}.")
@@ -183,16 +163,10 @@ def of_parts(args: Any, parts: Parts) -> Iterator[Problem]:
     if isinstance(given := parts.processing_class, (str, type)):
         yield TypeError(f"processing_class is {given!r}; pass a loaded one, as AutoTokenizer.from_pretrained gives.")
     for name in ("compute_loss_func", "model_init"):
-        if (value := getattr(parts, name)) is not None and not callable(value):
+        if (value := vars(parts)[name]) is not None and not callable(value):
             yield TypeError(f"{name} must be a function, not {value!r}.")
     if callable(parts.compute_loss_func) and not accepts(parts.compute_loss_func, "num_items_in_batch"):
         yield TypeError("compute_loss_func is called with num_items_in_batch=..., and this one has no such argument.")
-
-
-def of_command_line(config: Any, *others: Any) -> Iterator[Problem]:
-    """Problems of a command line's config, model and data."""
-    yield from of_arguments(config, *others)
-    yield from builder.package_problems(config)
 
 
 def division_problems(args: Any, parts: Parts) -> Iterator[Problem]:
@@ -218,7 +192,8 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         if parts.is_ours("get_train_dataloader"):
             sets["train_dataset"] = parts.train_dataset
         if parts.is_ours("get_eval_dataloader"):
-            sets |= named_sets(parts.eval_dataset)
+            several = isinstance(given := parts.eval_dataset, Mapping)
+            sets |= {f"{name}_dataset": rows for name, rows in given.items()} if several else {"eval_dataset": given}
     for name, dataset in sets.items():
         if dataset is not None:
             yield from caught(pipeline.check_dataset, dataset, name)
@@ -244,13 +219,6 @@ def dataset_problems(args: Any, parts: Parts) -> Iterator[Problem]:
                 f"train_dataset ({type(rows).__name__}) is a stream without a length, so the number of optimizer "
                 f"steps cannot be computed from num_train_epochs. {END_OF_STREAM}"
             )
-
-
-def named_sets(eval_dataset: Any) -> dict[str, Any]:
-    """``{name in messages: dataset}`` of one or several sets to evaluate on."""
-    if isinstance(eval_dataset, Mapping):
-        return {f"{name}_dataset": dataset for name, dataset in eval_dataset.items()}
-    return {"eval_dataset": eval_dataset}
 
 
 def optimizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
@@ -280,8 +248,8 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     wanted, sets = args.metric_for_best_model, parts.eval_dataset
     if wanted is None or args.eval_strategy == "no" or not parts.is_ours("evaluate", "evaluation_loop", "log"):
         return
-    if any(hasattr(type(callback), "on_evaluate") for callback in _others_callbacks(parts.callbacks)):
-        return  # it may add to the metrics
+    if _hears_evaluations(parts.callbacks):
+        return
     key = eval_loop.metric_key(wanted).removeprefix("eval_")
     if isinstance(sets, Mapping) and sets:
         prefix = next((f"{name}_" for name in sets if key.startswith(f"{name}_")), None)
@@ -299,19 +267,15 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     if known is None or open_ended or computes or getattr(args, "predict_with_generate", False):
         return
     if not any(fnmatch(key, pattern) for pattern in (*EVERY_EVALUATION, *known)):
-        why = (
-            "prediction_loss_only=True keeps compute_metrics from being called"
-            if parts.compute_metrics
-            else ("there is no compute_metrics to return it")
-        )
+        why = "there is no compute_metrics to return it"
+        if parts.compute_metrics:
+            why = "prediction_loss_only=True keeps compute_metrics from being called"
         names = ", ".join(name for name in ("loss", *known) if "*" not in name)
         yield f"metric_for_best_model={wanted!r} cannot exist: {why}. Without it, evaluations give {names}"
 
 
-def _others_callbacks(callbacks: Any) -> Iterator[Any]:
-    """The callbacks that classes other than ours define."""
-    for callback in as_list(callbacks):
-        kind = callback if isinstance(callback, type) else type(callback)
-        owner = next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), None)
-        if owner is not None and not owner.__module__.startswith(("posttrain.", "transformers.")):
-            yield callback
+def _hears_evaluations(callbacks: Any) -> bool:
+    """Whether one of the user's own callbacks hears of evaluations: it may add to their metrics."""
+    kinds = [one if isinstance(one, type) else type(one) for one in as_list(callbacks)]
+    owners = [next((c for c in kind.__mro__ if "on_evaluate" in vars(c)), object) for kind in kinds]
+    return any(not owner.__module__.startswith(("posttrain.", "transformers.", "builtins")) for owner in owners)

@@ -19,17 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Record:
-    """Adds up what the steps of a run measure, on the device, and makes a log record of it over all processes.
+    """Adds up what the steps of a run measure, on the device, and makes a log record of it over all processes (`dist`).
+    The sums since the last record are in `metrics`.
 
-    Args:
-        args: the arguments of the run.
-        dist: the processes, `posttrain.core.distributed.strategies.Distributed`.
-        clock: where the seconds of the run go; one is made where it is left out.
-        pad_token_id: marks padding where a batch has no attention mask; None: only the mask does.
-
-    Attributes:
-        metrics: the sums since the last record.
-    """
+    The `clock` knows where the seconds of the run go; one is made where it is left out. `pad_token_id` marks padding
+    where a batch has no attention mask; None: only the mask does."""
 
     def __init__(self, args: Any, dist: Any, clock: Clock | None = None, pad_token_id: int | None = None) -> None:
         self.args, self.dist = args, dist
@@ -41,12 +35,8 @@ class Record:
         self._needs_tokens = args.include_num_input_tokens_seen != "no"
 
     def read(self, inputs: Mapping[str, Any], main_input: str, operations: int) -> None:
-        """Count the tokens of a micro-batch, without waiting for the device.
-
-        Args:
-            main_input: the column that holds the tokens.
-            operations: floating-point operations of its forward and backward.
-        """
+        """Count the tokens of a micro-batch, in the column `main_input`, and the floating-point `operations` of its
+        forward and backward, without waiting for the device."""
         if self._needs_mask and "attention_mask" not in inputs:
             self._needs_mask = False  # warn once
             logger.warning(
@@ -64,11 +54,8 @@ class Record:
             self.metrics.add_sum(FLOPS, operations, 0)
 
     def step(self, loss: torch.Tensor, num_items: torch.Tensor | None, terms: dict[str, torch.Tensor]) -> None:
-        """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none.
-
-        Args:
-            num_items: items in the window, shape (); None: it has some.
-        """
+        """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none. It has
+        `num_items` items, shape (); None: it has some."""
         if num_items is None:
             self.metrics.add("loss", loss)
         else:
@@ -92,13 +79,9 @@ class Record:
     def of_steps(
         self, state: TrainerState, progress: Progress, first_step: int, beside: dict[str, float], pace: Pace | None
     ) -> dict[str, float]:
-        """The values of a record of the steps since the last: the one place of a run that waits for the device.
-
-        Args:
-            first_step: the optimizer step that the run started from.
-            beside: values of the last step that belong to the record.
-            pace: that of this process among several.
-        """
+        """The values of a record of the steps since the last, with those `beside` it: the one place of a run that waits
+        for the device. The run started from optimizer step `first_step`; `pace` is that of this process among
+        several."""
         steps = max(state.global_step - max(progress.last_logged, first_step), 1)  # the clock began at `first_step`
         gather = self.dist.gather_object
         pairs = self.metrics.drain(gather if pace is None else pace.gathering(gather, self.clock.phases, steps))
@@ -120,11 +103,8 @@ class Record:
     def of_run(
         self, state: TrainerState, progress: Progress, first_step: int, rows: int, nonfinite_steps: int
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """(what the algorithm measured since the last record, the metrics of the whole run).
-
-        Args:
-            rows: rows read over all processes. nonfinite_steps: optimizer steps that were not finite.
-        """
+        """(what the algorithm measured since the last record, the metrics of the whole run), in which so many `rows`
+        were read over all processes."""
         rest = self.metrics.drain(self.dist.gather_object)
         rest |= self.metrics.drain(self.dist.gather_object, epoch=True)  # of a part of one
         self.count(state, rest)

@@ -1,74 +1,89 @@
-"""Resuming: the plan, the best model and the data position of a run that starts from a checkpoint."""
+"""Resuming: plan, best model, data position and changed arguments of a run that starts from a checkpoint."""
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 
-from posttrain.core.checkpoint import elastic, sharded
+from posttrain.core.checkpoint import codec, elastic, sharded
 from posttrain.core.checkpoint.foreign import Taken
 from posttrain.core.checkpoint.manifest import is_foreign, rows_per_batch
-from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import EpochSampler
+from posttrain.core.errors import CheckpointError
 from posttrain.core.optim import lr_scheduler as schedules
 from posttrain.core.state import TrainerState
-from posttrain.core.training import argument_changes, ema
+from posttrain.core.training import ema
 from posttrain.core.training.plan import Plan, resumed
 
 if TYPE_CHECKING:
+    from posttrain.core.trainer import Trainer
     from posttrain.core.training.run import Run
 
 logger = logging.getLogger(__name__)
 
+# Arguments of logging, saving and set-up, which change no numbers.
+_BESIDE_THE_RUN = (
+    "output_dir overwrite_output_dir run_name project report_to disable_tqdm push_to_hub resume_from_checkpoint "
+    "local_rank include_num_input_tokens_seen include_for_metrics load_best_model_at_end metric_for_best_model "
+    "greater_is_better per_device_eval_batch_size prediction_loss_only batch_eval_metrics skip_memory_metrics debug "
+    "torch_empty_cache_steps restore_callback_states_from_checkpoint bf16_full_eval fp16_full_eval "
+    "max_nonfinite_steps auto_find_batch_size use_cache ignore_data_skip allow_pickle"
+).split()
+_PREFIXES_BESIDE = ("do_", "log_", "logging_", "save_", "hub_", "eval_", "ddp_", "dataloader_", "trackio_")
+# Options of an optimizer's groups that come from arguments, by the argument.
+_OPTIONS = {
+    "weight_decay": ("weight_decay",),
+    "adam_beta1": ("betas", "beta1"),
+    "adam_beta2": ("betas", "beta2"),
+    "adam_epsilon": ("eps",),
+}
+_ONE_STATE = ({"adamw_torch", "adamw_torch_fused"},)
+_OF_MIXTURES = "dataset_weights", "dataset_weights_of", "dataset_max_tokens"
+_REORDERS = ("seed", "data_seed", "train_sampling_strategy", "max_batch_tokens", *_OF_MIXTURES)
+_NOTES = dict.fromkeys(_REORDERS, "rows continue in another order") | {
+    "learning_rate": "the new one applies from the next optimizer step on",
+    "weight_decay": "the new one applies from the next optimizer step on",
+    "seed": "random numbers continue, and rows come in another order",
+    "per_device_train_batch_size": "rows continue at the same position",
+    "gradient_accumulation_steps": "rows continue at the same position",
+    "num_train_epochs": "the schedule is the new run's",
+    "max_steps": "the schedule is the new run's",
+    "max_duration": "the schedule is the new run's",
+}
 
-def resume_plan(
-    plan: Plan,
-    loader: Any,
-    checkpoint: Path,
-    rows_per_step: int,
-    batches_left: Callable[[Any, dict[str, Any]], int],
-    rank: int,
-    world_size: int,
-    by_steps: bool,
-) -> Plan:
-    """`plan` for a run that resumes from `checkpoint`, whose optimizer steps may have held another number of rows.
 
-    Args:
-        rows_per_step: batch x accumulation x processes.
-        batches_left: ``(loader, trainer state) -> micro-batches`` that are left of the epoch of a checkpoint.
-        by_steps: the run ends after `max_steps`, and not with its epochs.
-    """
+def resume_plan(owner: Trainer, plan: Plan, loader: Any, checkpoint: Path) -> Plan:
+    """`plan` for a run that resumes from `checkpoint`, whose optimizer steps may have held another number of rows."""
+    by_steps = owner.args.max_steps > 0  # the run does not end with its epochs
     if not sharded.is_there(checkpoint, "rank-0"):
         return _plan_without_position(plan, loader, checkpoint, by_steps)
-    saved = elastic.load(checkpoint, rank, world_size)
-    trainer, shape = saved["trainer"], [plan.accumulation, plan.batches_per_epoch]
-    as_before = saved["rows_per_update"] == rows_per_step
-    *then, at = trainer["plan"]
-    if plan.batches_per_epoch is None or (as_before and then == shape):
-        if at is None:
-            return plan
-        step, epoch, left = at
-        return resumed(plan, step, epoch, left, by_steps)
+    saved = elastic.load(checkpoint, owner.dist.rank, owner.dist.world_size)
+    trainer, rows, then = saved["trainer"], owner.get_total_train_batch_size(owner.args), saved["rows_per_update"]
+    *shape, resized_at = trainer["plan"]
+    is_alike = rows == then and shape == [plan.accumulation, plan.batches_per_epoch]
+    if plan.batches_per_epoch is None or is_alike:
+        return plan if resized_at is None else resumed(plan, *resized_at, by_steps)
     step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
     epoch, left = trainer["progress"]["epoch"], plan.batches_per_epoch
     if trainer["progress"]["epoch_ended"] or trainer["epoch_stops"]:
         epoch += 1
     else:
-        left = batches_left(loader, trainer)
+        left = owner.batches_left(loader, trainer)
     changed = resumed(plan, step, epoch, left, by_steps)
-    if as_before:
-        return changed
-    logger.warning(
-        f"A step holds {rows_per_step} rows (batch x accumulation x processes) and held {saved['rows_per_update']} in "
-        f"{checkpoint}: the data continues with the row at which the checkpoint stands, {changed.max_steps - step} "
-        f"steps are left, and the schedule ends at step {changed.max_steps}. "
-        f"global_batch_size={saved['rows_per_update']} would keep the step, with any number of processes."
-    )
+    if rows != then:
+        logger.warning(
+            f"A step holds {rows} rows (batch x accumulation x processes) and held {then} in {checkpoint}: the data "
+            f"continues with the row at which the checkpoint stands, {changed.max_steps - step} steps are left, and "
+            f"the schedule ends at step {changed.max_steps}. global_batch_size={then} would keep the step, with any "
+            "number of processes."
+        )
     return changed
 
 
@@ -76,7 +91,7 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
     if plan.steps_per_epoch is None or plan.batches_per_epoch != len(loader):
         return plan
-    epoch, rows = position(plan, loader, state, checkpoint)
+    epoch, rows = _position(plan, loader, state, checkpoint)
     before, batches = plan.position(state.global_step)
     if (epoch, rows) == (before, batches * loader.rows_per_batch):
         return plan
@@ -90,19 +105,15 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
     return changed
 
 
-def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
-    """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data.
-
-    Where its steps held another number of rows, the share of the epoch that they had read tells.
-    """
+def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
+    """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data. Where its steps
+    held another number of rows, the share of the epoch that they had read tells."""
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
     # That of `state` is the size of this run by now.
     size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
     theirs = rows_per_batch(checkpoint, size)
     if state.epoch and theirs and loader.total_rows:
-        number = -(-loader.total_rows // theirs)
-        if loader.drop_last:
-            number = max(loader.total_rows // theirs, 1)
+        number = max(loader.total_rows // theirs, 1) if loader.drop_last else -(-loader.total_rows // theirs)
         epoch, batches = divmod(round(state.epoch * number), number)
         return epoch, batches * theirs
     epoch, batches = plan.position(state.global_step)
@@ -111,16 +122,10 @@ def position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> 
     return epoch, batches * unit
 
 
-def without_position(
-    checkpoint: Path, plan: Plan, state: TrainerState, run: Run, lr_scheduler: Any, taken: Taken, skips_data: bool
-) -> None:
-    """Move `run` and `lr_scheduler` to where `checkpoint` stands, which holds no position: it is of `save_only_model`
-    or of another trainer.
-
-    Args:
-        taken: what was loaded from it already.
-        skips_data: whether to skip the rows of the steps that are done (`ignore_data_skip` is not set).
-    """
+def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
+    """Move `run` and its schedule to where `checkpoint` stands, of which `taken` was loaded already. It holds no
+    position: it is of `save_only_model` or of another trainer."""
+    state, lr_scheduler = run.owner.state, run.owner.lr_scheduler
     step, lacks = state.global_step, list(taken.lacks)
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
         with warnings.catch_warnings():
@@ -128,8 +133,8 @@ def without_position(
             for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
                 schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
-    seeks = plan.steps_per_epoch is not None and skips_data
-    data = _seek(run, plan, state, checkpoint) if seeks else "starts from the beginning"
+    seeks = run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip
+    data = _seek(run, state, checkpoint) if seeks else "starts from the beginning"
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
     if is_foreign(checkpoint):
         if (checkpoint / "training_args.bin").is_file():
@@ -140,11 +145,11 @@ def without_position(
     logger.warning("%s %s The schedule continues at step %d, and the data %s.", checkpoint, known, step, data)
 
 
-def _seek(run: Run, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
+def _seek(run: Run, state: TrainerState, checkpoint: Path) -> str:
     """Let the data continue after `state`; what it does, in words."""
-    run.progress.epoch, rows = position(plan, run.loader, state, checkpoint)
+    run.progress.epoch, rows = _position(run.plan, run.loader, state, checkpoint)
     run.loader.set_epoch(run.progress.epoch)
-    if len(run.loader) != (length := plan.batches_per_epoch or 0):  # each batch of it is several of the plan
+    if len(run.loader) != (length := run.plan.batches_per_epoch or 0):  # each batch of it is several of the plan
         return f"begins with epoch {run.progress.epoch}"
     run.loader.skip(rows // run.loader.rows_per_batch, rows)
     batches = run.progress.batches = length - run.loader.batches_left(run.loader.state_dict())
@@ -154,21 +159,9 @@ def _seek(run: Run, plan: Plan, state: TrainerState, checkpoint: Path) -> str:
     return f"continues with batch {batches} of epoch {run.progress.epoch}, {order} for its seed"
 
 
-def drop_missing_best(state: TrainerState, metric: str | None, is_there: bool) -> None:
-    """Warn at once, rather than when it is to be loaded, that the best checkpoint of `state` is gone, and forget it."""
-    if state.best_model_checkpoint is None or is_there:
-        return
-    logger.warning(
-        f"The best checkpoint so far, {state.best_model_checkpoint} ({metric}={state.best_metric}), is no longer "
-        "there. The best of those that follow is kept if it is better than that."
-    )
-    state.best_model_checkpoint = None
-
-
 def resume(run: Run, checkpoint: Path) -> None:
     """Set state, optimizer, schedule, callbacks and data to where `checkpoint` stands."""
     owner, args, plan, fresh = run.owner, run.owner.args, run.plan, run.owner.state
-    saved = owner.checkpoints
     run.is_new = False
     ema.load(run.ema, checkpoint)
     owner.state = state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
@@ -179,22 +172,102 @@ def resume(run: Run, checkpoint: Path) -> None:
         is_there = owner.dist.on_main(
             lambda: Path(best).is_dir() or (remote is not None and Path(best).name in remote.whole())
         )
-        drop_missing_best(state, args.metric_for_best_model, is_there)
+        if not is_there:  # say so at once, rather than when it is to be loaded
+            logger.warning(
+                f"The best checkpoint so far, {best} ({args.metric_for_best_model}={state.best_metric}), is no longer "
+                "there. The best of those that follow is kept if it is better than that."
+            )
+            state.best_model_checkpoint = None
     if args.restore_callback_states_from_checkpoint:
         owner.callback_handler.restore(state.stateful_callbacks)
-    options = argument_changes.group_options(owner.optimizer)
-    if not any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine")):  # the weights alone
-        taken = saved.read_foreign(checkpoint, owner.saving.contents())
-        changed = argument_changes.of_groups(options, owner.optimizer, checkpoint, state.epoch)
-        argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
-        skips = not args.ignore_data_skip
-        return without_position(checkpoint, plan, state, run, owner.lr_scheduler, taken, skips)
-    changed = argument_changes.found(checkpoint, args, state.epoch)
-    position = saved.read(checkpoint, owner.saving.contents(), args.seed, state.global_step, pipeline.set_seed)
-    argument_changes.apply(changed, owner.optimizer, options, owner.lr_scheduler)
+    options, path = group_options(owner.optimizer), checkpoint / "training_args.json"
+    has_optimizer = any(sharded.is_there(checkpoint, name) for name in ("optimizer", "engine"))  # not the weights alone
+    taken = None if has_optimizer else owner.checkpoints.read_foreign(checkpoint)
+    if taken is None:
+        changed = differences(codec.read_json(path) if path.is_file() else {}, json.loads(args.to_json_string()))
+    else:
+        changed = _changed_options(options, owner.optimizer)
+    if changed:
+        logger.warning("%s", explain(changed, str(checkpoint), inside_epoch=not float(state.epoch).is_integer()))
+    position = owner.checkpoints.read(checkpoint) if taken is None else {}
+    apply_changes(changed, owner.optimizer, options, owner.lr_scheduler)
+    if taken is not None:
+        return _without_position(run, checkpoint, taken)
     owner.load_state_dict(position["trainer"])
     if plan.resized_at is not None and plan.resized_at[:2] == (state.global_step, run.progress.epoch):
         if not args.ignore_data_skip:  # a micro-batch holds another number of rows now
             run.progress.batches = (plan.batches_per_epoch or 0) - plan.resized_at[2]
     run.loader.number(run.progress.batches)
     run.rng = position["rng"]
+
+
+# ------------------------------------------------------------------------------------------ arguments that have changed
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """``{name: (old, new)}`` of the arguments that change a run, between two `TrainingArguments.to_dict`; one that
+    either of them lacks is left out."""
+    return {
+        name: (before[name], now[name])
+        for name in now
+        if name in before
+        and before[name] != now[name]
+        and name not in _BESIDE_THE_RUN
+        and not name.startswith(_PREFIXES_BESIDE)
+    }
+
+
+def _changed_options(fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, Any]]:
+    """`differences` where arguments cannot be read: what the loaded options of `optimizer` tell of them, beside its
+    `fresh` `group_options` from before its state was loaded."""
+    new, old = fresh[0], group_options(optimizer)[0]
+    options = [(name, key) for name, keys in ({"learning_rate": ("initial_lr",)} | _OPTIONS).items() for key in keys]
+    return {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}
+
+
+def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: bool) -> str:
+    """One sentence for a log, listing what changed since `checkpoint`, which was saved `inside_epoch` or after one.
+    Raises a `CheckpointError` where another optimizer was chosen, for which the saved state is of no use."""
+    old, new = changed.get("optim", (None, None))
+    if old != new and not any({old, new} <= names for names in _ONE_STATE):
+        raise CheckpointError(
+            f"{checkpoint} holds the state of optim={old!r}, and this run has optim={new!r}, which cannot resume "
+            f"from it. Set optim={old!r}, or start from the checkpoint's weights alone: load the model from it, and "
+            "pass no resume_from_checkpoint."
+        )
+    listed = []
+    for name, (before, after) in changed.items():
+        note = _NOTES.get(name)
+        if name in _REORDERS and inside_epoch:
+            note = f"{note}: in the current epoch some are read twice and some not at all"
+        listed.append(f"{name}: {before!r} -> {after!r}{f' ({note})' if note else ''}")
+    return f"Arguments have changed since {checkpoint} was saved: {'; '.join(listed)}."
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group of parameters, to be compared after a state was loaded."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def apply_changes(
+    changed: dict[str, tuple[Any, Any]], optimizer: torch.optim.Optimizer, fresh: list[dict[str, Any]], scheduler: Any
+) -> None:
+    """Apply `changed` constants of the optimizer (`differences`) after its loaded state and that of the schedule
+    restored the old ones; `fresh` are its `group_options` from before."""
+    names = {option for name in changed for option in _OPTIONS.get(name, ())}
+    for group, options in zip(optimizer.param_groups, fresh, strict=True):
+        group.update({name: options[name] for name in names if name in options and name in group})
+    old, new = changed.get("learning_rate", (None, None))
+    if not old or new is None:
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * (new / old)
+        if "initial_lr" in group:
+            group["initial_lr"] = group["initial_lr"] * (new / old)
+    if getattr(scheduler, "base_lrs", None):
+        scheduler.base_lrs = [rate * (new / old) for rate in scheduler.base_lrs]
+    if isinstance(scheduler, LambdaLR):
+        rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, base, curve in rates:
+            group["lr"] = base * curve(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

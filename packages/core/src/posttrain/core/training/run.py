@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,68 +33,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """Made at the start of `train`; that of the last run stays until the next.
+    """Made at the start of `train`; that of the last run stays until the next."""
 
-    Attributes:
-        owner: the trainer, by a weak reference.
-        plan: its length.
-        loader: of the training micro-batches.
-        trial: of a hyperparameter search. ignore_keys: outputs that are no predictions, in evaluations.
-        progress: where it stands in its data and its log; saved in checkpoints.
-        parameters: those of the wrapped model.
-        finite: keeps steps that are not finite from the weights.
-        spikes: looks for spikes of the loss, where `on_loss_spike` asks for it.
-        splitter: splits micro-batches that do not fit into memory, with `auto_find_batch_size`.
-        watch: notices signals, the time limit, and the file that asks for a checkpoint.
-        pace: how long this process takes for its part of a step, where there are several.
-        ema: the averaged weights, where there are any.
-        rows_per_batch: rows of a micro-batch over all processes; on average where it holds as many as fit.
-        reads_as_given: micro-batches are trained as the loader gives them: the last one of an epoch may be short.
-        rates: the learning rate of each group of parameters in the last step.
-        is_new: it does not start from a checkpoint.
-        first_step: the optimizer step it started from.
-        rows_read: over all processes, since it started.
-        rng: random numbers of the checkpoint, until the first row is read.
-        epoch_stopped: a callback had ended the epoch when the checkpoint was saved.
-        is_stepping: the optimizer is changing the weights: no checkpoint can be saved now.
-        records_before_evaluation: length of the log history while an evaluation may be interrupted.
-        memory: metrics of the memory that training took, once it is done.
-        callbacks_may_differ: callbacks may ask for something on one process alone.
-        step_takes: arguments that `training_step` takes.
-        sync_each_batch: processes average their gradients after each micro-batch.
-        num_items: items of the accumulation window, over all processes, while its micro-batches are trained.
-        window_size: micro-batches of the accumulation window, while they are trained; else 0.
-    """
-
-    owner: Trainer
-    plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))
-    loader: Any = None
-    trial: Any = None
-    ignore_keys: list[str] | None = None
-    progress: Progress = field(default_factory=Progress)
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    owner: Trainer  # by a weak reference
+    plan: Plan = field(default_factory=lambda: Plan(1, None, 0, 0))  # its length
+    loader: Any = None  # of the training micro-batches
+    trial: Any = None  # of a hyperparameter search
+    ignore_keys: list[str] | None = None  # outputs that are no predictions, in evaluations
+    progress: Progress = field(default_factory=Progress)  # in its data and its log; saved in checkpoints
+    parameters: list[nn.Parameter] = field(default_factory=list)  # those of the wrapped model
     finite: nonfinite.FiniteGuard = field(default_factory=nonfinite.FiniteGuard)
-    spikes: SpikeWatch | None = None
-    splitter: BatchSplitter | None = None
+    spikes: SpikeWatch | None = None  # looks for spikes of the loss, where `on_loss_spike` asks for it
+    splitter: BatchSplitter | None = None  # with `auto_find_batch_size`
     watch: preemption.Watch = field(default_factory=lambda: preemption.Watch(on_signals=False))
-    pace: Pace | None = None
-    ema: EMA | None = None
-    rows_per_batch: float = 1
-    reads_as_given: bool = True
-    rates: list[Any] = field(default_factory=list)
-    is_new: bool = True
-    first_step: int = 0
-    rows_read: int = 0
-    rng: dict[str, Any] | None = None
-    epoch_stopped: bool = False
-    is_stepping: bool = False
-    records_before_evaluation: int | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-    callbacks_may_differ: bool = False
-    step_takes: int = 3
-    sync_each_batch: bool = False
-    num_items: Any = None
-    window_size: int = 0
+    pace: Pace | None = None  # how long this process takes for its part of a step, where there are several
+    ema: EMA | None = None  # the averaged weights, where there are any
+    rows_per_batch: float = 1  # of a micro-batch over all processes; on average where it holds as many as fit
+    reads_as_given: bool = True  # micro-batches are those of the loader: the last one of an epoch may be short
+    rates: list[Any] = field(default_factory=list)  # the learning rate of each group of parameters in the last step
+    is_new: bool = True  # it does not start from a checkpoint
+    first_step: int = 0  # the optimizer step it started from
+    rows_read: int = 0  # over all processes, since it started
+    rng: dict[str, Any] | None = None  # random numbers of the checkpoint, until the first row is read
+    epoch_stopped: bool = False  # a callback had ended the epoch when the checkpoint was saved
+    is_stepping: bool = False  # the optimizer is changing the weights: no checkpoint can be saved now
+    records_before_evaluation: int | None = None  # length of the log history, while an evaluation may be interrupted
+    memory: dict[str, int] = field(default_factory=dict)  # metrics of the memory that training took, once it is done
+    callbacks_may_differ: bool = False  # callbacks may ask for something on one process alone
+    step_takes: int = 3  # arguments that `training_step` takes
+    sync_each_batch: bool = False  # processes average their gradients after each micro-batch
+    num_items: Any = None  # of the accumulation window, over all processes, while its micro-batches are trained
+    window_size: int = 0  # micro-batches of the accumulation window, while they are trained; else 0
     _total_rows: int | None = None
 
     @classmethod
@@ -103,22 +72,17 @@ class Run:
         args, dist, rows = owner.args, owner.dist, owner.train_batch_size
         limit = preemption.seconds(args.max_time) if args.max_time else None
         asks = Path(args.output_dir, preemption.SAVE_NOW) if dist.is_main else None
-        finite, spikes = guards.make(owner)
-        return cls(
-            owner,
-            plan,
-            loader,
-            trial,
-            ignore_keys,
+        run = cls(owner, plan, loader, trial, ignore_keys)
+        run.finite, run.spikes = guards.make(owner)
+        return replace(
+            run,
             parameters=list(owner.model_wrapped.parameters()),
-            finite=finite,
-            spikes=spikes,
             splitter=BatchSplitter(rows, args.gradient_accumulation_steps) if args.auto_find_batch_size else None,
             watch=preemption.Watch(preemption.saves_on_signal(args), limit, dist.num_processes, dist.device, asks),
             pace=Pace(dist.seconds_waited, dist.process_index) if dist.num_processes > 1 else None,
             ema=ema.make(owner.model, args, owner.optimizer),
             rows_per_batch=loader.rows_per_turn or rows * dist.world_size,
-            reads_as_given=override_checks.is_from(owner, "windows", "Trainer"),
+            reads_as_given=override_checks.is_stock(owner, "windows"),
             step_takes=len(override_checks.taken(owner.training_step, None, None, None)),
             sync_each_batch=bool(args.accelerator_config.accumulation.get("sync_each_batch")),
         )
@@ -135,7 +99,7 @@ class Run:
         owner, args = self.owner, self.owner.args
         owner._fire("on_train_begin", data_reports=owner.data_reports)
         if preemption.may_save(args):
-            owner.checkpoints.check_state(owner.saving.contents(), owner.state)
+            owner.checkpoints.check_state()
         self.meet("what callbacks do when training begins")
         epochs = self._epochs_left()
         if args.eval_on_start and self.is_new:
@@ -315,11 +279,8 @@ class Run:
         return all(guard.may_step(owner.optimizer, update, scale) for guard in self.guards)
 
     def after_step(self, num_batches: int) -> bool:
-        """Count an optimizer step over `num_batches` micro-batches, call the callbacks and do what they ask for.
-
-        Returns:
-            Whether the epoch ends here.
-        """
+        """Count an optimizer step over `num_batches` micro-batches, call the callbacks and do what they ask for;
+        returns whether the epoch ends here."""
         owner, state = self.owner, self.owner.state
         self.advance(num_batches)
         state.global_step += 1
@@ -327,7 +288,7 @@ class Run:
         if self.splitter is not None and self.splitter.cuts:
             state.train_batch_size = self.splitter.rows
         if state.global_step == self.first_step + 1 and preemption.may_save(owner.args):
-            owner.checkpoints.check_optimizer_state(owner.optimizer)
+            owner.checkpoints.check_optimizer_state()
         state.epoch = self.plan.epoch_at(self.progress.epoch, self.progress.batches, state.global_step)
         every = owner.args.torch_empty_cache_steps
         if every is not None and state.global_step % every == 0:
@@ -388,7 +349,7 @@ class Run:
             with owner.clock("save"):
                 owner._save_checkpoint(owner.model_wrapped, self.trial)
         if args.save_on_exception:
-            owner.checkpoints.boundary = copy.deepcopy(owner.saving.contents().position())
+            owner.checkpoints.boundary = copy.deepcopy(owner.checkpoints.position())
         if self.pace is not None:
             owner.dist.enter_step(owner.state.global_step + 1, self.progress.batches)
             self.pace.resume()

@@ -13,7 +13,6 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
-from posttrain.core.checkpoint.manager import Contents
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
@@ -35,9 +34,8 @@ class Saving:
 
     def now(self) -> None:
         """Save a checkpoint, and wait until it is there."""
-        owner = self.owner
-        owner.store_flos()
-        owner._save_checkpoint(owner.model_wrapped, owner.run.trial)
+        self.owner.store_flos()
+        self.owner._save_checkpoint(self.owner.model_wrapped, self.owner.run.trial)
         self.settle()
 
     def checkpoint(self) -> None:
@@ -45,34 +43,15 @@ class Saving:
         owner = self.owner
         self.settle()
         with self.averages():  # resuming goes on from them, as this run does
-            owner.checkpoints.save(owner.state, self.contents(), owner.write_checkpoint)
+            owner.checkpoints.save()
         if not owner.args.save_async:
             self.settle()
 
-    def contents(self) -> Contents:
-        """The objects that a checkpoint holds the state of."""
-        owner = self.owner
-        return Contents(
-            model=wrapping.unwrap(owner.model),
-            optimizer=owner.optimizer,
-            lr_scheduler=owner.lr_scheduler,
-            ema=owner.run.ema,
-            trainer=owner,
-            scaler=owner.dist.scaler,
-            rows_per_step=owner.get_total_train_batch_size(owner.args),
-            callbacks=[*owner.callback_handler.callbacks, owner.control],
-            parts=owner.checkpoint_parts(),
-        )
-
     def settle(self, wait: bool = True) -> None:
-        """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks.
-
-        Args:
-            wait: until it is written; else return where it is not.
-        """
+        """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks. Returns where it is
+        not written yet, unless this is to `wait`."""
         owner = self.owner
-        outcome = owner.checkpoints.settle(wait)
-        if outcome is None:
+        if (outcome := owner.checkpoints.settle(wait)) is None:
             return
         best = owner.state.best_model_checkpoint
         if outcome.path is None:
@@ -153,11 +132,8 @@ class Saving:
         return eval_loop.averages_in(self.owner.optimizer, otherwise=self.owner.is_in_train)
 
     def model(self, directory: str, of_checkpoint: bool, writes_itself: bool) -> None:
-        """Write the model and what belongs to it; large sharded weights by all processes, each its share.
-
-        Args:
-            writes_itself: a subclass has its own `_save`.
-        """
+        """Write the model and what belongs to it; large sharded weights by all processes, each its share, unless a
+        subclass has its own `_save` (`writes_itself`)."""
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
         check = bool(args.check_saved_model) and not of_checkpoint

@@ -19,19 +19,14 @@ logger = logging.getLogger(__name__)
 
 class Scaling:
     """What `training_step` knows of a trainer's loss. Made when the trainer takes a model, and again when training
-    begins, since a script may have replaced methods in between.
-
-    Attributes:
-        objective: calls `compute_loss`.
-        is_own_loss: `compute_loss` is ours, and no function takes the place of the model's loss.
-        factor: what a loss is multiplied with, since processes average their gradients.
-        steps_in_backward: the optimizer changes the weights during the backward pass.
-    """
+    begins, since a script may have replaced methods in between."""
 
     def __init__(self, owner: Trainer) -> None:
         self.owner, mixed = owner, owner.loss_is_scaled_for_ga == "mixed"
         self.objective = normalization.Objective(owner.compute_loss, mixed or declared_mean(owner), own_count=mixed)
+        # No method or function of the user takes the place of our loss, or the model's.
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
+        # A loss is multiplied with it, since processes average their gradients.
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         self.steps_in_backward = bool(getattr(owner.optimizer, "steps_in_backward", False))
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.host_copies import on_host, send
-from posttrain.core.distributed.collectives import WHOLE_ROWS, whole_rows
+from posttrain.core.distributed.world import WHOLE_ROWS, whole_rows
 from posttrain.core.models.wrapping import base_model, body_of
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, piece_by_piece

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.distributed.collectives import whole_rows
 from posttrain.core.distributed.sharding import is_in_pieces
+from posttrain.core.distributed.world import whole_rows
 from posttrain.core.losses.logits import shift_labels
 from posttrain.core.models import wrapping
 from posttrain.core.models.wrapping import PretrainedModel, base_model, has_virtual_tokens, output_embedding, unwrap

@@ -12,8 +12,7 @@ from posttrain.core.distributed.deepspeed import is_asked_for
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.distributed.strategies.ddp import DDP
 from posttrain.core.distributed.strategies.deepspeed import DeepSpeed
-from posttrain.core.distributed.strategies.fsdp import FSDP
-from posttrain.core.distributed.strategies.model_parallel import ModelParallel
+from posttrain.core.distributed.strategies.fsdp import FSDP, ModelParallel
 from posttrain.core.distributed.world import start_processes
 from posttrain.core.errors import ConfigError
 
@@ -21,14 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_strategy(args: DistributedArguments, model: nn.Module | None = None) -> Distributed:
-    """Start the processes of a run and choose its strategy.
-
-    Args:
-        model: the one to train, if it is there already: it may have been loaded in parts.
-
-    Raises:
-        ConfigError: the arguments, the launcher and the number of processes contradict each other.
-    """
+    """Start the processes of a run and choose its strategy; a `model` that is there already may have been loaded in
+    parts. Raises a `ConfigError` where the arguments, the launcher and the number of processes contradict each
+    other."""
     settings = shard_settings.of_run(args)
     accelerator = start_processes(args, settings is not None and settings.cpu_offload)
     processes = accelerator.num_processes

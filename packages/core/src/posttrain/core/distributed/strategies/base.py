@@ -13,10 +13,9 @@ from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.distributed.arguments import DistributedArguments
-from posttrain.core.distributed.collectives import Collectives, whole_rows
 from posttrain.core.distributed.environment import has_bfloat16_instructions
 from posttrain.core.distributed.shard_settings import Sharding
-from posttrain.core.distributed.world import NOTHING
+from posttrain.core.distributed.world import NOTHING, World, whole_rows
 from posttrain.core.models import rms_norm
 
 if TYPE_CHECKING:
@@ -33,23 +32,14 @@ CONTEXT_PARALLEL = "posttrain.lm.attention.context_parallel:enable"
 Names = Callable[[str], bool]
 
 
-class Distributed(Collectives):
+class Distributed(World):
     """How a run spreads its model over processes, for the training loop. One per trainer, from `make_strategy`.
 
     This is the strategy of one process. Each subclass overrides what several processes do differently.
-
-    Args:
-        args, accelerator, sizes: as of `World`.
-        sharding: how the weights are sharded; None: they are not.
-
-    Attributes:
-        uses_deepspeed: whether DeepSpeed's engine runs backward, clipping and step.
-        scaler: of the loss, under fp16; None under other precisions.
-        shards: whether each process holds its part of the weights alone, by FSDP, tensor or expert parallelism.
     """
 
-    uses_deepspeed: ClassVar[bool] = False
-    shards: ClassVar[bool] = False
+    uses_deepspeed: ClassVar[bool] = False  # whose engine runs backward, clipping and step
+    shards: ClassVar[bool] = False  # each process holds its part of the weights alone
 
     def __init__(
         self,
@@ -59,11 +49,11 @@ class Distributed(Collectives):
         sharding: Sharding | None = None,
     ) -> None:
         super().__init__(args, accelerator, sizes)
-        self.sharding = sharding
+        self.sharding = sharding  # of the weights; None: they are not
         self._rows_group, self._peers_group = self._groups()
         self._gathered: set[int] = set()
         self._warns_of_bfloat16 = self.device.type == "cpu" and not has_bfloat16_instructions()
-        self.scaler = torch.amp.GradScaler(self.device.type) if self._needs_scaler else None
+        self.scaler = torch.amp.GradScaler(self.device.type) if self._needs_scaler else None  # of the loss, under fp16
         # A training_step of a script calls `accelerator.backward`.
         self.accelerator.scaler = self.scaler
 
@@ -89,11 +79,8 @@ class Distributed(Collectives):
         return not placed if args.place_model_on_device is None else args.place_model_on_device
 
     def place(self, model: nn.Module, trained: bool = False) -> None:
-        """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it.
-
-        Args:
-            trained: the model is trained; if it will be sharded, it is moved layer by layer.
-        """
+        """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it; one
+        that is `trained` and will be sharded is moved layer by layer."""
         if not (trained and self.shards) and self.moves(model):
             model.to(self.device)
         self._use_device(model)
@@ -105,23 +92,10 @@ class Distributed(Collectives):
                     "ten times as long as in float32. Set bf16=False, and load the model with dtype='float32'."
                 )
 
-    def _use_device(self, model: nn.Module) -> None:
-        """Let `model` run as it is fastest on a device other than the CPU."""
-        if self.device.type == "cpu":
-            return
-        args: Any = self.args
-        pkgutil.resolve_name(ANNOUNCE_MASKS)(model)
-        if self.tp_size == 1 and not args.torch_compile:  # the compiler makes kernels of its own
-            rms_norm.use_kernels(model)
-
-    def prepare_model(
-        self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+from posttrain.core.models import rms_norm
         """Move `model` to this process's device and, with several processes, wrap it so that gradients are averaged.
-
-        Args:
-            optimizer: made by the user from the parameters of `model`, which sharding replaces.
-        """
+        The `optimizer`, if the user made one, follows the parameters where sharding replaces them."""
         self.place(model, trained=True)
         return self.shard(model, optimizer)
 
@@ -132,12 +106,8 @@ class Distributed(Collectives):
 
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
         """Place `model`, which is never trained, like the trained one: on this process's device, and sharded if that
-        is. Every process must call it.
-
-        Args:
-            rounds: store weights rounded to bfloat16 or float16 if the forward rounds them anyway; the results are
-                equal.
-        """
+        is. Every process must call it. `rounds`: store weights rounded to bfloat16 or float16 if the forward rounds
+        them anyway; the results are equal."""
         if rounds and self.precision in LOW:
             round_weights(model, LOW[self.precision])
         self.place(model)
@@ -180,14 +150,9 @@ class Distributed(Collectives):
     def whole_state_dict(
         self, model: nn.Module, only: Names = lambda name: True, keep: Names | None = None
     ) -> dict[str, torch.Tensor] | None:
-        """The gathered weights of a sharded `model` in host memory; None if it is not sharded.
-
-        Every process must call it.
-
-        Args:
-            only: the names that are gathered.
-            keep: the names that this process gets; None: rank 0 gets all of them, and the others an empty dict.
-        """
+        """The gathered weights of a sharded `model` in host memory, of the names in `only`; None if it is not sharded.
+        Every process must call it, and gets the names to `keep`; None: rank 0 gets all of them, and the others an empty
+        dict."""
         return None
 
     def engine_state(self) -> dict[str, Any] | None:

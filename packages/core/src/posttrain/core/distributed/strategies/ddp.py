@@ -20,9 +20,7 @@ from posttrain.core.models.wrapping import sees
 class DDP(Distributed):
     """Averages gradients by torch's `DistributedDataParallel`."""
 
-    def prepare_model(
-        self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         super().prepare_model(model)
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -30,14 +28,10 @@ class DDP(Distributed):
         unused = args.ddp_find_unused_parameters
         # LLaVA takes the features from a layer before the last, whose weights are then in no loss.
         reentrant = (args.activation_checkpointing_kwargs or {}).get("use_reentrant", False)
-        looks = not gradient_checkpointing or (sees(model) and not reentrant)
-        options: dict[str, Any] = {
-            "find_unused_parameters": looks if unused is None else unused,
-            "bucket_cap_mb": args.ddp_bucket_cap_mb,
-            "broadcast_buffers": args.ddp_broadcast_buffers,
-            "static_graph": args.ddp_static_graph,
-        }
+        looks = not args.activation_checkpointing or (sees(model) and not reentrant)
+        options = {name: vars(args)[f"ddp_{name}"] for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph")}
         options = {name: value for name, value in options.items() if value is not None}
+        options["find_unused_parameters"] = looks if unused is None else unused
         ids = [self.device.index] if self.device.type not in ("cpu", "mps") else None
         return DistributedDataParallel(model, device_ids=ids, **options)
 

@@ -20,12 +20,8 @@ from posttrain.core.errors import CheckpointError, require
 
 
 class DeepSpeed(Distributed):
-    """Lets DeepSpeed's engine run backward, clip and step. Under ZeRO-3 each process holds its part of the weights
-    alone.
-
-    Attributes:
-        engine: made when training starts.
-    """
+    """Lets DeepSpeed's engine, made when training starts, run backward, clip and step. Under ZeRO-3 each process holds
+    its part of the weights alone."""
 
     uses_deepspeed = True
     engine: Any = None
@@ -42,14 +38,9 @@ class DeepSpeed(Distributed):
     def _needs_scaler(self) -> bool:
         return False  # the engine has its own
 
-    def prepare_model(
-        self, model: nn.Module, gradient_checkpointing: bool = False, optimizer: torch.optim.Optimizer | None = None
-    ) -> nn.Module:
-        """As `Distributed.prepare_model`.
-
-        Raises:
-            RuntimeError: a training has begun: DeepSpeed leaves its hooks in the model, and its parts of the weights.
-        """
+    def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+        """As `Distributed.prepare_model`. Raises a `RuntimeError` where a training has begun: DeepSpeed leaves its
+        hooks in the model, and its parts of the weights."""
         if self.engine is not None:
             raise RuntimeError(
                 "A trainer with deepspeed trains once, because DeepSpeed changes the model for good. Save the model, "
@@ -77,11 +68,8 @@ class DeepSpeed(Distributed):
 
     @contextlib.contextmanager
     def _whole(self, model: nn.Module) -> Iterator[None]:
-        """Within this context every process may call the model as often as it likes.
-
-        For this DeepSpeed's hooks are taken off: they give weights back after each layer, and compare how often the
-        processes call the model.
-        """
+        """Within this context every process may call the model as often as it likes: DeepSpeed's hooks are taken off,
+        which give weights back after each layer, and compare how often the processes call the model."""
         if self.engine is None or not any(map(is_piece, model.parameters())):
             yield
             return
@@ -145,11 +133,7 @@ class DeepSpeed(Distributed):
         return {"groups": options, "state": state, "masters": [master.detach() for master in masters]}
 
     def load_engine_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `engine_state`.
-
-        Raises:
-            CheckpointError: it is of another model, or another stage.
-        """
+        """The inverse of `engine_state`. Raises a `CheckpointError` where it is of another model, or another stage."""
         inner, masters = self._inner(), self._masters()
         if [m.shape for m in masters] != [m.shape for m in state["masters"]]:
             raise CheckpointError(
