@@ -31,7 +31,7 @@ from posttrain.core.hub.uploads import HubArguments
 from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
-from posttrain.core.optim import builder, lr_scheduler, schedule
+from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training.allocator import AllocatorArguments
@@ -288,7 +288,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 "'loss'"
             )
         yield from builder.problems_with_others(self)
-        yield from schedule.problems(self)
+        yield from lr_scheduler.length_problems(self)
 
     def _take_duration(self, value: float, unit: str) -> None:
         """Set what `max_duration` stands for."""

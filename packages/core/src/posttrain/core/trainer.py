@@ -36,7 +36,7 @@ from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in
 from posttrain.core.losses import normalization
 from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, trainable, wrapping
-from posttrain.core.optim import builder, lr_scheduler, schedule
+from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import lifetime, nonfinite, override_checks, preflight, resume
 from posttrain.core.training.evaluator import Evaluator
@@ -623,7 +623,7 @@ class Trainer(TrainerNames):
         """Make ``self.lr_scheduler`` unless one was given."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._made_scheduler = schedule.make(self.args, optimizer, num_training_steps)
+            self.lr_scheduler = self._made_scheduler = lr_scheduler.make(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
     def _get_learning_rate(self) -> float:
