@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run
+
+
+def _reads(path: str, doc: str) -> Any:
+    return property(operator.attrgetter(path), doc=doc)
+
+
+def _returns(path: str, doc: str) -> Any:
+    """A method without arguments that returns what lies at `path` below the trainer."""
+    get = operator.attrgetter(path)
+
+    def method(self: Any) -> Any:
+        return get(self)
+
+    method.__doc__ = doc
+    return method
 
 
 class TrainerNames:
@@ -67,10 +83,17 @@ class TrainerNames:
     scaler = sharded_ddp = fsdp = None
     do_grad_scaling = use_apex = use_amp = use_cuda_amp = use_cpu_amp = False
 
-    @property
-    def tokenizer(self) -> Any:
-        """Earlier name of `processing_class`."""
-        return self.processing_class
+    tokenizer = _reads("processing_class", "Earlier name of `processing_class`.")
+    prediction_loop = _reads("evaluation_loop", "Earlier name of `evaluation_loop`.")
+    neftune_noise_alpha = _reads("args.neftune_noise_alpha", "The noise that embeddings get; see that argument.")
+    gather_function = _reads("accelerator.gather_for_metrics", "Gathers an evaluation batch of all processes.")
+    is_deepspeed_enabled = _reads("dist.uses_deepspeed", "Whether DeepSpeed trains.")
+    _globalstep_last_logged = _reads("run.progress.last_logged", "The optimizer step of the last record.")
+    is_world_process_zero = _returns("dist.is_main", "Whether this process is the first of all.")
+    is_local_process_zero = _returns("dist.is_local_main", "Whether this process is the first of its machine.")
+    get_tp_size = _returns("dist.tp_size", "Processes that split the matrices of one layer (tensor parallelism).")
+    get_cp_size = _returns("dist.cp_size", "Processes that split one row (context parallelism).")
+    get_ep_size = _returns("dist.ep_size", "Processes that have all experts between them (expert parallelism).")
 
     @property
     def current_flos(self) -> float:
@@ -92,19 +115,9 @@ class TrainerNames:
         return self.dist.moves(self.model)
 
     @property
-    def neftune_noise_alpha(self) -> float | None:
-        """The noise that embeddings get in training; see the argument of this name."""
-        return self.args.neftune_noise_alpha
-
-    @property
     def hub_model_id(self) -> str | None:
         """The repository on the Hub that the run is pushed to; None where it is not pushed."""
         return self.uploader.repo_id if self.args.push_to_hub else None
-
-    @property
-    def prediction_loop(self) -> Callable[..., Any]:
-        """Earlier name of `evaluation_loop`."""
-        return self.evaluation_loop
 
     @property
     def _metrics(self) -> Appended:
@@ -116,10 +129,6 @@ class TrainerNames:
         for name, value in metrics.items():
             self.log_metric(name, value)
 
-    @property
-    def _globalstep_last_logged(self) -> int:
-        return self.run.progress.last_logged
-
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """`tensors`, in any nesting, of all processes, padded to one width."""
         if tensors is None:
@@ -128,11 +137,6 @@ class TrainerNames:
 
     def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
         return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
-
-    @property
-    def gather_function(self) -> Callable[[Any], Any]:
-        """Gathers an evaluation batch of all processes."""
-        return self.accelerator.gather_for_metrics
 
     # --------------------------------------------------------------------------------- old names of overridable methods
 
@@ -184,21 +188,9 @@ class TrainerNames:
         """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""
         return pipeline.num_examples(dataloader)
 
-    def get_tp_size(self) -> int:
-        """Processes that split the matrices of one layer (tensor parallelism)."""
-        return self.dist.tp_size
-
     def get_sp_size(self) -> int:
         """Processes that share one row by sequence parallelism: 1."""
         return 1
-
-    def get_cp_size(self) -> int:
-        """Processes that split one row (context parallelism)."""
-        return self.dist.cp_size
-
-    def get_ep_size(self) -> int:
-        """Processes that have all experts of a mixture between them (expert parallelism)."""
-        return self.dist.ep_size
 
     @property
     def is_fsdp_enabled(self) -> bool:
@@ -209,10 +201,6 @@ class TrainerNames:
     def deepspeed(self) -> Any:
         """DeepSpeed's engine while it trains, else None."""
         return self.model_wrapped if self.is_deepspeed_enabled and self.is_in_train else None
-
-    @property
-    def is_deepspeed_enabled(self) -> bool:
-        return self.dist.uses_deepspeed
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
         """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a
@@ -258,12 +246,6 @@ class TrainerNames:
         """Write ``<split>_results.json`` into the output directory and, if `combined`, add to ``all_results.json``."""
         if self.dist.is_main:
             save_metrics(Path(self.args.output_dir), split, metrics, combined)
-
-    def is_world_process_zero(self) -> bool:
-        return self.dist.is_main
-
-    def is_local_process_zero(self) -> bool:
-        return self.dist.is_local_main
 
     def end(self) -> None:
         """Take down the process group. The last call of a script: nothing after it can reach other processes."""
