@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -318,27 +317,17 @@ def build(
 
 def _keep_embeddings_in_32_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Their gradients are too uneven for 8-bit state: Dettmers et al. 2022, Sec. 2.3."""
-    manager = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager.get_instance()
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    overrides = [{"optim_bits": 32} for _ in embeddings]
-    # The manager is global and knows weights by their place, so overrides of another model would apply to this one.
-    _forget([known for known in manager.index2config.values() if known == {"optim_bits": 32}], [manager.index2config])
-    for module, override in zip(embeddings, overrides, strict=True):
-        manager.override_config(module.weight, key_value_dict=override)
-        if not isinstance(optimizer, Layerwise):  # each of its parameters is the first of a separate optimizer
-            manager.register_module_override(module, "weight", override)
-    tables, triples = [manager.index2config, manager.pid2config], manager.module_weight_config_triple
-    weakref.finalize(optimizer, _forget, overrides, tables, triples)
-
-
-def _forget(overrides: list[dict[str, int]], tables: list[dict[Any, Any]], triples: Any = ()) -> None:
-    """Take `overrides`, these objects and not equal ones, out of the manager's tables and triples."""
-    identities = {id(override) for override in overrides}
-    for table in tables:
-        for key in [key for key, override in table.items() if id(override) in identities]:
-            del table[key]
-    if triples:
-        triples[:] = [triple for triple in triples if id(triple[2]) not in identities]
+    kind = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager
+    manager = kind.__new__(kind)  # that of the process knows weights by their place, also those of other models
+    manager.initialize()
+    workers = optimizer.workers() if isinstance(optimizer, Layerwise) else []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            manager.override_config(module.weight, key_value_dict={"optim_bits": 32})
+            if not workers:  # each of their parameters is the first of an optimizer
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
+    for each in (optimizer, *workers):
+        each.mng = manager
 
 
 def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import logging
 import re
-import types
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -21,7 +20,6 @@ from torch import nn
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
-from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.bf16 import BF16AdamW
 from posttrain.core.optim.galore import SIDES, galore
@@ -29,7 +27,7 @@ from posttrain.core.optim.grokadamw import GrokAdamW
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.optim.muon import MuonWithAdamW
-from posttrain.core.optim.torchao import torchao_adamw
+from posttrain.core.optim.resumable import adafactor_class, torchao_adamw
 
 logger = logging.getLogger(__name__)
 
@@ -104,47 +102,40 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError("optim_args", [f"{name}={value!r} is not one of {known}"])
 
 
-# ------------------------------------------------------------------------------------------------------ torch's own
+# --------------------------------------------------------------------------------------------------------- factories
+
+
+def _rate(args: Any) -> dict[str, Any]:
+    return {"lr": args.learning_rate}
+
+
+def _momentum(args: Any) -> dict[str, Any]:
+    return _rate(args) | {"betas": (args.adam_beta1, args.adam_beta2)}
 
 
 def _adam(args: Any) -> dict[str, Any]:
-    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return _momentum(args) | {"eps": args.adam_epsilon}
 
 
-def adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
-    """Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101."""
-    return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad}
+def _plain(
+    kind: Any, base: Callable[[Any], dict[str, Any]], fixed: dict[str, Any] | None = None, **options: Any
+) -> Factory:
+    """The factory of an optimizer class that gets `base` of the arguments, what is `fixed`, and `options`.
 
+    Args:
+        kind: the class, or a function that gives it.
+        options: the defaults, which have the type of the option.
+    """
 
-def bf16_adamw(args: Any, model: Any, *, stochastic_rounding: bool = True) -> ClassAndArguments:
-    """AdamW with its state in bfloat16, rounded stochastically; weights in bfloat16 too."""
-    return BF16AdamW, _adam(args) | {"stochastic_rounding": stochastic_rounding, "seed": args.seed}
+    def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
+        return kind if isinstance(kind, type) else kind(), base(args) | (fixed or {}) | options | given
 
-
-def fused_adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
-    """AdamW in one kernel for all parameters: twice as fast as the loop, on the CPU too."""
-    return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad, "fused": True}
-
-
-def sgd(
-    args: Any, model: Any, *, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False
-) -> ClassAndArguments:
-    kwargs = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    return torch.optim.SGD, {"lr": args.learning_rate} | kwargs
-
-
-def adagrad(args: Any, model: Any, *, lr_decay: float = 0.0, eps: float = 1e-10) -> ClassAndArguments:
-    return torch.optim.Adagrad, {"lr": args.learning_rate, "lr_decay": lr_decay, "eps": eps}
-
-
-def rmsprop(
-    args: Any, model: Any, *, momentum: float = 0.0, alpha: float = 0.99, eps: float = 1e-8, centered: bool = False
-) -> ClassAndArguments:
-    kwargs = {"momentum": momentum, "alpha": alpha, "eps": eps, "centered": centered}
-    return torch.optim.RMSprop, {"lr": args.learning_rate} | kwargs
-
-
-# ------------------------------------------------------------------------------------------------------------ built in
+    listed = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=v, annotation=type(v)) for n, v in options.items()
+    ]
+    theirs = list(inspect.signature(make).parameters.values())[:2]
+    vars(make)["__signature__"] = inspect.Signature([*theirs, *listed])
+    return make
 
 
 def adafactor(
@@ -215,16 +206,6 @@ def apollo(
     return Apollo, _adam(args) | {"low_rank_parameters": matrices} | options
 
 
-def lomo(args: Any, model: Any) -> ClassAndArguments:
-    return torch.optim.SGD, {"lr": args.learning_rate}
-
-
-def adalomo(args: Any, model: Any, *, clip_threshold: float = 1.0, decay_rate: float = -0.8) -> ClassAndArguments:
-    """Adafactor, with rates in proportion to the size of each parameter."""
-    kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "scale_parameter": True}
-    return adafactor_class(), {"lr": args.learning_rate} | kwargs
-
-
 def layerwise(factory: Factory) -> Factory:
     """The same optimizer, stepped in the backward pass."""
 
@@ -236,47 +217,11 @@ def layerwise(factory: Factory) -> Factory:
     return make
 
 
-def grokadamw(
-    args: Any,
-    model: Any,
-    *,
-    alpha_init: float = 0.98,
-    lamb: float = 2.0,
-    gamma: float = 0.1,
-    grokking_signal_decay_rate: float = 0.1,
-    gradient_clipping: float = 1.0,
-) -> ClassAndArguments:
-    kwargs = {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
-    return GrokAdamW, _adam(args) | kwargs | {"grokking_signal_decay_rate": grokking_signal_decay_rate}
-
-
 # --------------------------------------------------------------------------------------------------------- by libraries
 
 
-def _bitsandbytes() -> types.ModuleType:
-    return require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim")
-
-
-def bnb_adamw(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
-    """Dettmers et al. 2022, https://arxiv.org/abs/2110.02861: state in 8-bit blocks; paged, it moves to the CPU when
-    the GPU is full. On the CPU nothing is paged."""
-    return _bitsandbytes().AdamW, _adam(args) | {"optim_bits": bits, "is_paged": paged}
-
-
-def bnb_lion(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
-    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum.
-
-    Needs a learning rate 3 to 10 times smaller.
-    """
-    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
-    return _bitsandbytes().Lion, kwargs | {"optim_bits": bits, "is_paged": paged}
-
-
-def bnb_rmsprop(
-    bits: int, args: Any, model: Any, *, momentum: float = 0.0, alpha: float = 0.99, eps: float = 1e-8
-) -> ClassAndArguments:
-    kwargs = {"momentum": momentum, "alpha": alpha, "eps": eps, "optim_bits": bits}
-    return _bitsandbytes().RMSprop, {"lr": args.learning_rate} | kwargs
+def _bitsandbytes(name: str) -> Any:
+    return vars(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))[name]
 
 
 def bnb_ademamix(
@@ -297,15 +242,7 @@ def bnb_ademamix(
     betas = (args.adam_beta1 if beta1 is None else beta1, args.adam_beta2 if beta2 is None else beta2, beta3)
     kwargs = {"betas": betas, "alpha": alpha, "eps": args.adam_epsilon if eps is None else eps}
     kwargs |= {"t_alpha": t_alpha, "t_beta3": t_beta3, "optim_bits": bits, "is_paged": paged}
-    return _bitsandbytes().AdEMAMix, {"lr": args.learning_rate} | kwargs
-
-
-def torchao(
-    bits: int, args: Any, model: Any, *, block_size: int = 256, bf16_stochastic_round: bool = False
-) -> ClassAndArguments:
-    """State in blocks of 8 or 4 bits; stochastic rounding lets weights in bfloat16 train without a float32 copy."""
-    kwargs = {"block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round}
-    return torchao_adamw(bits), _adam(args) | kwargs
+    return _bitsandbytes("AdEMAMix"), {"lr": args.learning_rate} | kwargs
 
 
 def schedule_free(
@@ -382,14 +319,21 @@ def anyprecision_adamw(
     return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
 
 
-def xla_adamw(args: Any, model: Any) -> ClassAndArguments:
-    library = require("torch_xla.amp.syncfree", "torch_xla", why="optim='adamw_torch_xla', which trains on TPUs only")
-    return library.AdamW, _adam(args)
+def _xla() -> Any:
+    why = "optim='adamw_torch_xla', which trains on TPUs only"
+    return require("torch_xla.amp.syncfree", "torch_xla", why=why).AdamW
 
 
-def npu_adamw(args: Any, model: Any) -> ClassAndArguments:
+def _npu() -> Any:
     why = "optim='adamw_torch_npu_fused', which trains on Ascend NPUs only"
-    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW, _adam(args)
+    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW
+
+
+def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:
+    """An optimizer with state in blocks of `bits`, Dettmers et al. 2022, https://arxiv.org/abs/2110.02861; `paged`, it
+    moves to the CPU when the GPU is full. On the CPU nothing is paged."""
+    fixed = {"optim_bits": bits} | ({} if name == "RMSprop" else {"is_paged": paged})
+    return _plain(partial(_bitsandbytes, name), base, fixed, **options)
 
 
 #: Of pytorch-optimizer, those for language models that go on exactly from their state. Others of it keep a part of
@@ -399,35 +343,42 @@ OF_PYTORCH_OPTIMIZER = (
     "adabelief adamp adan adopt came dadaptadam exadam grams lamb laprop lion madgrad mars novograd prodigy qhadam "
     "radam simplifiedademamix soap tiger yogi"
 ).split()
+_FACTORED = {"clip_threshold": 1.0, "decay_rate": -0.8}
+_ROUNDED = {"block_size": 256, "bf16_stochastic_round": False}
+_MEAN_SQUARE = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
 OPTIMIZERS: dict[str, Factory] = {
-    "adamw_torch": adamw,
-    "adamw_torch_fused": fused_adamw,
-    "adamw_bf16": bf16_adamw,
-    "adamw_torch_xla": xla_adamw,
-    "adamw_torch_npu_fused": npu_adamw,
+    # Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Fused, one kernel for all parameters is twice as fast
+    # as the loop, on the CPU too.
+    "adamw_torch": _plain(torch.optim.AdamW, _adam, amsgrad=False),
+    "adamw_torch_fused": _plain(torch.optim.AdamW, _adam, {"fused": True}, amsgrad=False),
+    "adamw_bf16": _plain(BF16AdamW, lambda args: _adam(args) | {"seed": args.seed}, stochastic_rounding=True),
+    "adamw_torch_xla": _plain(_xla, _adam),
+    "adamw_torch_npu_fused": _plain(_npu, _adam),
     "adafactor": adafactor,
     "adamw_anyprecision": anyprecision_adamw,
-    "adamw_torch_4bit": partial(torchao, 4),
-    "adamw_torch_8bit": partial(torchao, 8),
-    "sgd": sgd,
-    "adagrad": adagrad,
-    "rmsprop": rmsprop,
+    # Stochastic rounding lets weights in bfloat16 train without a float32 copy.
+    "adamw_torch_4bit": _plain(partial(torchao_adamw, 4), _adam, **_ROUNDED),
+    "adamw_torch_8bit": _plain(partial(torchao_adamw, 8), _adam, **_ROUNDED),
+    "sgd": _plain(torch.optim.SGD, _rate, momentum=0.0, dampening=0.0, nesterov=False),
+    "adagrad": _plain(torch.optim.Adagrad, _rate, lr_decay=0.0, eps=1e-10),
+    "rmsprop": _plain(torch.optim.RMSprop, _rate, **_MEAN_SQUARE, centered=False),
     "muon": muon,
-    "adamw_bnb_8bit": partial(bnb_adamw, 8, False),
-    "adamw_8bit": partial(bnb_adamw, 8, False),
-    "paged_adamw_32bit": partial(bnb_adamw, 32, True),
-    "paged_adamw_8bit": partial(bnb_adamw, 8, True),
+    "adamw_bnb_8bit": _bnb("AdamW", _adam, 8),
+    "adamw_8bit": _bnb("AdamW", _adam, 8),
+    "paged_adamw_32bit": _bnb("AdamW", _adam, 32, paged=True),
+    "paged_adamw_8bit": _bnb("AdamW", _adam, 8, paged=True),
     "ademamix": partial(bnb_ademamix, 32, False),
     "ademamix_8bit": partial(bnb_ademamix, 8, False),
     "paged_ademamix_32bit": partial(bnb_ademamix, 32, True),
     "paged_ademamix_8bit": partial(bnb_ademamix, 8, True),
-    "lion_32bit": partial(bnb_lion, 32, False),
-    "lion_8bit": partial(bnb_lion, 8, False),
-    "paged_lion_32bit": partial(bnb_lion, 32, True),
-    "paged_lion_8bit": partial(bnb_lion, 8, True),
-    "rmsprop_bnb": partial(bnb_rmsprop, 32),
-    "rmsprop_bnb_32bit": partial(bnb_rmsprop, 32),
-    "rmsprop_bnb_8bit": partial(bnb_rmsprop, 8),
+    # Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum. Needs a rate 3 to 10 times smaller.
+    "lion_32bit": _bnb("Lion", _momentum, 32),
+    "lion_8bit": _bnb("Lion", _momentum, 8),
+    "paged_lion_32bit": _bnb("Lion", _momentum, 32, paged=True),
+    "paged_lion_8bit": _bnb("Lion", _momentum, 8, paged=True),
+    "rmsprop_bnb": _bnb("RMSprop", _rate, 32, **_MEAN_SQUARE),
+    "rmsprop_bnb_32bit": _bnb("RMSprop", _rate, 32, **_MEAN_SQUARE),
+    "rmsprop_bnb_8bit": _bnb("RMSprop", _rate, 8, **_MEAN_SQUARE),
     "galore_adamw": partial(galore_over, "adamw_torch_fused"),
     "galore_adamw_8bit": partial(galore_over, "adamw_8bit"),
     "galore_adafactor": partial(galore_over, "adafactor"),
@@ -436,9 +387,18 @@ OPTIMIZERS: dict[str, Factory] = {
     "galore_adamw_8bit_layerwise": layerwise(partial(galore_over, "adamw_8bit")),
     "apollo_adamw": apollo,
     "apollo_adamw_layerwise": layerwise(apollo),
-    "lomo": layerwise(lomo),
-    "adalomo": layerwise(adalomo),
-    "grokadamw": grokadamw,
+    "lomo": layerwise(_plain(torch.optim.SGD, _rate)),
+    # Adafactor, with rates in proportion to the size of each parameter.
+    "adalomo": layerwise(_plain(adafactor_class, _rate, {"scale_parameter": True}, **_FACTORED)),
+    "grokadamw": _plain(
+        GrokAdamW,
+        _adam,
+        alpha_init=0.98,
+        lamb=2.0,
+        gamma=0.1,
+        grokking_signal_decay_rate=0.1,
+        gradient_clipping=1.0,
+    ),
     "schedule_free_radam": partial(schedule_free, "RAdam"),
     "schedule_free_adamw": partial(schedule_free, "AdamW"),
     "schedule_free_sgd": partial(schedule_free, "SGD"),
