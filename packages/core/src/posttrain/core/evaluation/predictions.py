@@ -168,7 +168,7 @@ def nbytes(value: Any) -> int:
 def check_size(need: int, num_batches: int) -> None:
     """Warn where `need` bytes are more than half of the free memory; raise MemoryError where they are more than all."""
     free = free_memory()
-    if free is None or need <= free / 2:
+    if need <= free / 2:
         return
     said = (
         f"Storing the predictions of {num_batches} evaluation batches takes about {need / 2**30:.1f} GiB, and "

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -168,13 +169,12 @@ class UtilizationCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._psutil = require("psutil", "psutil", why="UtilizationCallback")
         if accelerator.gpu() == accelerator.CUDA:
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
-        self._psutil.cpu_percent()  # each call measures since the one before
+        psutil.cpu_percent()  # each call measures since the one before
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)
+        self.log_metric("perf/cpu_utilization", psutil.cpu_percent() / 100)
         if accelerator.gpu() == accelerator.CUDA:
             self.log_metric("perf/gpu_utilization", accelerator.module(accelerator.CUDA).utilization() / 100)
 
