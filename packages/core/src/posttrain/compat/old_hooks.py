@@ -24,25 +24,14 @@ def compute_loss_context_manager(self: Any) -> Any:
 
 
 def make_dataloader(
-    self: Any,
-    dataset: Any,
-    description: str,
-    batch_size: int,
-    sampler_fn: Callable[[Any], Any] | None = None,
-    is_training: bool = False,
-    dataloader_key: str | None = None,
+    self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
 ) -> Any:
     def train_sampler(rows: Any) -> Any:
         return self._get_train_sampler(*override_checks.taken(self._get_train_sampler, rows))
 
-    return self._get_dataloader(
-        dataset=dataset,
-        description=description,
-        batch_size=batch_size,
-        sampler_fn=sampler_fn or (train_sampler if is_training else self._get_eval_sampler),
-        is_training=is_training,
-        dataloader_key=dataloader_key,
-    )
+    given = {"dataset": dataset, "description": description, "batch_size": batch_size, "dataloader_key": dataloader_key}
+    sampler_fn = sampler_fn or (train_sampler if is_training else self._get_eval_sampler)
+    return self._get_dataloader(**given, sampler_fn=sampler_fn, is_training=is_training)
 
 
 def without_unused_columns(self: Any, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:

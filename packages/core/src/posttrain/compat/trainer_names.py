@@ -154,13 +154,7 @@ class TrainerNames:
         return self.dist.autocast()
 
     def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
     ) -> torch.utils.data.DataLoader[Any]:
         return self.loaders.make(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 

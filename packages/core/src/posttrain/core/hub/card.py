@@ -82,14 +82,10 @@ def hyperparameters(args: Any, world_size: int = 1, model: Any = None) -> dict[s
     """
     values = vars(args)
     table = {name: values[name] for name in _MAIN if name in values}
-    for field in dataclasses.fields(args):
-        if field.name in table or _ASIDE.fullmatch(field.name) or is_secret(field.name):
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        value = values.get(field.name)
-        if value != default and isinstance(value, (str, int, float, list, tuple, dict)):
-            table[field.name] = masked(value, field.name)
+    for name, value in _changed(args).items():
+        aside = name in table or _ASIDE.fullmatch(name) or is_secret(name)
+        if not aside and isinstance(value, (str, int, float, list, tuple, dict)):
+            table[name] = masked(value, name)
     if table.get("max_steps", -1) > 0:
         table.pop("num_train_epochs", None)
     table = {name: value for name, value in table.items() if value is not None and value is not False and value != -1}
@@ -105,13 +101,20 @@ def adapter_arguments(model: Any) -> dict[str, Any]:
     """What the configs of the adapters of `model` set; of a model without adapters nothing."""
     found: dict[str, Any] = {}
     for config in adapters_of(model).values():
-        for field in dataclasses.fields(config):
-            factory, value = field.default_factory, vars(config)[field.name]
-            default = field.default if factory is dataclasses.MISSING else factory()
-            ours = not field.name.startswith("base_model_name") and field.name not in _NOT_OF_ADAPTERS
-            if ours and (value != default or field.name in ("r", "lora_alpha")) and _is_plain(value):
-                kind = str(config.peft_type).rpartition(".")[2].lower()
-                found[f"{kind}: {field.name}"] = ", ".join(sorted(value)) if isinstance(value, set) else value
+        kind = str(config.peft_type).rpartition(".")[2].lower()
+        for name, value in _changed(config, ("r", "lora_alpha")).items():
+            if not name.startswith("base_model_name") and name not in _NOT_OF_ADAPTERS and _is_plain(value):
+                found[f"{kind}: {name}"] = ", ".join(sorted(value)) if isinstance(value, set) else value
+    return found
+
+
+def _changed(config: Any, always: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults, and those in `always` that it has."""
+    found = {}
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if (value := vars(config).get(field.name)) != default or field.name in always:
+            found[field.name] = value
     return found
 
 
