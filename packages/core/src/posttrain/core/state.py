@@ -151,12 +151,8 @@ def _runs_of(file: Path) -> list[Path]:
 
 def _relative(checkpoint: str, file: Path) -> str:
     """The path of `checkpoint` for `file`: relative if it is in the folder of the same run."""
-    folder = Path(checkpoint).absolute().parent
-    return (
-        Path(checkpoint).name
-        if folder in [run.absolute() for run in _runs_of(file)]
-        else str(Path(checkpoint).absolute())
-    )
+    full = Path(checkpoint).absolute()
+    return full.name if full.parent in [run.absolute() for run in _runs_of(file)] else str(full)
 
 
 def _where_it_is(checkpoint: str, file: Path) -> str:
