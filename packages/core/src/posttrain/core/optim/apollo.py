@@ -35,6 +35,7 @@ class Apollo(torch.optim.Optimizer):
         scale_type: ``"channel"``, one s for each of the longer side's channels; ``"tensor"``, one for a matrix.
         update_proj_gap: optimizer steps after which the projection is redrawn.
         scale: its root multiplies the update; more for a smaller rank (1 at rank 256, 128 at rank 1).
+        proj_type: ``"std"``, as in GaLore: the shorter side is projected.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Apollo(torch.optim.Optimizer):
         scale_type: str = "channel",
         update_proj_gap: int = 200,
         scale: float = 1.0,
+        proj_type: str = "std",
     ) -> None:
         options = {"rank": rank, "proj": proj, "scale_type": scale_type, "scale": scale}
         groups = split_groups(params, low_rank_parameters, update_proj_gap=update_proj_gap, **options)

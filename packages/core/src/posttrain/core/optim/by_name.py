@@ -22,7 +22,7 @@ from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.bf16 import BF16AdamW
-from posttrain.core.optim.galore import SIDES, galore
+from posttrain.core.optim.galore import SIDES, GaLore, galore
 from posttrain.core.optim.grokadamw import GrokAdamW
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.lr_scheduler import plain
@@ -117,6 +117,14 @@ def _adam(args: Any) -> dict[str, Any]:
     return _momentum(args) | {"eps": args.adam_epsilon}
 
 
+def _taking(make: Callable[..., ClassAndArguments], options: dict[str, Any]) -> Factory:
+    """The factory `make` with a signature that lists `options`, defaults of the type that the option has."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    listed = [inspect.Parameter(name, kind, default=value, annotation=type(value)) for name, value in options.items()]
+    vars(make)["__signature__"] = inspect.Signature([*list(inspect.signature(make).parameters.values())[:2], *listed])
+    return make
+
+
 def _plain(
     kind: Any, base: Callable[[Any], dict[str, Any]], fixed: dict[str, Any] | None = None, **options: Any
 ) -> Factory:
@@ -124,18 +132,56 @@ def _plain(
 
     Args:
         kind: the class, or a function that gives it.
-        options: the defaults, which have the type of the option.
+        options: the defaults.
     """
 
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
         return kind if isinstance(kind, type) else kind(), base(args) | (fixed or {}) | options | given
 
-    listed = [
-        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=v, annotation=type(v)) for n, v in options.items()
-    ]
-    theirs = list(inspect.signature(make).parameters.values())[:2]
-    vars(make)["__signature__"] = inspect.Signature([*theirs, *listed])
-    return make
+    return _taking(make, options)
+
+
+def _own_options(kind: type) -> dict[str, Any]:
+    """The options of one of our classes that no argument of a run sets, with their defaults."""
+    known = (
+        "self",
+        "params",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "matrices",
+        "low_rank_parameters",
+        "seed",
+        "kwargs",
+    )
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return {option.name: option.default for option in parameters if option.name not in known}
+
+
+def _apart(
+    factory: Factory,
+    wrap: Callable[[Any], type],
+    options: dict[str, Any],
+    name: str = "low_rank_parameters",
+    **choices: Any,
+) -> Factory:
+    """An optimizer that trains the matrices of `optim_target_modules`, or without it all that are neither embedding
+    nor head, apart from the rest: `wrap` of the class that `factory` gives. `choices` are the values of options."""
+
+    def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
+        for option, values in choices.items():
+            _one_of(option, (options | given)[option], values)
+        model, targets, (kind, kwargs) = _needs_model(args, model), args.optim_target_modules, factory(args, model)
+        matrices = hidden_matrices(model) if targets is None else target_matrices(model, targets)
+        return wrap(kind), kwargs | {name: matrices} | options | given
+
+    return _taking(make, options)
+
+
+def _galore(name: str) -> Factory:
+    """GaLore over the optimizer of that name."""
+    return _apart(lambda args, model: OPTIMIZERS[name](args, model), galore, _own_options(GaLore), proj_type=SIDES)
 
 
 def adafactor(
@@ -149,61 +195,6 @@ def adafactor(
 ) -> ClassAndArguments:
     kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
     return adafactor_class(), {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
-
-
-def muon(
-    args: Any,
-    model: Any,
-    *,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    adjust_lr_fn: str = "match_rms_adamw",
-) -> ClassAndArguments:
-    """Muon trains `optim_target_modules`, or without them every matrix that is neither an embedding nor the head."""
-    model, targets = _needs_model(args, model), args.optim_target_modules
-    matrices = hidden_matrices(model) if targets is None else target_matrices(model, targets)
-    kwargs = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-    return MuonWithAdamW, _adam(args) | {"matrices": matrices} | kwargs
-
-
-def galore_over(
-    optimizer: str,
-    args: Any,
-    model: Any,
-    *,
-    rank: int = 128,
-    update_proj_gap: int = 200,
-    scale: float = 0.25,
-    proj_type: str = "std",
-) -> ClassAndArguments:
-    """GaLore over the optimizer of that name, on the matrices of `optim_target_modules`."""
-    _one_of("proj_type", proj_type, SIDES)
-    optimizer_class: Any
-    optimizer_class, kwargs = OPTIMIZERS[optimizer](args, model)
-    matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
-    options = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
-    return galore(optimizer_class), kwargs | {"low_rank_parameters": matrices} | options
-
-
-def apollo(
-    args: Any,
-    model: Any,
-    *,
-    rank: int = 128,
-    proj: str = "random",
-    scale_type: str = "channel",
-    update_proj_gap: int = 200,
-    scale: float = 1.0,
-    proj_type: str = "std",
-) -> ClassAndArguments:
-    """APOLLO on the matrices of `optim_target_modules`, AdamW on the rest. It always projects the shorter side."""
-    _one_of("proj", proj, ("random", "svd"))
-    _one_of("scale_type", scale_type, ("channel", "tensor"))
-    _one_of("proj_type", proj_type, ("std",))
-    matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
-    options = {"rank": rank, "proj": proj, "scale_type": scale_type, "update_proj_gap": update_proj_gap, "scale": scale}
-    return Apollo, _adam(args) | {"low_rank_parameters": matrices} | options
 
 
 def layerwise(factory: Factory) -> Factory:
@@ -343,6 +334,14 @@ OF_PYTORCH_OPTIMIZER = (
     "adabelief adamp adan adopt came dadaptadam exadam grams lamb laprop lion madgrad mars novograd prodigy qhadam "
     "radam simplifiedademamix soap tiger yogi"
 ).split()
+_APOLLO = _apart(
+    _plain(Apollo, _adam),
+    lambda kind: kind,
+    _own_options(Apollo),
+    proj=("random", "svd"),
+    scale_type=("channel", "tensor"),
+    proj_type=("std",),
+)
 _FACTORED = {"clip_threshold": 1.0, "decay_rate": -0.8}
 _ROUNDED = {"block_size": 256, "bf16_stochastic_round": False}
 _MEAN_SQUARE = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
@@ -362,7 +361,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "sgd": _plain(torch.optim.SGD, _rate, momentum=0.0, dampening=0.0, nesterov=False),
     "adagrad": _plain(torch.optim.Adagrad, _rate, lr_decay=0.0, eps=1e-10),
     "rmsprop": _plain(torch.optim.RMSprop, _rate, **_MEAN_SQUARE, centered=False),
-    "muon": muon,
+    "muon": _apart(_plain(MuonWithAdamW, _adam), lambda kind: kind, _own_options(MuonWithAdamW), "matrices"),
     "adamw_bnb_8bit": _bnb("AdamW", _adam, 8),
     "adamw_8bit": _bnb("AdamW", _adam, 8),
     "paged_adamw_32bit": _bnb("AdamW", _adam, 32, paged=True),
@@ -379,26 +378,18 @@ OPTIMIZERS: dict[str, Factory] = {
     "rmsprop_bnb": _bnb("RMSprop", _rate, 32, **_MEAN_SQUARE),
     "rmsprop_bnb_32bit": _bnb("RMSprop", _rate, 32, **_MEAN_SQUARE),
     "rmsprop_bnb_8bit": _bnb("RMSprop", _rate, 8, **_MEAN_SQUARE),
-    "galore_adamw": partial(galore_over, "adamw_torch_fused"),
-    "galore_adamw_8bit": partial(galore_over, "adamw_8bit"),
-    "galore_adafactor": partial(galore_over, "adafactor"),
-    "galore_adamw_layerwise": layerwise(partial(galore_over, "adamw_torch")),
-    "galore_adafactor_layerwise": layerwise(partial(galore_over, "adafactor")),
-    "galore_adamw_8bit_layerwise": layerwise(partial(galore_over, "adamw_8bit")),
-    "apollo_adamw": apollo,
-    "apollo_adamw_layerwise": layerwise(apollo),
+    "galore_adamw": _galore("adamw_torch_fused"),
+    "galore_adamw_8bit": _galore("adamw_8bit"),
+    "galore_adafactor": _galore("adafactor"),
+    "galore_adamw_layerwise": layerwise(_galore("adamw_torch")),
+    "galore_adafactor_layerwise": layerwise(_galore("adafactor")),
+    "galore_adamw_8bit_layerwise": layerwise(_galore("adamw_8bit")),
+    "apollo_adamw": _APOLLO,
+    "apollo_adamw_layerwise": layerwise(_APOLLO),
     "lomo": layerwise(_plain(torch.optim.SGD, _rate)),
     # Adafactor, with rates in proportion to the size of each parameter.
     "adalomo": layerwise(_plain(adafactor_class, _rate, {"scale_parameter": True}, **_FACTORED)),
-    "grokadamw": _plain(
-        GrokAdamW,
-        _adam,
-        alpha_init=0.98,
-        lamb=2.0,
-        gamma=0.1,
-        grokking_signal_decay_rate=0.1,
-        gradient_clipping=1.0,
-    ),
+    "grokadamw": _plain(GrokAdamW, _adam, **_own_options(GrokAdamW)),
     "schedule_free_radam": partial(schedule_free, "RAdam"),
     "schedule_free_adamw": partial(schedule_free, "AdamW"),
     "schedule_free_sgd": partial(schedule_free, "SGD"),
