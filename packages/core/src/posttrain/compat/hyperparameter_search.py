@@ -133,8 +133,8 @@ def search(
     given_trial = ray_search.RayTrial if by_ray else _optuna().trial.FixedTrial
     objective = compute_objective or _default_objective(trainer)
     hp_space, dist = hp_space or (ray_search.default_hp_space if by_ray else default_hp_space), trainer.dist
-    caught = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
-
+    catch = kwargs.pop("catch", ())
+    caught = (NonFiniteError, *([catch] if isinstance(catch, type) else catch))
     start = _Start(trainer.model) if trainer.model_init is None else None
 
     def run(trial: Any, name: str, values: dict[str, Any]) -> Any:
@@ -383,7 +383,3 @@ def _best(study: Any, several: bool) -> BestRun | list[BestRun]:
     if several:
         return [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]
     return BestRun(str(study.best_trial.number), study.best_value, study.best_params)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, type) else tuple(value)

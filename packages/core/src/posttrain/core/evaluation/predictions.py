@@ -37,7 +37,7 @@ class Kept:
             self.blocks.append(self._join(self.small))
             self.size = 0
 
-    def joined(self) -> tuple[Any, Any, Any, Any]:
+    def joined(self) -> tuple[Any, ...]:
         """(predictions, labels, inputs, losses), or lists of them by batch where they are not concatenated."""
         self.blocks += self.small
         self.small.clear()
@@ -46,18 +46,12 @@ class Kept:
         if self.concatenate:
             return self._join(self.blocks)
         columns = map(list, zip(*self.blocks, strict=True))
-        predictions, labels, inputs, losses = (
-            None if all(part is None for part in column) else column for column in columns
-        )
-        return predictions, labels, inputs, losses
+        return tuple(None if all(part is None for part in column) else column for column in columns)
 
-    def _join(self, entries: list[Any]) -> tuple[Any, Any, Any, Any]:
+    def _join(self, entries: list[Any]) -> tuple[Any, ...]:
         columns = list(map(list, zip(*entries, strict=True)))
         entries.clear()
-        predictions, labels, inputs, losses = (
-            _join(column, fill) for column, fill in zip(columns, self.fills, strict=True)
-        )
-        return predictions, labels, inputs, losses
+        return tuple(_join(column, fill) for column, fill in zip(columns, self.fills, strict=True))
 
 
 def join(parts: Iterable[Any], padding: int = -100) -> Any:

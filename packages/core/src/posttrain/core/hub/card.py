@@ -255,7 +255,8 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
         if there.strip() and MARK not in there and there.count("[More Information Needed]") < 5:
             logger.info("%s was not written by posttrain; it is not changed.", path)
             return None
-    fields = _with_datasets(fields)
+    earlier = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]  # trl, transformers
+    fields["datasets"] = fields.get("datasets") or next(filter(None, earlier), None)
     for field, value in _of_record(path.parent).items():
         fields[field] = fields.get(field) or value
     base = fields.get("base_model")
@@ -351,14 +352,6 @@ def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = N
             "",
         ]
     )
-
-
-def _with_datasets(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with `datasets` under its name of today: ``dataset_name`` (trl), ``dataset_tags`` or ``dataset``
-    (transformers).
-    """
-    named = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]
-    return fields | {"datasets": fields.get("datasets") or next(filter(None, named), None)}
 
 
 def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str], part: str) -> list[dict[str, Any]]:

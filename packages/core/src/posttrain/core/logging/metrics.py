@@ -354,17 +354,15 @@ def speed_metrics(
 
 def formatted(metrics: dict[str, Any]) -> dict[str, Any]:
     """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), fractions to four places."""
-    return {name: _formatted(name, value) for name, value in metrics.items()}
-
-
-def _formatted(name: str, value: Any) -> Any:
-    if "_mem_" in name:
-        return f"{value >> 20}MB"
-    if "_runtime" in name:
-        return f"{timedelta(seconds=int(value))}.{int(value % 1 * 100):02d}"
-    if name == "total_flos":
-        return f"{int(value) >> 30}GF"
-    return round(value, 4) if isinstance(value, float) else value
+    shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in metrics.items()}
+    for name, value in metrics.items():
+        if "_mem_" in name:
+            shown[name] = f"{value >> 20}MB"
+        elif "_runtime" in name:
+            shown[name] = f"{timedelta(seconds=int(value))}.{int(value % 1 * 100):02d}"
+        elif name == "total_flos":
+            shown[name] = f"{int(value) >> 30}GF"
+    return shown
 
 
 def table(title: str, metrics: dict[str, Any]) -> str:
