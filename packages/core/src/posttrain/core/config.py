@@ -200,7 +200,8 @@ def _classes(hint: Any) -> Iterator[type]:
         yield typing.get_origin(hint) or hint
 
 
-def _has_type(value: Any, allowed: tuple[type, ...]) -> bool:
+def has_type(value: Any, allowed: tuple[type, ...]) -> bool:
+    """Whether `value` is of one of the classes `allowed`; an int is a float, and a bool is neither."""
     if not allowed or object in allowed or isinstance(value, allowed):
         return not (isinstance(value, bool) and allowed and bool not in allowed and object not in allowed)
     if isinstance(value, numbers.Number) and not isinstance(value, bool):  # numpy's numbers, an int for a float
@@ -241,7 +242,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     allowed = field_types(config_class).get(field.name, ())
     if value is None and (field.default is None or type(None) in allowed):
         return
-    if not _has_type(value, allowed) and _is_ours(config_class, field.name):
+    if not has_type(value, allowed) and _is_ours(config_class, field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         hint = "; YAML reads 2.0e-5 as a number" if names == "float" and re.fullmatch(r"\d+e-?\d+", str(value)) else ""
         yield f"{field.name}={shown(field.name, value)} must be of type {names}{hint}"
@@ -253,7 +254,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"
     if isinstance(value, list) and _is_ours(config_class, field.name):
         element = element_type(config_class, field.name, unsaid=object)
-        wrong = [one for one in value if not _has_type(one, (element,))]
+        wrong = [one for one in value if not has_type(one, (element,))]
         if wrong:
             yield (
                 f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from posttrain.core.config import opt
+from posttrain.core.config import has_type, opt
 from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.optim.by_name import (
@@ -167,19 +167,13 @@ def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
     for key, value in given.items():
         if key in known:
             allowed = get_args(known[key].annotation) or (known[key].annotation,)
-            if inspect.Parameter.empty not in allowed and not any(_is(value, kind) for kind in allowed):
+            if inspect.Parameter.empty not in allowed and not has_type(value, allowed):
                 kinds = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
                 yield f"optim_args: {key}={value!r} must be of type {kinds}"
         elif not takes_others:
             takes = f"which takes {', '.join(known)}" if known else "which takes none"
             field = f"; set {FIELDS[key]} instead" if key in FIELDS else did_you_mean(key, known)
             yield f"optim_args: {key!r} is not an option of optim={name!r}, {takes}{field}"
-
-
-def _is(value: Any, kind: type) -> bool:
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -427,13 +421,6 @@ class OneKernelAdamW(torch.optim.AdamW):
 
 
 def _alike(groups: list[dict[str, Any]]) -> bool:
-    first, others = groups[0], groups[1:]
-    for name, value in first.items():
-        if name == "params":
-            continue
-        for group in others:
-            other = group.get(name)
-            # A learning rate in a tensor is compared by identity: its value would have to come from the device.
-            if value is not other and (isinstance(value, torch.Tensor) or value != other):
-                return False
-    return True
+    pairs = [(value, group.get(name)) for name, value in groups[0].items() if name != "params" for group in groups[1:]]
+    # A learning rate in a tensor is compared by identity: its value would have to come from the device.
+    return all(a is b or not (isinstance(a, torch.Tensor) or a != b) for a, b in pairs)
