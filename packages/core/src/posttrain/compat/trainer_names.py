@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import warnings
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from posttrain.compat import old_hooks
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
@@ -21,6 +21,7 @@ from posttrain.core.hub import uploads
 from posttrain.core.hub.card import names, of_run, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
+from posttrain.core.training import override_checks
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
@@ -141,8 +142,14 @@ class TrainerNames:
     # --------------------------------------------------------------------------------- old names of overridable methods
 
     def _follow_old_names(self) -> None:
-        """Let a method of `Trainer` go through its old name where a script has replaced that, see `old_hooks`."""
-        old_hooks.follow(self)
+        """Let methods of `Trainer` go through the old names that this class, or a script, has replaced, see `HOOKS`."""
+        kinds = type(self).__mro__
+        base = next(kind for kind in kinds if kind.__module__ == "posttrain.core.trainer")
+        replaced = set(vars(self)).union(*map(vars, kinds[: kinds.index(TrainerNames)]))
+        for method in [method for name, method in HOOKS.items() if name in replaced]:
+            hook = vars(base)[method.__name__]
+            if "__wrapped__" not in vars(hook):  # else it goes through old names already
+                setattr(base, method.__name__, functools.wraps(hook)(method))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return self.complete_inputs(self._prepare_input(inputs))
@@ -315,6 +322,48 @@ class TrainerNames:
         if self.dist.is_main:
             name = model_name or self.uploader.repo_name.split("/")[-1]
             write_model_card(self.args.output_dir, name, **(about | card))
+
+
+# transformers calls some overridable methods by private names. Their counterparts in `Trainer` do the work themselves,
+# until a subclass or a script replaces an old name. A method below then takes the place of that of `Trainer`, for every
+# trainer of the process: it calls the old name, whose method in `TrainerNames` does the same work.
+
+
+def prepare_inputs(self: Any, inputs: Any) -> Any:
+    return self._prepare_inputs(inputs)
+
+
+def compute_loss_context_manager(self: Any) -> Any:
+    return self.autocast_smart_context_manager()
+
+
+def make_dataloader(
+    self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+) -> Any:
+    def train_sampler(rows: Any) -> Any:
+        return self._get_train_sampler(*override_checks.taken(self._get_train_sampler, rows))
+
+    given = {"dataset": dataset, "description": description, "batch_size": batch_size, "dataloader_key": dataloader_key}
+    sampler_fn = sampler_fn or (train_sampler if is_training else self._get_eval_sampler)
+    return self._get_dataloader(**given, sampler_fn=sampler_fn, is_training=is_training)
+
+
+def without_unused_columns(self: Any, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+    if pipeline.can_drop_columns(dataset):
+        return self._remove_unused_columns(dataset, description=description), collator
+    return dataset, self._get_collator_with_removed_columns(collator, description=description)
+
+
+#: By the old name: the method, of the name in `Trainer`, that calls it.
+HOOKS: dict[str, Callable[..., Any]] = {
+    "_prepare_inputs": prepare_inputs,
+    "autocast_smart_context_manager": compute_loss_context_manager,
+    "_get_dataloader": make_dataloader,
+    "_get_train_sampler": make_dataloader,
+    "_get_eval_sampler": make_dataloader,
+    "_remove_unused_columns": without_unused_columns,
+    "_get_collator_with_removed_columns": without_unused_columns,
+}
 
 
 def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
