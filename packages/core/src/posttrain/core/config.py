@@ -319,7 +319,7 @@ def tidy(config: Any) -> Iterator[str]:
             except json.JSONDecodeError as error:
                 yield f"{field.name}={shown(field.name, value)} looks like JSON but is not: {error}"
         elif type(value) is str and str in allowed:
-            value = _number(value, allowed)
+            value = number(value, allowed)
         if type(value) is str and "choices" in bounds_of(field):
             value = Choice(value)
         if value is not given:
@@ -341,13 +341,13 @@ def plain_data(value: Any) -> Any:
     return value.to_dict() if hasattr(value, "to_dict") else value
 
 
-def _number(text: str, allowed: tuple[type, ...]) -> str | int | float:
-    """`text`, as a command line gives it, or the number that it is where one is allowed."""
+def number(value: Any, allowed: tuple[type, ...]) -> Any:
+    """The number that the text `value`, of a command line, is where one is allowed; else `value`."""
     for kind in (int, float):
-        if kind in allowed:
+        if kind in allowed and isinstance(value, str):
             with contextlib.suppress(ValueError):
-                return kind(text)
-    return text
+                return kind(value)
+    return value
 
 
 def validate(config: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from posttrain.core.config import Resolved, opt
+from posttrain.core.config import Resolved, number, opt
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields import durations
 
@@ -135,8 +135,8 @@ class ScheduleArguments:
     def _normalize(self) -> None:
         if isinstance(self.lr_scheduler_kwargs, dict):
             # YAML 1.1 reads 1e-6, without a point, as a string.
-            self.lr_scheduler_kwargs = {key: _number(value) for key, value in self.lr_scheduler_kwargs.items()}
-        self.warmup_steps = _number(self.warmup_steps)
+            self.lr_scheduler_kwargs = {key: number(value, (float,)) for key, value in self.lr_scheduler_kwargs.items()}
+        self.warmup_steps = number(self.warmup_steps, (float,))
         with contextlib.suppress(ValueError):  # which `_problems` reports
             if isinstance(self.warmup_steps, str) and (given := durations.parse(self.warmup_steps)).unit == "steps":
                 self.warmup_steps = int(given.value)
@@ -343,10 +343,3 @@ def _curve(schedule: Any, lr: float, num_warmup_steps: int, num_training_steps: 
 def plain(name: str) -> str:
     """`name` as a plain string, of an enum of strings too, which hashes by its own name."""
     return str(name.value if isinstance(name, enum.Enum) else name)
-
-
-def _number(value: Any) -> Any:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
