@@ -22,7 +22,7 @@ class ArgumentSetters:
         names = {name: prefix + name if prefix + name in fields else name for name in given} | names
         asked = {names[name]: value for name, value in given.items() if name != "self"}
         values, problems = translate_old_names(type(self), asked)
-        before = {name: getattr(self, name) for name in values}
+        before = {name: vars(self)[name] for name in values}
         vars(self).update(values)
         problems += tidy(self)
         problems += [p for name in values for p in check_field(self, fields[name])]

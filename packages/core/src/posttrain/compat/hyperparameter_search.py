@@ -282,7 +282,7 @@ def _trial_arguments(trainer: Trainer, name: str, values: dict[str, Any]) -> Any
     """The trainer's arguments with those of one trial in their place, checked."""
     args = trainer.args
     values, problems = translate_old_names(type(args), values)
-    fixed = FIXED | set(getattr(trainer, "fixed_at_construction", ()))
+    fixed = FIXED | set(trainer.fixed_at_construction)
     problems += [
         f"{field} is used when the trainer is built, so a trial cannot change it" for field in values if field in fixed
     ]
@@ -356,7 +356,7 @@ class _Reporter(TrainerCallback):
 def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     """`trainer` with everything that hangs on its arguments made anew for one trial; put back at the end."""
     names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size")
-    own, handler = {name: getattr(trainer, name) for name in names}, trainer.callback_handler
+    own, handler = {name: vars(trainer)[name] for name in names}, trainer.callback_handler
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
     fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
     trainer.args, trainer.store = args, Store(args.output_dir)

@@ -160,7 +160,7 @@ class RunArguments:
 
     def _problems(self) -> Iterator[str]:
         for name in ("max_duration", "logging_steps", "eval_steps", "save_steps"):
-            if isinstance(value := getattr(self, name, None), str):
+            if isinstance(value := vars(self).get(name), str):
                 try:
                     durations.parse(value)
                 except ValueError as problem:
@@ -256,7 +256,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ("eval_steps", self.eval_strategy, None),
             ("save_steps", self.save_strategy, 500),
         ):
-            value = getattr(self, name)
+            value = vars(self)[name]
             if isinstance(value, str) and (length := durations.parse(value)).unit == "steps":
                 setattr(self, name, int(length.value))
             if strategy != "steps" and value == 0:  # scripts write it for a strategy that counts no steps
@@ -274,7 +274,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     def _problems(self) -> Iterator[str]:
         for name, strategy in (("logging", self.logging_strategy), ("eval", self.eval_strategy)):
-            steps = getattr(self, f"{name}_steps")
+            steps = vars(self)[f"{name}_steps"]
             if strategy == "steps" and not isinstance(steps, str) and steps > 1 and steps != int(steps):
                 yield f"{name}_steps={steps} must be whole above 1; below 1 it is a share of all optimizer steps"
         if self.eval_strategy == "no":

@@ -297,7 +297,7 @@ def hears(callback: Any, event: str) -> bool:
         return hasattr(callback, event)
     theirs = ("transformers.trainer_callback", f"TrainerCallback.{event}")
     is_empty = (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) == theirs
-    return method is not getattr(TrainerCallback, event) and not is_empty
+    return method is not vars(TrainerCallback)[event] and not is_empty
 
 
 def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:

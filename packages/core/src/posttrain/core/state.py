@@ -108,7 +108,7 @@ class TrainerState:
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Convert the intervals of `args` to optimizer steps; ratios are shares of `max_steps`."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            interval = getattr(args, name)
+            interval = vars(args)[name]
             if interval is not None:
                 setattr(self, name, as_steps(interval, max_steps))
 

@@ -223,7 +223,7 @@ def _is_installed(name: str) -> bool:
     from transformers.integrations import integration_utils
 
     short = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(name, name)
-    is_available = getattr(integration_utils, f"is_{short}_available", lambda: False)
+    is_available = vars(integration_utils).get(f"is_{short}_available", lambda: False)
     return name in integration_utils.INTEGRATION_TO_CALLBACK and bool(is_available())
 
 

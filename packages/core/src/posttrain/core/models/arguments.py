@@ -59,7 +59,7 @@ class ModelSideArguments:
             ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
         ):
             default = type(self).__dataclass_fields__[new].default
-            value, alias = getattr(self, new), getattr(self, old)
+            value, alias = vars(self)[new], vars(self)[old]
             if alias is not None and (not value or value == default):
                 value = alias
             if new == "activation_checkpointing" and value is None:

@@ -282,7 +282,7 @@ def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> Cl
     kind = require("pytorch_optimizer", PYTORCH_OPTIMIZER, why=f"optim={name!r}").load_optimizer(name)
 
     def is_set(field: str) -> bool:
-        return bool(getattr(args, field) != type(args).__dataclass_fields__[field].default)
+        return bool(vars(args)[field] != type(args).__dataclass_fields__[field].default)
 
     given: dict[str, Any] = {"lr": args.learning_rate}
     if is_set("adam_beta1") or is_set("adam_beta2"):
@@ -306,7 +306,7 @@ def anyprecision_adamw(
     library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
     names = {"momentum_dtype": momentum_dtype, "variance_dtype": variance_dtype}
     names |= {"compensation_buffer_dtype": compensation_buffer_dtype}
-    dtypes = {option: getattr(torch, name) for option, name in names.items()}
+    dtypes = {option: vars(torch)[name] for option, name in names.items()}
     return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
 
 

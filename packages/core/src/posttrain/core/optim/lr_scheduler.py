@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from posttrain.core.config import Resolved, number, opt
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields import durations
+from posttrain.core.registry import load
 
 #: Schedules that are stepped by the metric of an evaluation.
 FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -146,7 +146,7 @@ class ScheduleArguments:
         if not isinstance(options, dict):
             yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
         elif name in SCHEDULES:
-            yield from option_problems(name, in_tokens(options), lr=getattr(self, "learning_rate", 1.0))
+            yield from option_problems(name, in_tokens(options), lr=vars(self).get("learning_rate", 1.0))
         if isinstance(self.warmup_steps, str):
             yield from _problems_of_length("warmup_steps", self.warmup_steps)
         elif self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
@@ -319,9 +319,7 @@ def build(
 
 def _schedule(name: str) -> Any:
     schedule = SCHEDULES[name]
-    if isinstance(schedule, str):
-        return getattr(importlib.import_module("transformers.optimization"), schedule)
-    return schedule
+    return load(f"transformers.optimization:{schedule}") if isinstance(schedule, str) else schedule
 
 
 #: What a curve is given beside its options.
