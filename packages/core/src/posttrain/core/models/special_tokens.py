@@ -67,7 +67,9 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
             setattr(config, name, token)
             changed[name] = token
         known = getattr(generation, name, None)
-        stops = [] if known is None or name != "eos_token_id" else known if isinstance(known, list) else [known]
+        stops = (
+            [] if known is None or name != "eos_token_id" else [*known] if isinstance(known, (list, tuple)) else [known]
+        )
         if generation is not None and known != token and token not in stops:
             setattr(generation, name, [token, *stops] if stops else token)
             changed[name] = token
