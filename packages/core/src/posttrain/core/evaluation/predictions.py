@@ -51,18 +51,14 @@ class Kept:
     def _join(self, entries: list[Any]) -> tuple[Any, ...]:
         columns = list(map(list, zip(*entries, strict=True)))
         entries.clear()
-        return tuple(_join(column, fill) for column, fill in zip(columns, self.fills, strict=True))
+        return tuple(join(column, fill) for column, fill in zip(columns, self.fills, strict=True))
 
 
-def join(parts: Iterable[Any], padding: int = -100) -> Any:
-    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with
-    `padding`.
+def join(parts: list[Any], padding: int = -100) -> Any:
+    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with `padding`.
+
+    Each part is taken out of `parts` before the next is written: the peak is the whole and one part.
     """
-    return _join(list(parts), padding)
-
-
-def _join(parts: list[Any], padding: int = -100) -> Any:
-    """`join`, which takes each part out of `parts` before the next is written: the peak is the whole and one part."""
     parts[:] = [part for part in parts if part is not None]
     if not parts:
         return None
@@ -70,11 +66,11 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
     if isinstance(first, (tuple, list)):
         columns = list(map(list, zip(*parts, strict=True)))
         parts.clear()
-        return type(first)(_join(column, padding) for column in columns)
+        return type(first)(join(column, padding) for column in columns)
     if isinstance(first, dict):
         named = {key: [part[key] for part in parts] for key in first}
         parts.clear()
-        return {key: _join(column, padding) for key, column in named.items()}
+        return {key: join(column, padding) for key, column in named.items()}
     parts[:] = [np.atleast_1d(part) for part in parts]
     del first
     if len(parts) == 1:
