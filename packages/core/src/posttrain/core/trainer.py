@@ -157,12 +157,9 @@ class Trainer(TrainerNames):
         self.is_in_train = False
         self._train_batch_size = args.train_batch_size
         self.control = TrainerControl()
-        builtin = [
-            *DEFAULT_CALLBACKS,
-            *map(registry.load, registry.CALLBACKS),
-            *trackers.tracker_callbacks(args.report_to),
-        ]
-        self.callback_handler = CallbackHandler([*builtin, *as_list(callbacks)], self.model, processing_class)
+        builtin = DEFAULT_CALLBACKS + [registry.load(path) for path in registry.CALLBACKS]
+        listed = [*builtin, *trackers.tracker_callbacks(args.report_to), *as_list(callbacks)]
+        self.callback_handler = CallbackHandler(listed, self.model, processing_class)
         self.callback_handler.log_metric = lambda *args, **kwargs: owner.log_metric(*args, **kwargs)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.state = lifetime.new_state(owner)
@@ -343,7 +340,8 @@ class Trainer(TrainerNames):
         scaling, objective, inputs = self.scaling, self.scaling.objective, self.prepare_inputs(inputs)
         num_items = self.run.num_items if num_items_in_batch is None else num_items_in_batch
         # Counted before the loss is computed: old code pops the labels from its inputs.
-        items = self.count_items(inputs) if objective.needs_items and num_items is not None else None
+        needs_items = num_items is not None and (objective.is_open or objective.returns_mean is not False)
+        items = self.count_items(inputs) if needs_items else None
         with self.compute_loss_context_manager():
             if objective.is_open and num_items is not None:
                 scaling.find_out(model, inputs, num_items, items)

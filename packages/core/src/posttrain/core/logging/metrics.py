@@ -62,9 +62,19 @@ class Metrics:
             value = _REDUCE[reduce](value)
         self.add_extreme(name, value, reduce)
 
-    def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
-        """Add a sum over `count` items."""
-        self.update({name: (total, count)})
+    def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor | str) -> None:
+        """Add a sum over `count` items; or, with "min", "max" or "sum" as `count`, a value to what is reduced so."""
+        if name not in self._values:
+            self._values[name] = (total, count)
+            return
+        before, known = self._values[name]
+        kind, others = (one if isinstance(one, str) else "mean" for one in (count, known))
+        if kind != others:
+            raise ValueError(f"The metric {name!r} is a {others} and cannot be a {kind} too.")
+        if kind in ("min", "max"):
+            self._values[name] = (_further(before, total, kind), kind)
+        else:
+            self._values[name] = (before + total, kind if kind == "sum" else known + count)
 
     def add_extreme(self, name: str, value: float | torch.Tensor, which: str) -> None:
         """Add a value to a minimum or maximum, where NaN is ignored, or to a plain sum.
@@ -73,22 +83,12 @@ class Metrics:
             value: shape (); a tensor stays on its device.
             which: "min", "max" or "sum", always the same for a name.
         """
-        self.update({name: (value.detach() if isinstance(value, torch.Tensor) else value, which)})
+        self.add_sum(name, value.detach() if isinstance(value, torch.Tensor) else value, which)
 
     def update(self, state: Mapping[str, tuple[Any, Any]]) -> None:
         """Add the sums and extremes in a `state_dict`."""
         for name, (value, count) in state.items():
-            if name not in self._values:
-                self._values[name] = (value, count)
-                continue
-            before, known = self._values[name]
-            kind, others = (one if isinstance(one, str) else "mean" for one in (count, known))
-            if kind != others:
-                raise ValueError(f"The metric {name!r} is a {others} and cannot be a {kind} too.")
-            if kind in ("min", "max"):
-                self._values[name] = (_further(before, value, kind), kind)
-            else:
-                self._values[name] = (before + value, kind if kind == "sum" else known + count)
+            self.add_sum(name, value, count)
 
     def total(self, name: str) -> float:
         """The sum of `name` on this process since the last drain; waits for the device."""
