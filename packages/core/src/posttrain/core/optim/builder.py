@@ -410,17 +410,13 @@ class OneKernelAdamW(torch.optim.AdamW):
         step: Any = torch.optim.AdamW.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         groups = self.param_groups
-        first = groups[0]
-        if len(groups) == 1 or not _alike(groups):
+        first, *others = groups
+        pairs = [(value, group.get(name)) for name, value in first.items() if name != "params" for group in others]
+        # A learning rate in a tensor is compared by identity: its value would have to come from the device.
+        if not (others and all(a is b or not (isinstance(a, torch.Tensor) or a != b) for a, b in pairs)):
             return step(self, closure)
         self.param_groups = [{**first, "params": [p for group in groups for p in group["params"]]}]
         try:
             return step(self, closure)
         finally:
             self.param_groups = groups
-
-
-def _alike(groups: list[dict[str, Any]]) -> bool:
-    pairs = [(value, group.get(name)) for name, value in groups[0].items() if name != "params" for group in groups[1:]]
-    # A learning rate in a tensor is compared by identity: its value would have to come from the device.
-    return all(a is b or not (isinstance(a, torch.Tensor) or a != b) for a, b in pairs)
