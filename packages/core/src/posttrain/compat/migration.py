@@ -108,7 +108,7 @@ def _with_dependencies(text: str) -> str:
 
 def _roots(node: ast.Import | ast.ImportFrom) -> list[str]:
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-    return [] if getattr(node, "level", 0) else [name.split(".")[0] for name in names]
+    return [] if isinstance(node, ast.ImportFrom) and node.level else [name.split(".")[0] for name in names]
 
 
 def _choose(names: Iterable[str]) -> dict[str, str]:

@@ -171,7 +171,7 @@ def strict(value: Any) -> Any:
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+    if _is_scalar(value):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -186,9 +186,13 @@ def lossy(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from lossy(item, f"{where}[{number}]")
-    elif not isinstance(value, (str, int, float, bool, type(None))):
-        if not (hasattr(value, "item") and getattr(value, "ndim", 0) == 0):
-            yield where, value
+    elif not (isinstance(value, (str, int, float, bool, type(None))) or _is_scalar(value)):
+        yield where, value
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether `value` is one number of numpy or torch."""
+    return hasattr(value, "item") and getattr(value, "ndim", 0) == 0
 
 
 @dataclass

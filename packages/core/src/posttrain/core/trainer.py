@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -92,8 +92,9 @@ class Trainer(TrainerNames):
     #: is given the items of each micro-batch). None finds out, by computing it for one micro-batch with one count and
     #: with twice that, at steps 1, 2, 4, 8, ... (`posttrain.core.losses.scale_check`).
     loss_is_scaled_for_ga: bool | str | None = None
-    #: What the Hub finds models of this trainer by.
+    #: What the Hub finds models of this trainer by; `_tag_names` is trl's name.
     tag_names: tuple[str, ...] = ()
+    _tag_names: Iterable[str] = ()
     #: Whether records of training and of evaluations say how many tokens were trained on so far, as trl's do.
     logs_num_tokens = False
     #: What became of the rows of each dataset, by its name, in trainers that prepare rows.
@@ -216,7 +217,7 @@ class Trainer(TrainerNames):
         self._non_blocking = self.args.non_blocking
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
+        tags = [*self.tag_names, *self._tag_names]
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if tags and add_tags is not None:
             add_tags(tags)
