@@ -192,25 +192,20 @@ def model_card(
     data = f", on {', '.join(_link(name, 'datasets/') for name in datasets)}" if datasets else ""
     data += f" ({part})" if datasets and part else ""
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
-    if loading:
-        parts.append(f"## Usage\n\n```python\n{loading}\n```\n")
-    if metrics:
-        pairs = [{"Metric": name, "Value": value} for name, value in metrics.items()]
-        parts.append(f"## Evaluation\n\n{_table(pairs)}")
-    if hyperparameters:
-        pairs = [{"Argument": f"`{name}`", "Value": value} for name, value in hyperparameters.items()]
-        parts.append(f"## Training\n\n### Hyperparameters\n\n{_table(pairs)}")
-    if rows:
-        parts.append("### Data\n\n" + "".join(f"- {_cell(line)}\n" for line in rows))
-    if records:
-        step = -(-len(records) // _MAX_ROWS)
-        shown = records[::-1][::step][::-1]  # thinned from the end, so that the last one stays
-        picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
-        parts.append(f"### Training results\n\n{picture}{_table(shown)}")
-    if hardware:
-        parts.append("### Hardware\n\n" + "".join(f"- {name}: {_cell(v)}\n" for name, v in hardware.items()))
-    if versions:
-        parts.append("### Framework versions\n\n" + "".join(f"- {name} {v}\n" for name, v in versions.items()))
+    step = -(-len(records) // _MAX_ROWS)
+    shown = records[::-1][:: step or 1][::-1]  # thinned from the end, so that the last one stays
+    picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
+    arguments = [{"Argument": f"`{name}`", "Value": value} for name, value in (hyperparameters or {}).items()]
+    sections = {
+        "## Usage": f"```python\n{loading}\n```\n" if loading else "",
+        "## Evaluation": _table([{"Metric": name, "Value": value} for name, value in metrics.items()]),
+        "## Training\n\n### Hyperparameters": _table(arguments),
+        "### Data": "".join(f"- {_cell(line)}\n" for line in rows),
+        "### Training results": f"{picture}{_table(shown)}" if records else "",
+        "### Hardware": "".join(f"- {name}: {_cell(value)}\n" for name, value in (hardware or {}).items()),
+        "### Framework versions": "".join(f"- {name} {value}\n" for name, value in (versions or {}).items()),
+    }
+    parts += [f"{title}\n\n{text}" for title, text in sections.items() if text]
     return "\n".join(parts)
 
 
@@ -378,6 +373,8 @@ def _link(name: str, kind: str) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
