@@ -20,10 +20,9 @@ from torch import nn
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
+from posttrain.core.optim.adam import BF16AdamW, GrokAdamW
 from posttrain.core.optim.apollo import Apollo
-from posttrain.core.optim.bf16 import BF16AdamW
 from posttrain.core.optim.galore import SIDES, GaLore, galore
-from posttrain.core.optim.grokadamw import GrokAdamW
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.optim.muon import MuonWithAdamW
@@ -143,20 +142,8 @@ def _plain(
 
 def _own_options(kind: type) -> dict[str, Any]:
     """The options of one of our classes that no argument of a run sets, with their defaults."""
-    known = (
-        "self",
-        "params",
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "matrices",
-        "low_rank_parameters",
-        "seed",
-        "kwargs",
-    )
-    parameters = inspect.signature(kind.__init__).parameters.values()
-    return {option.name: option.default for option in parameters if option.name not in known}
+    known = ("params", "lr", "betas", "eps", "matrices", "low_rank_parameters", "kwargs", "adam")
+    return {name: option.default for name, option in inspect.signature(kind).parameters.items() if name not in known}
 
 
 def _apart(
