@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import psutil
 import torch
 
 from posttrain.core.data import accelerator
@@ -31,6 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_memory() -> int:
     """Bytes of host memory available without swapping and within the container's limit."""
+    import psutil
+
     free = psutil.virtual_memory().available
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -198,6 +199,8 @@ def _size(size: int) -> str:
 
 def host_bytes() -> int:
     """Current memory of this process in bytes."""
+    import psutil
+
     return psutil.Process().memory_info().rss
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -171,10 +170,11 @@ class UtilizationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if accelerator.gpu() == accelerator.CUDA:
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
-        psutil.cpu_percent()  # each call measures since the one before
+        self._psutil = require("psutil", "psutil", why="UtilizationCallback")
+        self._psutil.cpu_percent()  # each call measures since the one before
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.log_metric("perf/cpu_utilization", psutil.cpu_percent() / 100)
+        self.log_metric("perf/cpu_utilization", self._psutil.cpu_percent() / 100)
         if accelerator.gpu() == accelerator.CUDA:
             self.log_metric("perf/gpu_utilization", accelerator.module(accelerator.CUDA).utilization() / 100)
 
