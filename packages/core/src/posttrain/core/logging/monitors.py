@@ -168,9 +168,9 @@ class UtilizationCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._psutil = require("psutil", "psutil", why="UtilizationCallback")
         if accelerator.gpu() == accelerator.CUDA:
             require("pynvml", "nvidia-ml-py", why="UtilizationCallback on a GPU")
-        self._psutil = require("psutil", "psutil", why="UtilizationCallback")
         self._psutil.cpu_percent()  # each call measures since the one before
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
