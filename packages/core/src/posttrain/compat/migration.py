@@ -270,9 +270,7 @@ class _Script:
                 comma = re.compile(rb"[ \t]*,([ \t]*(?![ \t#]))?").match(segment, after)
                 # A null byte, which no script has, marks where something was, for the lines to be tidied below.
                 edits.append((first, comma.end() if comma else after, b"\0"))
-                if number == last + 1 and alias.lineno == staying[-1].end_lineno and all(
-                    later not in staying for later in node.names[number:]
-                ):  # fmt: skip
+                if number == last + 1 and alias.lineno == staying[-1].end_lineno:
                     edits.append((self.span(staying[-1])[1] - start, first, b""))
         for first, after, text in sorted(edits, reverse=True):
             segment = segment[:first] + text + segment[after:]
