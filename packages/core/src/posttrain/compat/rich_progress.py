@@ -64,7 +64,7 @@ class RichProgressCallback(TrainerCallback):
             self._bars.remove_task(self._prediction)
             self._prediction = None
 
-    on_predict = on_evaluate
+    on_predict: Any = on_evaluate
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self._live is not None and logs:

@@ -463,7 +463,7 @@ class ProgressCallback(TrainerCallback):
             self.prediction_bar.close()
             self.prediction_bar = None
 
-    on_predict = on_evaluate
+    on_predict: Any = on_evaluate
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:

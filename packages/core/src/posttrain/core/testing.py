@@ -73,7 +73,7 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
         arch: a model type of transformers, such as llama, gemma2 or qwen3_moe.
         overrides: fields of its config.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     size: dict[str, Any] = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     size |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512)
@@ -81,9 +81,9 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
     if arch == "gpt2":
         size = dict(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, eos_token_id=1)
         size |= dict(bos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    config = AutoConfig.for_model(arch, **(size | overrides))
+    config = transformers.AutoConfig.for_model(arch, **(size | overrides))
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def classifier(num_labels: int = 3, seed: int = 0, **overrides: Any) -> Any:

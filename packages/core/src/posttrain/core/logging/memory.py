@@ -32,7 +32,7 @@ def free_memory() -> int:
     """Bytes of host memory available without swapping and within the container's limit."""
     import psutil
 
-    free = psutil.virtual_memory().available
+    free: int = psutil.virtual_memory().available
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -201,7 +201,7 @@ def host_bytes() -> int:
     """Current memory of this process in bytes."""
     import psutil
 
-    return psutil.Process().memory_info().rss
+    return int(psutil.Process().memory_info().rss)
 
 
 class MemoryTracker:

@@ -50,7 +50,7 @@ class AdamVariant(torch.optim.Optimizer):
 def correction(group: dict[str, Any], step: int) -> float:
     """What the moments of Adam are corrected by after so many steps: the root of the second over the first."""
     beta1, beta2 = group["betas"]
-    return math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    return float(math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
 
 def stochastically_rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -139,8 +139,8 @@ class GrokAdamW(AdamVariant):
         gradient_clipping: float = 1.0,
         **adam: Any,
     ) -> None:
-        options = {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
-        super().__init__(params, grokking_signal_decay_rate=grokking_signal_decay_rate, **options, **adam)
+        adam |= {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
+        super().__init__(params, grokking_signal_decay_rate=grokking_signal_decay_rate, **adam)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

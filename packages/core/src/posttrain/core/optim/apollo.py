@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -55,7 +55,7 @@ class Apollo(AdamVariant):
         self._count = sum(len(group["params"]) for group in self.param_groups)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], place: int) -> None:
-        state, (beta1, beta2), whole = self.state[parameter], group["betas"], parameter.grad
+        state, (beta1, beta2), whole = self.state[parameter], group["betas"], cast("torch.Tensor", parameter.grad)
         grad = self._project(whole, state, group, place) if "rank" in group else whole
         if "exp_avg" not in state:
             state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(grad), torch.zeros_like(grad)

@@ -329,9 +329,9 @@ _APOLLO = _apart(
     scale_type=("channel", "tensor"),
     proj_type=("std",),
 )
-_FACTORED = {"clip_threshold": 1.0, "decay_rate": -0.8}
-_ROUNDED = {"block_size": 256, "bf16_stochastic_round": False}
-_MEAN_SQUARE = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
+_FACTORED: dict[str, Any] = {"clip_threshold": 1.0, "decay_rate": -0.8}
+_ROUNDED: dict[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
+_MEAN_SQUARE: dict[str, Any] = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
 OPTIMIZERS: dict[str, Factory] = {
     # Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Fused, one kernel for all parameters is twice as fast
     # as the loop, on the CPU too.

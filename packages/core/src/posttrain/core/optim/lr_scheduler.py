@@ -326,7 +326,7 @@ def _schedule(name: str) -> Any:
 GIVEN = ("num_warmup_steps", "num_training_steps", "lr")
 
 
-def _curve(schedule: Any, lr: float, num_warmup_steps: int, num_training_steps: int, options: dict[str, Any]) -> Curve:
+def _curve(schedule: Any, lr: float, num_warmup_steps: int, num_training_steps: int, options: dict[str, Any]) -> Any:
     given = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps, "lr": lr}
     if options.get("num_stable_steps") is not None:
         del given["num_training_steps"]  # transformers warns where it is given both
