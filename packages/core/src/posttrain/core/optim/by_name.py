@@ -89,12 +89,6 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _needs_model(args: Any, model: nn.Module | None) -> nn.Module:
-    if model is None:
-        raise TypeError(f"optim={plain(args.optim)!r} depends on the layers of the model; pass it too")
-    return model
-
-
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         known = f"{', '.join(choices)}{did_you_mean(value, choices)}"
@@ -148,8 +142,8 @@ def _own_options(kind: type) -> dict[str, Any]:
 
 def _apart(
     factory: Factory,
-    wrap: Callable[[Any], type],
     options: dict[str, Any],
+    wrap: Callable[[Any], type] = lambda kind: kind,
     name: str = "low_rank_parameters",
     **choices: Any,
 ) -> Factory:
@@ -159,7 +153,9 @@ def _apart(
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
         for option, values in choices.items():
             _one_of(option, (options | given)[option], values)
-        model, targets, (kind, kwargs) = _needs_model(args, model), args.optim_target_modules, factory(args, model)
+        if model is None:
+            raise TypeError(f"optim={plain(args.optim)!r} depends on the layers of the model; pass it too")
+        targets, (kind, kwargs) = args.optim_target_modules, factory(args, model)
         matrices = hidden_matrices(model) if targets is None else target_matrices(model, targets)
         return wrap(kind), kwargs | {name: matrices} | options | given
 
@@ -168,7 +164,7 @@ def _apart(
 
 def _galore(name: str) -> Factory:
     """GaLore over the optimizer of that name."""
-    return _apart(lambda args, model: OPTIMIZERS[name](args, model), galore, _own_options(GaLore), proj_type=SIDES)
+    return _apart(lambda args, model: OPTIMIZERS[name](args, model), _own_options(GaLore), galore, proj_type=SIDES)
 
 
 def adafactor(
@@ -323,7 +319,6 @@ OF_PYTORCH_OPTIMIZER = (
 ).split()
 _APOLLO = _apart(
     _plain(Apollo, _adam),
-    lambda kind: kind,
     _own_options(Apollo),
     proj=("random", "svd"),
     scale_type=("channel", "tensor"),
@@ -348,7 +343,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "sgd": _plain(torch.optim.SGD, _rate, momentum=0.0, dampening=0.0, nesterov=False),
     "adagrad": _plain(torch.optim.Adagrad, _rate, lr_decay=0.0, eps=1e-10),
     "rmsprop": _plain(torch.optim.RMSprop, _rate, **_MEAN_SQUARE, centered=False),
-    "muon": _apart(_plain(MuonWithAdamW, _adam), lambda kind: kind, _own_options(MuonWithAdamW), "matrices"),
+    "muon": _apart(_plain(MuonWithAdamW, _adam), _own_options(MuonWithAdamW), name="matrices"),
     "adamw_bnb_8bit": _bnb("AdamW", _adam, 8),
     "adamw_8bit": _bnb("AdamW", _adam, 8),
     "paged_adamw_32bit": _bnb("AdamW", _adam, 32, paged=True),
