@@ -66,9 +66,8 @@ class ModelSideArguments:
                 value = False
             setattr(self, new, value)
             setattr(self, old, value)
-        launched = os.environ.get(
-            "ACCELERATE_DYNAMO_BACKEND", "no"
-        ).lower()  # as posttrain launch and accelerate set it
+        # As posttrain launch and accelerate set it.
+        launched = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
         if launched not in ("no", "") and not self.torch_compile:
             mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
             self.torch_compile_backend = self.torch_compile_backend or launched
