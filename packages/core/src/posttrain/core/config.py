@@ -362,19 +362,15 @@ def validate(config: Any) -> None:
     problems = [*follow_old_fields(config), *tidy(config)]
     owners = [vars(owner) for owner in reversed(type(config).__mro__)]
     failures: list[Exception] = []
-    for owner in owners:
-        if "_normalize" in owner:
+
+    def said(hook: str) -> Iterator[str]:
+        for owner in owners:
             try:
-                owner["_normalize"](config)
+                yield from (owner[hook](config) or ()) if hook in owner else ()
             except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
                 failures.append(error)  # most likely because of a value that `check` reports
-    problems += check(config)
-    for owner in owners:
-        if "_problems" in owner:
-            try:
-                problems += owner["_problems"](config)
-            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-                failures.append(error)
+
+    problems += [*said("_normalize"), *check(config), *said("_problems")]
     if problems:
         raise ConfigError(type(config).__name__, dict.fromkeys(problems))
     if failures:
