@@ -322,8 +322,7 @@ class DefaultFlowCallback(TrainerCallback):
     _max_tokens = math.inf
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._passing, self._max_tokens = Passing(), args.max_tokens
-        self._passing.begin(state)
+        self._passing, self._max_tokens = Passing(state), args.max_tokens
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         step, intervals = state.global_step, (args.logging_steps, args.eval_steps, args.save_steps)
