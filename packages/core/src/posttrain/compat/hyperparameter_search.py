@@ -224,7 +224,7 @@ def _with_ray(wanted: _Wanted, trainer: Trainer, kwargs: dict[str, Any]) -> tupl
             return None
 
     kwargs.setdefault("storage_path", os.path.abspath(trainer.args.output_dir))
-    analysis = ray_search.search(train, space, wanted.n_trials, direction, kwargs)
+    analysis = ray_search.Search(direction, kwargs).run(train, space, wanted.n_trials)
     best = analysis.get_best_trial(metric="objective", mode=direction[:3])
     if best is None:
         raise RuntimeError("search: no trial was completed, so none is the best.")
