@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from posttrain.compat.old_hooks import HOOKS
+from posttrain.compat.trainer_names import HOOKS
 from posttrain.core import Trainer, TrainingArguments
 from tests import tiny
 from tests.contract.trainers import pad

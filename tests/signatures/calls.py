@@ -18,7 +18,7 @@ PACKAGES = frozenset(map(package_of, RELEASES))
 #: What an expression is that the syntax tree does not show, by file.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "by_name.py": {"torchao_adamw(bits)": ("torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit")},
-    "torchao.py": {
+    "resumable.py": {
         "quantized": ("torchao.optim.subclass_8bit.OptimState8bit", "torchao.optim.subclass_4bit.OptimState4bit")
     },
     "builder.py": {"manager": ("bitsandbytes.optim.GlobalOptimManager",)},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posttrain.core.optim.bf16 import BF16AdamW, stochastically_rounded
+from posttrain.core.optim.adam import BF16AdamW, stochastically_rounded
 
 
 def rounded(values, seed=0):

@@ -12,12 +12,12 @@ from posttrain.core import TrainingArguments
 from posttrain.core.checkpoint import codec
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
-from posttrain.core.optim.adafactor import adafactor_class
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.builder import OPTIMIZERS
 from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, target_matrices
 from posttrain.core.optim.galore import SIDES, galore, projection
 from posttrain.core.optim.layerwise import Layerwise
+from posttrain.core.optim.resumable import adafactor_class
 from tests import tiny
 
 NEEDS = {"schedule_free": "schedulefree", "stable_adamw": "optimi", "bnb": "bitsandbytes"}
@@ -483,9 +483,8 @@ def test_targets_that_match_nothing_are_refused_with_the_layers_that_there_are()
 def test_embeddings_keep_32_bit_state_in_8_bit_optimizers(name):
     manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
     model = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 512))
-    del manager.module_weight_config_triple[:]
+    of_the_process = [dict(manager.pid2config), dict(manager.index2config), [*manager.module_weight_config_triple]]
     optimizer = builder.build(model, arguments(name))
-    assert manager.module_weight_config_triple == [(model[0], "weight", {"optim_bits": 32})]
     model(torch.arange(8)).sum().backward()
     optimizer.step()
     assert optimizer.state[model[0].weight]["state1"].dtype is torch.float32
@@ -497,6 +496,7 @@ def test_embeddings_keep_32_bit_state_in_8_bit_optimizers(name):
     other(torch.ones(8, 64)).sum().backward()
     optimizer.step()
     assert {optimizer.state[layer.weight]["state1"].dtype for layer in other} == {torch.uint8}
+    assert [manager.pid2config, manager.index2config, manager.module_weight_config_triple] == of_the_process
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments

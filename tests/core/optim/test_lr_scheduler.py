@@ -110,24 +110,34 @@ def test_linear_climbs_and_falls_in_straight_lines():
     assert [curve(step) for step in range(8)] == [0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]
 
 
+def curve(name, num_warmup_steps, num_training_steps, lr=1.0, **options):
+    """The schedule called `name` as a share of the peak, by optimizer steps done."""
+    scheduler = lr_scheduler.build(name, optimizer(lr, groups=1), num_warmup_steps, num_training_steps, **options)
+    return [rate / lr for [rate] in rates(scheduler, num_training_steps + 1)]
+
+
 def test_cosine_with_min_lr_starts_at_the_peak_and_ends_at_the_floor():
-    curve = lr_scheduler.cosine_with_min_lr(0, 10, lr=2e-3, min_lr=5e-4)
-    assert (curve(0), curve(5), curve(10)) == pytest.approx((1.0, 0.625, 0.25))
+    shares = curve("cosine_with_min_lr", 0, 10, lr=2e-3, min_lr=5e-4)
+    assert (shares[0], shares[5], shares[10]) == pytest.approx((1.0, 0.625, 0.25))
 
 
 def test_cosine_warmup_with_min_lr_learns_from_the_first_update_and_makes_the_last_at_the_floor():
-    curve = lr_scheduler.cosine_warmup_with_min_lr(10, 20, lr=1.0, min_lr_rate=0.1)
-    assert [curve(step) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert curve(19) == pytest.approx(0.1)
+    shares = curve("cosine_warmup_with_min_lr", 10, 20, min_lr_rate=0.1)
+    assert shares[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert shares[19] == pytest.approx(0.1)
 
 
 def test_inverse_sqrt_is_half_after_three_timescales():
-    assert lr_scheduler.inverse_sqrt(100, 1000)(400) == pytest.approx(0.5)
+    assert curve("inverse_sqrt", 100, 1000)[400] == pytest.approx(0.5)
 
 
 def test_warmup_stable_decay_with_1_sqrt_falls_as_the_root():
-    curve = lr_scheduler.warmup_stable_decay(2, 10, num_decay_steps=4, decay_type="1-sqrt")
-    assert [curve(step) for step in (2, 5, 6, 7, 10)] == pytest.approx([1, 1, 1, 1 - math.sqrt(0.25), 0])
+    shares = curve("warmup_stable_decay", 2, 10, num_decay_steps=4, decay_type="1-sqrt")
+    assert [shares[step] for step in (2, 5, 6, 7, 10)] == pytest.approx([1, 1, 1, 1 - math.sqrt(0.25), 0])
+
+
+def test_a_polynomial_ends_well_where_the_warmup_is_the_run():
+    assert curve("polynomial", 4, 4) == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
 
 
 @pytest.mark.parametrize(("given", "steps"), [(0, 0), (0.1, 11), (0.999, 105), (1, 1), (7.0, 7)])
@@ -142,9 +152,13 @@ def test_warmup_below_one_is_a_share_rounded_up(given, steps):
         ("linear", {"power": 2}, "'power' is not an option of 'linear', which takes none"),
         ("polynomial", {"lr": 1}, "'lr' is not an option of 'polynomial', which takes lr_end, power"),
         ("warmup_stable_decay", {}, "needs num_decay_steps"),
-        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "sqrt"}, "decay_type='sqrt' is not one of linear"),
-        ("cosine_with_min_lr", {}, "neither is given"),
-        ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, "both are given"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 2, "decay_type": "sqrt"},
+            "Unknown decay type: sqrt, expected 'linear'",
+        ),
+        ("cosine_with_min_lr", {}, "One of min_lr or min_lr_rate should be set"),
+        ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, "Only one of min_lr or min_lr_rate should be set"),
         ("reduce_lr_on_plateau", {"patient": 3}, "which takes mode, factor, patience"),
         ("polynomial", {"lr_end": 1.0}, "lr_end=1.0 must be below the learning rate"),
         ("cosine", {"num_cycles": "two"}, "lr_scheduler_kwargs of 'cosine'"),

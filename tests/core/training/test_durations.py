@@ -115,8 +115,8 @@ def test_a_resumed_run_goes_on_with_the_same_intervals(tmp_path):
 def test_intervals_of_time(tmp_path, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(durations.time, "monotonic", lambda: next(clock) * 0.4)
-    passing, state = durations.Passing(), SimpleNamespace(epoch=0.0, num_input_tokens_seen=0)
-    passing.begin(state)
+    state = SimpleNamespace(epoch=0.0, num_input_tokens_seen=0)
+    passing = durations.Passing(state)
     assert [passing.step(state, "2s", 5, "1min")[0] for _ in range(10)].count(True) == 2
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from posttrain.core.losses import cross_entropy, linear_cross_entropy, selective_log_softmax, shift_labels, token_logps
+from posttrain.core.losses import cross_entropy, selective_log_softmax, shift_labels
 from posttrain.core.losses.logits import dynamic_weights
 from posttrain.lm.loss import tiles
+from posttrain.lm.loss.language_modeling import linear_cross_entropy, token_logps
 
 VOCAB, WIDTH = 50, 16
 OPTIONS = [

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from posttrain.core.losses import cross_entropy, linear_cross_entropy, selective_log_softmax, shift_labels
+from posttrain.core.losses import cross_entropy, selective_log_softmax, shift_labels
 from posttrain.lm.loading import adapters
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import Measure, divergence_terms
+from posttrain.lm.loss.language_modeling import linear_cross_entropy
 from tests import tiny
 from tests.core.models.gradients import LORA, assert_same_gradients, batch, gradients
 

@@ -125,10 +125,9 @@ def missing_name(package: str, name: str, known: Iterable[str], lookups: int = 2
         known: the package's names.
         lookups: frames between here and the caller.
     """
-    known = list(known)
-    text = f"{package} has no {name!r}: {instead}." if (instead := elsewhere(package, name)) else (
-        f"{package} has no {name!r}{did_you_mean(name, known) or '; it has ' + ', '.join(known)}"
-    )  # fmt: skip
+    instead, known = elsewhere(package, name), list(known)
+    text = f": {instead}." if instead else did_you_mean(name, known) or f"; it has {', '.join(known)}"
+    text = f"{package} has no {name!r}{text}"
     return (ImportError if _is_imported(lookups) else AttributeError)(text, name=name)
 
 

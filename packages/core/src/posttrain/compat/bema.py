@@ -21,6 +21,7 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models.wrapping import unwrap
 from posttrain.core.state import TrainerControl, TrainerState
+from posttrain.core.training.ema import swapped_in
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,6 @@ class BEMACallback(TrainerCallback):
             if path.stem != here.name and path.stem.removeprefix("update-") not in kept:
                 path.unlink()
 
-    @torch.no_grad()
     def on_train_end(
         self,
         args: Any,
@@ -138,14 +138,8 @@ class BEMACallback(TrainerCallback):
         if not state.is_world_process_zero or not self._weights:
             return
         folder = Path(args.output_dir) / FOLDER
-        own = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        try:
-            for name, weight in self._weights.items():
-                weight.copy_(self._last[name])
+        with swapped_in(self._weights, self._last):
             unwrap(model).save_pretrained(folder)
-        finally:
-            for name, weight in self._weights.items():
-                weight.copy_(own[name])
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         logger.info("The averaged model is in %s.", folder)

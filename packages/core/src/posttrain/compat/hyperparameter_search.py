@@ -133,8 +133,8 @@ def search(
     given_trial = ray_search.RayTrial if by_ray else _optuna().trial.FixedTrial
     objective = compute_objective or _default_objective(trainer)
     hp_space, dist = hp_space or (ray_search.default_hp_space if by_ray else default_hp_space), trainer.dist
-    caught = (NonFiniteError, *_as_tuple(kwargs.pop("catch", ())))
-
+    catch = kwargs.pop("catch", ())
+    caught = (NonFiniteError, *([catch] if isinstance(catch, type) else catch))
     start = _Start(trainer.model) if trainer.model_init is None else None
 
     def run(trial: Any, name: str, values: dict[str, Any]) -> Any:
@@ -224,7 +224,7 @@ def _with_ray(wanted: _Wanted, trainer: Trainer, kwargs: dict[str, Any]) -> tupl
             return None
 
     kwargs.setdefault("storage_path", os.path.abspath(trainer.args.output_dir))
-    analysis = ray_search.search(train, space, wanted.n_trials, direction, kwargs)
+    analysis = ray_search.Search(direction, kwargs).run(train, space, wanted.n_trials)
     best = analysis.get_best_trial(metric="objective", mode=direction[:3])
     if best is None:
         raise RuntimeError("search: no trial was completed, so none is the best.")
@@ -282,7 +282,7 @@ def _trial_arguments(trainer: Trainer, name: str, values: dict[str, Any]) -> Any
     """The trainer's arguments with those of one trial in their place, checked."""
     args = trainer.args
     values, problems = translate_old_names(type(args), values)
-    fixed = FIXED | set(getattr(trainer, "fixed_at_construction", ()))
+    fixed = FIXED | set(trainer.fixed_at_construction)
     problems += [
         f"{field} is used when the trainer is built, so a trial cannot change it" for field in values if field in fixed
     ]
@@ -356,7 +356,7 @@ class _Reporter(TrainerCallback):
 def _lent(trainer: Trainer, args: Any, reporter: _Reporter) -> Iterator[None]:
     """`trainer` with everything that hangs on its arguments made anew for one trial; put back at the end."""
     names = ("args", "store", "dist", "accelerator", "callback_handler", "_train_batch_size")
-    own, handler = {name: getattr(trainer, name) for name in names}, trainer.callback_handler
+    own, handler = {name: vars(trainer)[name] for name in names}, trainer.callback_handler
     handler.model = handler.optimizer = handler.lr_scheduler = None  # those of the trial before need not live on
     fresh = [type(cb).from_state(cb.state()) if has_state(cb) else as_new(cb) for cb in handler.callbacks]
     trainer.args, trainer.store = args, Store(args.output_dir)
@@ -383,7 +383,3 @@ def _best(study: Any, several: bool) -> BestRun | list[BestRun]:
     if several:
         return [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]
     return BestRun(str(study.best_trial.number), study.best_value, study.best_params)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, type) else tuple(value)

@@ -108,7 +108,7 @@ def _with_dependencies(text: str) -> str:
 
 def _roots(node: ast.Import | ast.ImportFrom) -> list[str]:
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-    return [] if getattr(node, "level", 0) else [name.split(".")[0] for name in names]
+    return [] if isinstance(node, ast.ImportFrom) and node.level else [name.split(".")[0] for name in names]
 
 
 def _choose(names: Iterable[str]) -> dict[str, str]:
@@ -270,9 +270,7 @@ class _Script:
                 comma = re.compile(rb"[ \t]*,([ \t]*(?![ \t#]))?").match(segment, after)
                 # A null byte, which no script has, marks where something was, for the lines to be tidied below.
                 edits.append((first, comma.end() if comma else after, b"\0"))
-                if number == last + 1 and alias.lineno == staying[-1].end_lineno and all(
-                    later not in staying for later in node.names[number:]
-                ):  # fmt: skip
+                if number == last + 1 and alias.lineno == staying[-1].end_lineno:
                     edits.append((self.span(staying[-1])[1] - start, first, b""))
         for first, after, text in sorted(edits, reverse=True):
             segment = segment[:first] + text + segment[after:]

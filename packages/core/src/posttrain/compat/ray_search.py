@@ -23,7 +23,7 @@ class RayTrial(dict):
         number: Ray's name for it. params: the values. last: what was reported last.
     """
 
-    def __init__(self, params: dict[str, Any], number: str, search: _Search | None = None) -> None:
+    def __init__(self, params: dict[str, Any], number: str, search: Search | None = None) -> None:
         super().__init__(params)
         self.params, self.number, self._search = params, number, search
         self._ended = False
@@ -49,28 +49,13 @@ def default_hp_space(trial: Any = None) -> dict[str, Any]:
     }
 
 
-def search(
-    train: Callable[[RayTrial], float | None],
-    space: dict[str, Any],
-    n_trials: int | None,
-    direction: str,
-    options: dict[str, Any],
-) -> Any:
-    """Run ``ray.tune.run`` and `train` each of its trials here, one after the other.
+class Search:
+    """A run of ``ray.tune.run`` whose trials are trained here, one after the other.
 
     Args:
-        train: returns the objective; None where the trial came to no number, which counts as failed. Reports on its
-            way.
-        space: of Ray Tune. n_trials: None: until ``time_budget_s``.
         options: further arguments of ``ray.tune.run``.
-
-    Returns:
-        The `ray.tune.ExperimentAnalysis`.
     """
-    return _Search(direction, options).run(train, space, n_trials)
 
-
-class _Search:
     def __init__(self, direction: str, options: dict[str, Any]) -> None:
         require("ray.tune", "ray[tune]", why="a search for hyperparameters with Ray Tune")
         import ray
@@ -87,6 +72,13 @@ class _Search:
         self._is_over = False
 
     def run(self, train: Callable[[RayTrial], float | None], space: dict[str, Any], n_trials: int | None) -> Any:
+        """The `ray.tune.ExperimentAnalysis` of a search in `space`, of Ray Tune.
+
+        Args:
+            train: returns the objective; None where the trial came to no number, which counts as failed. Reports on its
+                way.
+            n_trials: None: until ``time_budget_s``.
+        """
         thread = threading.Thread(target=self._tune, args=(space, n_trials), daemon=True)
         thread.start()
         try:

@@ -60,10 +60,11 @@ class RichProgressCallback(TrainerCallback):
         self._bars.advance(self._prediction)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._end_prediction()
+        if self._prediction is not None:
+            self._bars.remove_task(self._prediction)
+            self._prediction = None
 
-    def on_predict(self, args, state, control, **kwargs):
-        self._end_prediction()
+    on_predict: Any = on_evaluate
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self._live is not None and logs:
@@ -75,11 +76,6 @@ class RichProgressCallback(TrainerCallback):
             self._bars.update(self._training, completed=state.global_step)
             self._live.stop()
             self._live = self._bars = self._training = self._prediction = None
-
-    def _end_prediction(self) -> None:
-        if self._prediction is not None:
-            self._bars.remove_task(self._prediction)
-            self._prediction = None
 
     def _drawing(self) -> Any:
         """The bars over a table of the record, `COLUMNS` names and values in a row."""

@@ -13,11 +13,6 @@ from posttrain.core.errors import DataError
 from posttrain.lm.images.vision import place_images
 from posttrain.lm.text.chat_template import Message, is_conversational, to_messages
 
-__all__ = [
-    "apply_chat_template", "is_conversational", "is_conversational_from_value", "maybe_apply_chat_template",
-    "maybe_convert_to_chatml", "prepare_multimodal_messages",
-]  # fmt: skip
-
 TALKS = ("messages", "conversations")
 COMPLETIONS = ("completion", "chosen", "rejected")
 #: What the last message of a prompt asks of the chat template.

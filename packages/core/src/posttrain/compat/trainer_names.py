@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import operator
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from posttrain.compat import old_hooks
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
@@ -20,6 +21,7 @@ from posttrain.core.hub import uploads
 from posttrain.core.hub.card import names, of_run, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
+from posttrain.core.training import override_checks
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
@@ -29,6 +31,21 @@ if TYPE_CHECKING:
     from posttrain.core.state import EvalLoopOutput, TrainerState
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run
+
+
+def _reads(path: str, doc: str) -> Any:
+    return property(operator.attrgetter(path), doc=doc)
+
+
+def _returns(path: str, doc: str) -> Any:
+    """A method without arguments that returns what lies at `path` below the trainer."""
+    get = operator.attrgetter(path)
+
+    def method(self: Any) -> Any:
+        return get(self)
+
+    method.__doc__ = doc
+    return method
 
 
 class TrainerNames:
@@ -67,10 +84,17 @@ class TrainerNames:
     scaler = sharded_ddp = fsdp = None
     do_grad_scaling = use_apex = use_amp = use_cuda_amp = use_cpu_amp = False
 
-    @property
-    def tokenizer(self) -> Any:
-        """Earlier name of `processing_class`."""
-        return self.processing_class
+    tokenizer = _reads("processing_class", "Earlier name of `processing_class`.")
+    prediction_loop = _reads("evaluation_loop", "Earlier name of `evaluation_loop`.")
+    neftune_noise_alpha = _reads("args.neftune_noise_alpha", "The noise that embeddings get; see that argument.")
+    gather_function = _reads("accelerator.gather_for_metrics", "Gathers an evaluation batch of all processes.")
+    is_deepspeed_enabled = _reads("dist.uses_deepspeed", "Whether DeepSpeed trains.")
+    _globalstep_last_logged = _reads("run.progress.last_logged", "The optimizer step of the last record.")
+    is_world_process_zero = _returns("dist.is_main", "Whether this process is the first of all.")
+    is_local_process_zero = _returns("dist.is_local_main", "Whether this process is the first of its machine.")
+    get_tp_size = _returns("dist.tp_size", "Processes that split the matrices of one layer (tensor parallelism).")
+    get_cp_size = _returns("dist.cp_size", "Processes that split one row (context parallelism).")
+    get_ep_size = _returns("dist.ep_size", "Processes that have all experts between them (expert parallelism).")
 
     @property
     def current_flos(self) -> float:
@@ -92,19 +116,9 @@ class TrainerNames:
         return self.dist.moves(self.model)
 
     @property
-    def neftune_noise_alpha(self) -> float | None:
-        """The noise that embeddings get in training; see the argument of this name."""
-        return self.args.neftune_noise_alpha
-
-    @property
     def hub_model_id(self) -> str | None:
         """The repository on the Hub that the run is pushed to; None where it is not pushed."""
         return self.uploader.repo_id if self.args.push_to_hub else None
-
-    @property
-    def prediction_loop(self) -> Callable[..., Any]:
-        """Earlier name of `evaluation_loop`."""
-        return self.evaluation_loop
 
     @property
     def _metrics(self) -> Appended:
@@ -116,10 +130,6 @@ class TrainerNames:
         for name, value in metrics.items():
             self.log_metric(name, value)
 
-    @property
-    def _globalstep_last_logged(self) -> int:
-        return self.run.progress.last_logged
-
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """`tensors`, in any nesting, of all processes, padded to one width."""
         if tensors is None:
@@ -129,16 +139,17 @@ class TrainerNames:
     def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
         return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
 
-    @property
-    def gather_function(self) -> Callable[[Any], Any]:
-        """Gathers an evaluation batch of all processes."""
-        return self.accelerator.gather_for_metrics
-
     # --------------------------------------------------------------------------------- old names of overridable methods
 
     def _follow_old_names(self) -> None:
-        """Let a method of `Trainer` go through its old name where a script has replaced that, see `old_hooks`."""
-        old_hooks.follow(self)
+        """Let methods of `Trainer` go through the old names that this class, or a script, has replaced, see `HOOKS`."""
+        kinds = type(self).__mro__
+        base = next(kind for kind in kinds if kind.__module__ == "posttrain.core.trainer")
+        replaced = set(vars(self)).union(*map(vars, kinds[: kinds.index(TrainerNames)]))
+        for method in [method for name, method in HOOKS.items() if name in replaced]:
+            hook = vars(base)[method.__name__]
+            if "__wrapped__" not in vars(hook):  # else it goes through old names already
+                setattr(base, method.__name__, functools.wraps(hook)(method))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return self.complete_inputs(self._prepare_input(inputs))
@@ -150,13 +161,7 @@ class TrainerNames:
         return self.dist.autocast()
 
     def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
     ) -> torch.utils.data.DataLoader[Any]:
         return self.loaders.make(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
@@ -184,21 +189,9 @@ class TrainerNames:
         """Rows that `dataloader` reads in an epoch; estimated from its batches where it cannot say."""
         return pipeline.num_examples(dataloader)
 
-    def get_tp_size(self) -> int:
-        """Processes that split the matrices of one layer (tensor parallelism)."""
-        return self.dist.tp_size
-
     def get_sp_size(self) -> int:
         """Processes that share one row by sequence parallelism: 1."""
         return 1
-
-    def get_cp_size(self) -> int:
-        """Processes that split one row (context parallelism)."""
-        return self.dist.cp_size
-
-    def get_ep_size(self) -> int:
-        """Processes that have all experts of a mixture between them (expert parallelism)."""
-        return self.dist.ep_size
 
     @property
     def is_fsdp_enabled(self) -> bool:
@@ -209,10 +202,6 @@ class TrainerNames:
     def deepspeed(self) -> Any:
         """DeepSpeed's engine while it trains, else None."""
         return self.model_wrapped if self.is_deepspeed_enabled and self.is_in_train else None
-
-    @property
-    def is_deepspeed_enabled(self) -> bool:
-        return self.dist.uses_deepspeed
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
         """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a
@@ -258,12 +247,6 @@ class TrainerNames:
         """Write ``<split>_results.json`` into the output directory and, if `combined`, add to ``all_results.json``."""
         if self.dist.is_main:
             save_metrics(Path(self.args.output_dir), split, metrics, combined)
-
-    def is_world_process_zero(self) -> bool:
-        return self.dist.is_main
-
-    def is_local_process_zero(self) -> bool:
-        return self.dist.is_local_main
 
     def end(self) -> None:
         """Take down the process group. The last call of a script: nothing after it can reach other processes."""
@@ -339,6 +322,48 @@ class TrainerNames:
         if self.dist.is_main:
             name = model_name or self.uploader.repo_name.split("/")[-1]
             write_model_card(self.args.output_dir, name, **(about | card))
+
+
+# transformers calls some overridable methods by private names. Their counterparts in `Trainer` do the work themselves,
+# until a subclass or a script replaces an old name. A method below then takes the place of that of `Trainer`, for every
+# trainer of the process: it calls the old name, whose method in `TrainerNames` does the same work.
+
+
+def prepare_inputs(self: Any, inputs: Any) -> Any:
+    return self._prepare_inputs(inputs)
+
+
+def compute_loss_context_manager(self: Any) -> Any:
+    return self.autocast_smart_context_manager()
+
+
+def make_dataloader(
+    self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None
+) -> Any:
+    def train_sampler(rows: Any) -> Any:
+        return self._get_train_sampler(*override_checks.taken(self._get_train_sampler, rows))
+
+    given = {"dataset": dataset, "description": description, "batch_size": batch_size, "dataloader_key": dataloader_key}
+    sampler_fn = sampler_fn or (train_sampler if is_training else self._get_eval_sampler)
+    return self._get_dataloader(**given, sampler_fn=sampler_fn, is_training=is_training)
+
+
+def without_unused_columns(self: Any, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+    if pipeline.can_drop_columns(dataset):
+        return self._remove_unused_columns(dataset, description=description), collator
+    return dataset, self._get_collator_with_removed_columns(collator, description=description)
+
+
+#: By the old name: the method, of the name in `Trainer`, that calls it.
+HOOKS: dict[str, Callable[..., Any]] = {
+    "_prepare_inputs": prepare_inputs,
+    "autocast_smart_context_manager": compute_loss_context_manager,
+    "_get_dataloader": make_dataloader,
+    "_get_train_sampler": make_dataloader,
+    "_get_eval_sampler": make_dataloader,
+    "_remove_unused_columns": without_unused_columns,
+    "_get_collator_with_removed_columns": without_unused_columns,
+}
 
 
 def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from posttrain.compat.rich_progress import RichProgressCallback
     from posttrain.compat.row_formats import (
         apply_chat_template,
-        is_conversational,
         is_conversational_from_value,
         maybe_apply_chat_template,
         maybe_convert_to_chatml,
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from posttrain.lm.generate.win_rate import WinRateCallback
     from posttrain.lm.loading.arguments import ModelConfig
     from posttrain.lm.loading.clone_template import clone_chat_template, setup_chat_format
+    from posttrain.lm.text.chat_template import is_conversational
     from posttrain.lm.text.training_template import get_training_chat_template
 
 registry.TRAINER_NAMES = "posttrain.compat.trainer_names:TrainerNames"

@@ -31,7 +31,7 @@ from posttrain.core.hub.uploads import HubArguments
 from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
 from posttrain.core.models.arguments import ModelSideArguments
-from posttrain.core.optim import builder, lr_scheduler, schedule
+from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.optim.builder import OptimizerArguments
 from posttrain.core.optim.lr_scheduler import FOLLOW_A_METRIC, ScheduleArguments
 from posttrain.core.training.allocator import AllocatorArguments
@@ -160,7 +160,7 @@ class RunArguments:
 
     def _problems(self) -> Iterator[str]:
         for name in ("max_duration", "logging_steps", "eval_steps", "save_steps"):
-            if isinstance(value := getattr(self, name, None), str):
+            if isinstance(value := vars(self).get(name), str):
                 try:
                     durations.parse(value)
                 except ValueError as problem:
@@ -231,10 +231,17 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     # ---- rules between the groups ----
 
     def _normalize(self) -> None:
-        if self.max_duration is not None:
-            self._take_duration(*durations.parse(self.max_duration))
-        if isinstance(self.warmup_steps, str):
-            self._count_tokens()
+        lengths = (self.max_duration, self.warmup_steps, self.logging_steps, self.eval_steps, self.save_steps)
+        in_tokens = any(isinstance(each, str) and durations.parse(each).unit == "tokens" for each in lengths)
+        if in_tokens and self.include_num_input_tokens_seen == "no":
+            self.include_num_input_tokens_seen = "all"  # counted at each step
+        value, unit = (0.0, "") if self.max_duration is None else durations.parse(self.max_duration)
+        if unit == "steps":
+            self.max_steps = int(value)
+        elif unit == "epochs":
+            self.num_train_epochs, self.max_steps = value, -1
+        elif unit == "seconds":
+            self.max_time = value
         self.do_eval = self.eval_strategy != "no" or (False if self.do_eval is None else self.do_eval)
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
@@ -249,9 +256,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             ("eval_steps", self.eval_strategy, None),
             ("save_steps", self.save_strategy, 500),
         ):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                self._take_interval(name, *durations.parse(value))
+            value = vars(self)[name]
+            if isinstance(value, str) and (length := durations.parse(value)).unit == "steps":
+                setattr(self, name, int(length.value))
             if strategy != "steps" and value == 0:  # scripts write it for a strategy that counts no steps
                 setattr(self, name, unused)
             if isinstance(value, float) and value.is_integer():
@@ -267,7 +274,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     def _problems(self) -> Iterator[str]:
         for name, strategy in (("logging", self.logging_strategy), ("eval", self.eval_strategy)):
-            steps = getattr(self, f"{name}_steps")
+            steps = vars(self)[f"{name}_steps"]
             if strategy == "steps" and not isinstance(steps, str) and steps > 1 and steps != int(steps):
                 yield f"{name}_steps={steps} must be whole above 1; below 1 it is a share of all optimizer steps"
         if self.eval_strategy == "no":
@@ -288,29 +295,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
                 "'loss'"
             )
         yield from builder.problems_with_others(self)
-        yield from schedule.problems(self)
-
-    def _take_duration(self, value: float, unit: str) -> None:
-        """Set what `max_duration` stands for."""
-        if unit == "steps":
-            self.max_steps = int(value)
-        elif unit == "epochs":
-            self.num_train_epochs, self.max_steps = value, -1
-        elif unit == "seconds":
-            self.max_time = value
-        else:
-            self._count_tokens()
-
-    def _count_tokens(self) -> None:
-        if self.include_num_input_tokens_seen == "no":
-            self.include_num_input_tokens_seen = "all"  # counted at each step
-
-    def _take_interval(self, name: str, value: float, unit: str) -> None:
-        """Set what a `name` such as ``500st`` or ``10Mtok`` stands for."""
-        if unit == "steps":
-            setattr(self, name, int(value))
-        elif unit == "tokens":
-            self._count_tokens()
+        yield from lr_scheduler.length_problems(self)
 
     @property
     def goes_by_time(self) -> bool:

@@ -297,7 +297,7 @@ def hears(callback: Any, event: str) -> bool:
         return hasattr(callback, event)
     theirs = ("transformers.trainer_callback", f"TrainerCallback.{event}")
     is_empty = (getattr(method, "__module__", ""), getattr(method, "__qualname__", "")) == theirs
-    return method is not getattr(TrainerCallback, event) and not is_empty
+    return method is not vars(TrainerCallback)[event] and not is_empty
 
 
 def _apply(answer: Any, control: TrainerControl, where: str) -> TrainerControl:
@@ -322,8 +322,7 @@ class DefaultFlowCallback(TrainerCallback):
     _max_tokens = math.inf
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._passing, self._max_tokens = Passing(), args.max_tokens
-        self._passing.begin(state)
+        self._passing, self._max_tokens = Passing(state), args.max_tokens
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         step, intervals = state.global_step, (args.logging_steps, args.eval_steps, args.save_steps)
@@ -415,16 +414,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             self.best_metric = metric_value if gain > 0 else best
 
     def state(self) -> dict[str, Any]:
-        return {
-            "args": {
-                "early_stopping_patience": self.early_stopping_patience,
-                "early_stopping_threshold": self.early_stopping_threshold,
-            },
-            "attributes": {
-                "early_stopping_patience_counter": self.early_stopping_patience_counter,
-                "best_metric": self.best_metric,
-            },
-        }
+        args = ("early_stopping_patience", "early_stopping_threshold")
+        changed = ("early_stopping_patience_counter", "best_metric")
+        return {"args": {n: vars(self)[n] for n in args}, "attributes": {n: vars(self)[n] for n in changed}}
 
 
 class ProgressCallback(TrainerCallback):
@@ -466,10 +458,11 @@ class ProgressCallback(TrainerCallback):
             self.prediction_bar.update(1)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._close_prediction_bar()
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
 
-    def on_predict(self, args, state, control, **kwargs):
-        self._close_prediction_bar()
+    on_predict: Any = on_evaluate
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
@@ -484,11 +477,6 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.update(state.global_step - self.training_bar.n)
             self.training_bar.close()
             self.training_bar = None
-
-    def _close_prediction_bar(self) -> None:
-        if self.prediction_bar is not None:
-            self.prediction_bar.close()
-            self.prediction_bar = None
 
 
 class PrinterCallback(TrainerCallback):

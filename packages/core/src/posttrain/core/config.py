@@ -200,7 +200,8 @@ def _classes(hint: Any) -> Iterator[type]:
         yield typing.get_origin(hint) or hint
 
 
-def _has_type(value: Any, allowed: tuple[type, ...]) -> bool:
+def has_type(value: Any, allowed: tuple[type, ...]) -> bool:
+    """Whether `value` is of one of the classes `allowed`; an int is a float, and a bool is neither."""
     if not allowed or object in allowed or isinstance(value, allowed):
         return not (isinstance(value, bool) and allowed and bool not in allowed and object not in allowed)
     if isinstance(value, numbers.Number) and not isinstance(value, bool):  # numpy's numbers, an int for a float
@@ -241,7 +242,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     allowed = field_types(config_class).get(field.name, ())
     if value is None and (field.default is None or type(None) in allowed):
         return
-    if not _has_type(value, allowed) and _is_ours(config_class, field.name):
+    if not has_type(value, allowed) and _is_ours(config_class, field.name):
         names = " or ".join(sorted({kind.__name__ for kind in allowed} - {"NoneType"}))
         hint = "; YAML reads 2.0e-5 as a number" if names == "float" and re.fullmatch(r"\d+e-?\d+", str(value)) else ""
         yield f"{field.name}={shown(field.name, value)} must be of type {names}{hint}"
@@ -253,7 +254,7 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
         yield f"{field.name}={shown(field.name, value)} is not one of {', '.join(bounds['choices'])}{near}"
     if isinstance(value, list) and _is_ours(config_class, field.name):
         element = element_type(config_class, field.name, unsaid=object)
-        wrong = [one for one in value if not _has_type(one, (element,))]
+        wrong = [one for one in value if not has_type(one, (element,))]
         if wrong:
             yield (
                 f"{field.name}={shown(field.name, value)} must hold values of type {element.__name__}, not {wrong[0]!r}"
@@ -318,7 +319,7 @@ def tidy(config: Any) -> Iterator[str]:
             except json.JSONDecodeError as error:
                 yield f"{field.name}={shown(field.name, value)} looks like JSON but is not: {error}"
         elif type(value) is str and str in allowed:
-            value = _number(value, allowed)
+            value = number(value, allowed)
         if type(value) is str and "choices" in bounds_of(field):
             value = Choice(value)
         if value is not given:
@@ -340,13 +341,13 @@ def plain_data(value: Any) -> Any:
     return value.to_dict() if hasattr(value, "to_dict") else value
 
 
-def _number(text: str, allowed: tuple[type, ...]) -> str | int | float:
-    """`text`, as a command line gives it, or the number that it is where one is allowed."""
+def number(value: Any, allowed: tuple[type, ...]) -> Any:
+    """The number that the text `value`, of a command line, is where one is allowed; else `value`."""
     for kind in (int, float):
-        if kind in allowed:
+        if kind in allowed and isinstance(value, str):
             with contextlib.suppress(ValueError):
-                return kind(text)
-    return text
+                return kind(value)
+    return value
 
 
 def validate(config: Any) -> None:
@@ -361,19 +362,15 @@ def validate(config: Any) -> None:
     problems = [*follow_old_fields(config), *tidy(config)]
     owners = [vars(owner) for owner in reversed(type(config).__mro__)]
     failures: list[Exception] = []
-    for owner in owners:
-        if "_normalize" in owner:
+
+    def said(hook: str) -> Iterator[str]:
+        for owner in owners:
             try:
-                owner["_normalize"](config)
+                yield from (owner[hook](config) or ()) if hook in owner else ()
             except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
                 failures.append(error)  # most likely because of a value that `check` reports
-    problems += check(config)
-    for owner in owners:
-        if "_problems" in owner:
-            try:
-                problems += owner["_problems"](config)
-            except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-                failures.append(error)
+
+    problems += [*said("_normalize"), *check(config), *said("_problems")]
     if problems:
         raise ConfigError(type(config).__name__, dict.fromkeys(problems))
     if failures:

@@ -104,17 +104,13 @@ def require(module: str, extra: str, why: str = "") -> ModuleType:
 
 def missing(module: str, extra: str, why: str = "") -> ImportError | None:
     """What `require` would raise, without importing more than the packages around `module`; None where it is there."""
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        try:
-            found = importlib.util.find_spec(".".join(parts[:depth])) is not None
-        except ValueError:  # a module that was put into sys.modules by hand
-            found = True
-        except ImportError:
-            found = False
-        if not found:
-            return _not_installed(module, extra, why)
-    return None
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ValueError:  # a module that was put into sys.modules by hand
+        found = True
+    except ImportError:  # there is no package around it
+        found = False
+    return None if found else _not_installed(module, extra, why)
 
 
 def _not_installed(module: str, extra: str, why: str) -> ImportError:

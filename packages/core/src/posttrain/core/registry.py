@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -80,10 +80,8 @@ class Method:
         return load(self.config)
 
 
-def load(path: str) -> Any:
-    """What the import path ``"module:name"`` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+#: ``"module:name"`` -> what this import path names.
+load: Callable[[str], Any] = pkgutil.resolve_name
 
 
 def face(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

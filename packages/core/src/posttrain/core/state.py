@@ -108,7 +108,7 @@ class TrainerState:
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Convert the intervals of `args` to optimizer steps; ratios are shares of `max_steps`."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            interval = getattr(args, name)
+            interval = vars(args)[name]
             if interval is not None:
                 setattr(self, name, as_steps(interval, max_steps))
 
@@ -151,12 +151,8 @@ def _runs_of(file: Path) -> list[Path]:
 
 def _relative(checkpoint: str, file: Path) -> str:
     """The path of `checkpoint` for `file`: relative if it is in the folder of the same run."""
-    folder = Path(checkpoint).absolute().parent
-    return (
-        Path(checkpoint).name
-        if folder in [run.absolute() for run in _runs_of(file)]
-        else str(Path(checkpoint).absolute())
-    )
+    full = Path(checkpoint).absolute()
+    return full.name if full.parent in [run.absolute() for run in _runs_of(file)] else str(full)
 
 
 def _where_it_is(checkpoint: str, file: Path) -> str:
@@ -175,7 +171,7 @@ def strict(value: Any) -> Any:
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+    if _is_scalar(value):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -190,9 +186,13 @@ def lossy(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from lossy(item, f"{where}[{number}]")
-    elif not isinstance(value, (str, int, float, bool, type(None))):
-        if not (hasattr(value, "item") and getattr(value, "ndim", 0) == 0):
-            yield where, value
+    elif not (isinstance(value, (str, int, float, bool, type(None))) or _is_scalar(value)):
+        yield where, value
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether `value` is one number of numpy or torch."""
+    return hasattr(value, "item") and getattr(value, "ndim", 0) == 0
 
 
 @dataclass

@@ -36,17 +36,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-#: Model types of `causal_lm`, by the beginning of their classes' names.
-ARCHITECTURES = {
-    "qwen3": "Qwen3",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "gemma": "Gemma",
-    "gpt2": "GPT2",
-    "qwen2": "Qwen2",
-    "gemma2": "Gemma2",
-    "qwen3_moe": "Qwen3Moe",
-}
 
 
 @cache
@@ -81,7 +70,7 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
     """A causal language model of 2 layers and width 32, freshly initialised.
 
     Args:
-        arch: a key of `ARCHITECTURES`.
+        arch: a model type of transformers, such as llama, gemma2 or qwen3_moe.
         overrides: fields of its config.
     """
     import transformers
@@ -92,7 +81,7 @@ def causal_lm(arch: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
     if arch == "gpt2":
         size = dict(vocab_size=384, n_embd=32, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, eos_token_id=1)
         size |= dict(bos_token_id=None, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    config = getattr(transformers, f"{ARCHITECTURES[arch]}Config")(**(size | overrides))
+    config = transformers.AutoConfig.for_model(arch, **(size | overrides))
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config)
 

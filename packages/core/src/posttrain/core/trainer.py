@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.core import hub, registry
+from posttrain.core import registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback, as_list
 from posttrain.core.checkpoint import Store, codec, weights
@@ -31,12 +31,13 @@ from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.hub import uploads
 from posttrain.core.logging import trackers
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in
 from posttrain.core.losses import normalization
 from posttrain.core.models import embeddings, float8, gradient_checkpointing, liger, trainable, wrapping
-from posttrain.core.optim import builder, lr_scheduler, schedule
+from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import EvalLoopOutput, PredictionOutput, TrainerControl, TrainerState, TrainOutput
 from posttrain.core.training import lifetime, nonfinite, override_checks, preflight, resume
 from posttrain.core.training.evaluator import Evaluator
@@ -92,8 +93,9 @@ class Trainer(TrainerNames):
     #: is given the items of each micro-batch). None finds out, by computing it for one micro-batch with one count and
     #: with twice that, at steps 1, 2, 4, 8, ... (`posttrain.core.losses.scale_check`).
     loss_is_scaled_for_ga: bool | str | None = None
-    #: What the Hub finds models of this trainer by.
+    #: What the Hub finds models of this trainer by; `_tag_names` is trl's name.
     tag_names: tuple[str, ...] = ()
+    _tag_names: Iterable[str] = ()
     #: Whether records of training and of evaluations say how many tokens were trained on so far, as trl's do.
     logs_num_tokens = False
     #: What became of the rows of each dataset, by its name, in trainers that prepare rows.
@@ -149,7 +151,7 @@ class Trainer(TrainerNames):
         lifetime.new_record(owner)
         self._follow_old_names()
         self.set_model(model if model is not None else self.call_model_init())
-        self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
+        self.store, self.uploader = Store(args.output_dir, args.remote), uploads.Uploader(args, args.output_dir)
         # Made by all processes together, at the start of `train`.
         self.checkpoints: CheckpointManager = lifetime.NOT_MADE
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
@@ -157,12 +159,9 @@ class Trainer(TrainerNames):
         self.is_in_train = False
         self._train_batch_size = args.train_batch_size
         self.control = TrainerControl()
-        builtin = [
-            *DEFAULT_CALLBACKS,
-            *map(registry.load, registry.CALLBACKS),
-            *trackers.tracker_callbacks(args.report_to),
-        ]
-        self.callback_handler = CallbackHandler([*builtin, *as_list(callbacks)], self.model, processing_class)
+        builtin = DEFAULT_CALLBACKS + [registry.load(path) for path in registry.CALLBACKS]
+        listed = [*builtin, *trackers.tracker_callbacks(args.report_to), *as_list(callbacks)]
+        self.callback_handler = CallbackHandler(listed, self.model, processing_class)
         self.callback_handler.log_metric = lambda *args, **kwargs: owner.log_metric(*args, **kwargs)
         self.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.state = lifetime.new_state(owner)
@@ -193,7 +192,7 @@ class Trainer(TrainerNames):
         parts.trainer_class = type(self)
         preflight.raise_together(type(self).__name__, self.preflight(args, parts))
         self._preflight_passed = True
-        for warning in (override_checks.unheard(type(self)), hub.missing_token(args) if args.should_save else None):
+        for warning in (override_checks.unheard(type(self)), uploads.missing_token(args) if args.should_save else None):
             if warning is not None:
                 logger.warning(warning)
 
@@ -219,7 +218,7 @@ class Trainer(TrainerNames):
         self._non_blocking = self.args.non_blocking
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        tags = [*self.tag_names, *getattr(self, "_tag_names", ())]
+        tags = [*self.tag_names, *self._tag_names]
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if tags and add_tags is not None:
             add_tags(tags)
@@ -343,7 +342,8 @@ class Trainer(TrainerNames):
         scaling, objective, inputs = self.scaling, self.scaling.objective, self.prepare_inputs(inputs)
         num_items = self.run.num_items if num_items_in_batch is None else num_items_in_batch
         # Counted before the loss is computed: old code pops the labels from its inputs.
-        items = self.count_items(inputs) if objective.needs_items and num_items is not None else None
+        needs_items = num_items is not None and (objective.is_open or objective.returns_mean is not False)
+        items = self.count_items(inputs) if needs_items else None
         with self.compute_loss_context_manager():
             if objective.is_open and num_items is not None:
                 scaling.find_out(model, inputs, num_items, items)
@@ -620,7 +620,7 @@ class Trainer(TrainerNames):
         """Make ``self.lr_scheduler`` unless one was given."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._made_scheduler = schedule.make(self.args, optimizer, num_training_steps)
+            self.lr_scheduler = self._made_scheduler = lr_scheduler.make(self.args, optimizer, num_training_steps)
         return self.lr_scheduler
 
     def _get_learning_rate(self) -> float:

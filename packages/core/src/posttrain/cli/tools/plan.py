@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -263,9 +262,7 @@ def in_words(size: int) -> str:
 
 
 def _free(device: str) -> int:
-    """Bytes that can be had on the device; all that there are, where the system does not say what is free on the
-    host.
-    """
+    """Bytes that can be had on the device."""
     import torch
 
     from posttrain.core.data import accelerator
@@ -273,8 +270,7 @@ def _free(device: str) -> int:
 
     if accelerator.has_memory(torch.device(device)):
         return int(accelerator.module(device).mem_get_info()[0])
-    free = free_memory()
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+    return free_memory()
 
 
 def _bytes(word: str) -> int | None:

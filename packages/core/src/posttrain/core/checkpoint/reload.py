@@ -28,7 +28,7 @@ def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     """As `check`, where the host has memory for a copy of `model`; what it finds is a warning. To compare `logits` too,
     `model` must not be in the middle of its training."""
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
-    if free is not None and free < 2 * size:
+    if free < 2 * size:
         logger.info(
             f"The model in {final_path(folder)} was not read back: a copy takes {size / 2**30:.1f} GiB of host memory, "
             f"and {free / 2**30:.1f} GiB are free."

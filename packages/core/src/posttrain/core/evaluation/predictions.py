@@ -37,7 +37,7 @@ class Kept:
             self.blocks.append(self._join(self.small))
             self.size = 0
 
-    def joined(self) -> tuple[Any, Any, Any, Any]:
+    def joined(self) -> tuple[Any, ...]:
         """(predictions, labels, inputs, losses), or lists of them by batch where they are not concatenated."""
         self.blocks += self.small
         self.small.clear()
@@ -46,29 +46,19 @@ class Kept:
         if self.concatenate:
             return self._join(self.blocks)
         columns = map(list, zip(*self.blocks, strict=True))
-        predictions, labels, inputs, losses = (
-            None if all(part is None for part in column) else column for column in columns
-        )
-        return predictions, labels, inputs, losses
+        return tuple(None if all(part is None for part in column) else column for column in columns)
 
-    def _join(self, entries: list[Any]) -> tuple[Any, Any, Any, Any]:
+    def _join(self, entries: list[Any]) -> tuple[Any, ...]:
         columns = list(map(list, zip(*entries, strict=True)))
         entries.clear()
-        predictions, labels, inputs, losses = (
-            _join(column, fill) for column, fill in zip(columns, self.fills, strict=True)
-        )
-        return predictions, labels, inputs, losses
+        return tuple(join(column, fill) for column, fill in zip(columns, self.fills, strict=True))
 
 
-def join(parts: Iterable[Any], padding: int = -100) -> Any:
-    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with
-    `padding`.
+def join(parts: list[Any], padding: int = -100) -> Any:
+    """Concatenate arrays along rows, or tuples and dicts of arrays; ragged later dimensions are filled with `padding`.
+
+    Each part is taken out of `parts` before the next is written: the peak is the whole and one part.
     """
-    return _join(list(parts), padding)
-
-
-def _join(parts: list[Any], padding: int = -100) -> Any:
-    """`join`, which takes each part out of `parts` before the next is written: the peak is the whole and one part."""
     parts[:] = [part for part in parts if part is not None]
     if not parts:
         return None
@@ -76,11 +66,11 @@ def _join(parts: list[Any], padding: int = -100) -> Any:
     if isinstance(first, (tuple, list)):
         columns = list(map(list, zip(*parts, strict=True)))
         parts.clear()
-        return type(first)(_join(column, padding) for column in columns)
+        return type(first)(join(column, padding) for column in columns)
     if isinstance(first, dict):
         named = {key: [part[key] for part in parts] for key in first}
         parts.clear()
-        return {key: _join(column, padding) for key, column in named.items()}
+        return {key: join(column, padding) for key, column in named.items()}
     parts[:] = [np.atleast_1d(part) for part in parts]
     del first
     if len(parts) == 1:
@@ -168,7 +158,7 @@ def nbytes(value: Any) -> int:
 def check_size(need: int, num_batches: int) -> None:
     """Warn where `need` bytes are more than half of the free memory; raise MemoryError where they are more than all."""
     free = free_memory()
-    if free is None or need <= free / 2:
+    if need <= free / 2:
         return
     said = (
         f"Storing the predictions of {num_batches} evaluation batches takes about {need / 2**30:.1f} GiB, and "

@@ -60,10 +60,7 @@ class Passing:
     beginning of each `train`.
     """
 
-    def __init__(self) -> None:
-        self._began, self._before = time.monotonic(), {"epochs": 0.0, "tokens": 0.0, "seconds": 0.0}
-
-    def begin(self, state: Any) -> None:
+    def __init__(self, state: Any) -> None:
         """Start to count at `state`, of a run that begins or resumes."""
         self._began = time.monotonic()
         self._before = self._now(state)

@@ -82,14 +82,10 @@ def hyperparameters(args: Any, world_size: int = 1, model: Any = None) -> dict[s
     """
     values = vars(args)
     table = {name: values[name] for name in _MAIN if name in values}
-    for field in dataclasses.fields(args):
-        if field.name in table or _ASIDE.fullmatch(field.name) or is_secret(field.name):
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        value = values.get(field.name)
-        if value != default and isinstance(value, (str, int, float, list, tuple, dict)):
-            table[field.name] = masked(value, field.name)
+    for name, value in _changed(args).items():
+        aside = name in table or _ASIDE.fullmatch(name) or is_secret(name)
+        if not aside and isinstance(value, (str, int, float, list, tuple, dict)):
+            table[name] = masked(value, name)
     if table.get("max_steps", -1) > 0:
         table.pop("num_train_epochs", None)
     table = {name: value for name, value in table.items() if value is not None and value is not False and value != -1}
@@ -105,13 +101,20 @@ def adapter_arguments(model: Any) -> dict[str, Any]:
     """What the configs of the adapters of `model` set; of a model without adapters nothing."""
     found: dict[str, Any] = {}
     for config in adapters_of(model).values():
-        for field in dataclasses.fields(config):
-            factory, value = field.default_factory, vars(config)[field.name]
-            default = field.default if factory is dataclasses.MISSING else factory()
-            ours = not field.name.startswith("base_model_name") and field.name not in _NOT_OF_ADAPTERS
-            if ours and (value != default or field.name in ("r", "lora_alpha")) and _is_plain(value):
-                kind = str(config.peft_type).rpartition(".")[2].lower()
-                found[f"{kind}: {field.name}"] = ", ".join(sorted(value)) if isinstance(value, set) else value
+        kind = str(config.peft_type).rpartition(".")[2].lower()
+        for name, value in _changed(config, ("r", "lora_alpha")).items():
+            if not name.startswith("base_model_name") and name not in _NOT_OF_ADAPTERS and _is_plain(value):
+                found[f"{kind}: {name}"] = ", ".join(sorted(value)) if isinstance(value, set) else value
+    return found
+
+
+def _changed(config: Any, always: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults, and those in `always` that it has."""
+    found = {}
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if (value := vars(config).get(field.name)) != default or field.name in always:
+            found[field.name] = value
     return found
 
 
@@ -189,25 +192,20 @@ def model_card(
     data = f", on {', '.join(_link(name, 'datasets/') for name in datasets)}" if datasets else ""
     data += f" ({part})" if datasets and part else ""
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
-    if loading:
-        parts.append(f"## Usage\n\n```python\n{loading}\n```\n")
-    if metrics:
-        pairs = [{"Metric": name, "Value": value} for name, value in metrics.items()]
-        parts.append(f"## Evaluation\n\n{_table(pairs)}")
-    if hyperparameters:
-        pairs = [{"Argument": f"`{name}`", "Value": value} for name, value in hyperparameters.items()]
-        parts.append(f"## Training\n\n### Hyperparameters\n\n{_table(pairs)}")
-    if rows:
-        parts.append("### Data\n\n" + "".join(f"- {_cell(line)}\n" for line in rows))
-    if records:
-        step = -(-len(records) // _MAX_ROWS)
-        shown = records[::-1][::step][::-1]  # thinned from the end, so that the last one stays
-        picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
-        parts.append(f"### Training results\n\n{picture}{_table(shown)}")
-    if hardware:
-        parts.append("### Hardware\n\n" + "".join(f"- {name}: {_cell(v)}\n" for name, v in hardware.items()))
-    if versions:
-        parts.append("### Framework versions\n\n" + "".join(f"- {name} {v}\n" for name, v in versions.items()))
+    step = -(-len(records) // _MAX_ROWS)
+    shown = records[::-1][:: step or 1][::-1]  # thinned from the end, so that the last one stays
+    picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
+    arguments = [{"Argument": f"`{name}`", "Value": value} for name, value in (hyperparameters or {}).items()]
+    sections = {
+        "## Usage": f"```python\n{loading}\n```\n" if loading else "",
+        "## Evaluation": _table([{"Metric": name, "Value": value} for name, value in metrics.items()]),
+        "## Training\n\n### Hyperparameters": _table(arguments),
+        "### Data": "".join(f"- {_cell(line)}\n" for line in rows),
+        "### Training results": f"{picture}{_table(shown)}" if records else "",
+        "### Hardware": "".join(f"- {name}: {_cell(value)}\n" for name, value in (hardware or {}).items()),
+        "### Framework versions": "".join(f"- {name} {value}\n" for name, value in (versions or {}).items()),
+    }
+    parts += [f"{title}\n\n{text}" for title, text in sections.items() if text]
     return "\n".join(parts)
 
 
@@ -252,7 +250,8 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
         if there.strip() and MARK not in there and there.count("[More Information Needed]") < 5:
             logger.info("%s was not written by posttrain; it is not changed.", path)
             return None
-    fields = _with_datasets(fields)
+    earlier = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]  # trl, transformers
+    fields["datasets"] = fields.get("datasets") or next(filter(None, earlier), None)
     for field, value in _of_record(path.parent).items():
         fields[field] = fields.get(field) or value
     base = fields.get("base_model")
@@ -350,14 +349,6 @@ def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = N
     )
 
 
-def _with_datasets(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with `datasets` under its name of today: ``dataset_name`` (trl), ``dataset_tags`` or ``dataset``
-    (transformers).
-    """
-    named = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]
-    return fields | {"datasets": fields.get("datasets") or next(filter(None, named), None)}
-
-
 def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str], part: str) -> list[dict[str, Any]]:
     """The results of a model-index; the Hub wants a task and a dataset with each."""
     values = [
@@ -382,6 +373,8 @@ def _link(name: str, kind: str) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

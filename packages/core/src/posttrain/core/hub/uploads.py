@@ -238,21 +238,16 @@ class Uploader:
             The upload: its `url` or `error` is set once ``upload.done`` is.
         """
         args = self.args
-        upload = Upload(
-            Path(folder),
-            path_in_repo,
-            message,
-            tuple(ignore),
-            revision or args.hub_revision,
-            token or args.hub_token,
-            args.hub_private_repo if private is None else private,
-        )
+        revision, token = revision or args.hub_revision, token or args.hub_token
+        private = args.hub_private_repo if private is None else private
+        upload = Upload(Path(folder), path_in_repo, message, tuple(ignore), revision, token, private)
         if self not in USED:
             USED.append(self)
         with self._changed:
             for older in [one for one in self._queue if one.place == upload.place and not args.hub_always_push]:
                 self._queue.remove(older)
-                self._end(older, replaced=True)
+                older.replaced = True
+                older.done.set()
             self._queue.append(upload)
             if self._thread is None:
                 # A daemon, so that a server that does not answer cannot block the end of the program.
@@ -288,6 +283,7 @@ class Uploader:
                     self._changed.notify_all()
                     return
             self._attempt(upload)
+            upload.done.set()
 
     def _attempt(self, upload: Upload) -> None:
         for attempt, wait in enumerate((*self.retry_waits, None), start=1):
@@ -298,7 +294,6 @@ class Uploader:
                 if wait is None or not _may_pass(error):
                     with self._changed:
                         self._fail(upload, reason if attempt == 1 else f"{reason} (attempt {attempt})")
-                        self._end(upload)
                     return
                 logger.info("Uploading %s failed (%s); trying again in %g s.", upload.folder, reason, wait)
             else:
@@ -306,19 +301,14 @@ class Uploader:
                     upload.url, upload.error = url, None
                     if self._failed.get(upload.place) not in self._queue:  # else it is a newer one, whose turn comes
                         self._failed.pop(upload.place, None)
-                    self._end(upload)
                 return
             with self._changed:
                 if self._changed.wait_for(lambda: self._is_outdated(upload), wait):
-                    self._end(upload, replaced=True)
+                    upload.replaced = True
                     return
 
     def _is_outdated(self, upload: Upload) -> bool:
         return not self.args.hub_always_push and any(one.place == upload.place for one in self._queue)
-
-    def _end(self, upload: Upload, replaced: bool = False) -> None:
-        upload.replaced = replaced
-        upload.done.set()
 
     def _fail(self, upload: Upload, reason: str) -> None:
         upload.error = reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -29,13 +28,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-def free_memory() -> int | None:
-    """Bytes of host memory available without swapping and within the container's limit; None if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
+def free_memory() -> int:
+    """Bytes of host memory available without swapping and within the container's limit."""
+    import psutil
+
+    free: int = psutil.virtual_memory().available
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -201,14 +198,10 @@ def _size(size: int) -> str:
 
 
 def host_bytes() -> int:
-    """Current memory of this process in bytes; its peak if the system reports nothing else."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as numbers:
-            return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
+    """Current memory of this process in bytes."""
+    import psutil
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(psutil.Process().memory_info().rss)
 
 
 class MemoryTracker:

@@ -37,8 +37,8 @@ class Metrics:
 
     def __init__(self, has_epochs: bool = True) -> None:
         self.has_epochs = has_epochs
-        self._pairs: dict[str, tuple[Any, Any]] = {}
-        self._extremes: dict[str, tuple[Any, str]] = {}
+        #: By name, a sum and the count of its items; or a value and how values are reduced: "min", "max" or "sum".
+        self._values: dict[str, tuple[Any, Any]] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
         """Add a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
@@ -62,13 +62,19 @@ class Metrics:
             value = _REDUCE[reduce](value)
         self.add_extreme(name, value, reduce)
 
-    def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
-        """Add a sum over `count` items."""
-        if name in self._pairs:
-            before, number = self._pairs[name]
-            self._pairs[name] = (before + total, number + count)
+    def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor | str) -> None:
+        """Add a sum over `count` items; or, with "min", "max" or "sum" as `count`, a value to what is reduced so."""
+        if name not in self._values:
+            self._values[name] = (total, count)
+            return
+        before, known = self._values[name]
+        kind, others = (one if isinstance(one, str) else "mean" for one in (count, known))
+        if kind != others:
+            raise ValueError(f"The metric {name!r} is a {others} and cannot be a {kind} too.")
+        if kind in ("min", "max"):
+            self._values[name] = (_further(before, total, kind), kind)
         else:
-            self._pairs[name] = (total, count)
+            self._values[name] = (before + total, kind if kind == "sum" else known + count)
 
     def add_extreme(self, name: str, value: float | torch.Tensor, which: str) -> None:
         """Add a value to a minimum or maximum, where NaN is ignored, or to a plain sum.
@@ -77,44 +83,36 @@ class Metrics:
             value: shape (); a tensor stays on its device.
             which: "min", "max" or "sum", always the same for a name.
         """
-        value = value.detach() if isinstance(value, torch.Tensor) else value
-        nothing = 0 if which == "sum" else value
-        before, known = self._extremes.get(name, (nothing, "mean" if name in self._pairs else which))
-        if known != which:
-            raise ValueError(f"The metric {name!r} is a {known} and cannot be a {which} too.")
-        self._extremes[name] = (before + value if which == "sum" else _further(before, value, which), which)
+        self.add_sum(name, value.detach() if isinstance(value, torch.Tensor) else value, which)
 
     def update(self, state: Mapping[str, tuple[Any, Any]]) -> None:
         """Add the sums and extremes in a `state_dict`."""
-        for name, (total, count) in state.items():
-            if isinstance(count, str):
-                self.add_extreme(name, total, count)
-            else:
-                self.add_sum(name, total, count)
+        for name, (value, count) in state.items():
+            self.add_sum(name, value, count)
 
     def total(self, name: str) -> float:
         """The sum of `name` on this process since the last drain; waits for the device."""
-        return _plain({name: self._pairs.get(name, (0, 0))})[name][0]
+        return _plain({name: self._values.get(name, (0, 0))})[name][0]
 
     def copy(self) -> Metrics:
         """A snapshot of the metrics, independent of the original."""
         other = Metrics(self.has_epochs)
-        other._pairs, other._extremes = dict(self._pairs), dict(self._extremes)
+        other.restore(self)
         return other
 
     def restore(self, snapshot: Metrics) -> None:
         """Take the sums of a `copy`, which may be restored again."""
-        self._pairs, self._extremes = dict(snapshot._pairs), dict(snapshot._extremes)
+        self._values = dict(snapshot._values)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Metrics]:
         """What is added in this context belongs to an evaluation, not to the training step around it."""
-        training = self._pairs, self._extremes, self.has_epochs
-        self._pairs, self._extremes, self.has_epochs = {}, {}, False
+        training = self._values, self.has_epochs
+        self._values, self.has_epochs = {}, False
         try:
             yield self
         finally:
-            self._pairs, self._extremes, self.has_epochs = training
+            self._values, self.has_epochs = training
 
     def drain(
         self,
@@ -134,25 +132,22 @@ class Metrics:
         def is_asked(name: str) -> bool:
             return name.startswith(OF_EPOCH) == epoch and (only is None or name in only)
 
-        taken = {name: pair for name, pair in self._pairs.items() if is_asked(name)}
-        self._pairs = {name: pair for name, pair in self._pairs.items() if name not in taken}
-        extremes = {name: pair for name, pair in self._extremes.items() if is_asked(name)}
-        self._extremes = {name: pair for name, pair in self._extremes.items() if name not in extremes}
+        taken = {name: pair for name, pair in self._values.items() if is_asked(name)}
+        self._values = {name: pair for name, pair in self._values.items() if name not in taken}
         everyone = Metrics()
-        for part in gather(_plain(taken | extremes)):
+        for part in gather(_plain(taken)):
             everyone.update(part)
-        extremes = everyone._extremes
-        found = {name: (value, 1) for name, (value, which) in extremes.items() if which == "sum" or value == value}
-        return {name.removeprefix(OF_EPOCH): pair for name, pair in (everyone._pairs | found).items()}
+        pairs = {name: pair for name, pair in everyone._values.items() if not isinstance(pair[1], str)}
+        others = {name: pair for name, pair in everyone._values.items() if name not in pairs}
+        pairs |= {name: (v, 1) for name, (v, kind) in others.items() if kind == "sum" or not math.isnan(v)}
+        return {name.removeprefix(OF_EPOCH): pair for name, pair in pairs.items()}
 
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
         # Plain numbers of the same type, so that a resumed sum continues bit for bit.
-        return _plain(self._pairs | self._extremes)
+        return _plain(self._values)
 
     def load_state_dict(self, state: dict[str, tuple[float, float | str]]) -> None:
-        pairs: dict[str, tuple[Any, Any]] = {name: (total, count) for name, (total, count) in state.items()}
-        self._extremes = {name: pair for name, pair in pairs.items() if isinstance(pair[1], str)}
-        self._pairs = {name: pair for name, pair in pairs.items() if name not in self._extremes}
+        self._values = {name: (value, count) for name, (value, count) in state.items()}
 
 
 def _further(before: Any, value: Any, which: str) -> Any:
@@ -359,17 +354,15 @@ def speed_metrics(
 
 def formatted(metrics: dict[str, Any]) -> dict[str, Any]:
     """`metrics` for people: run times as ``h:mm:ss.cc``, ``total_flos`` in GF (2**30), fractions to four places."""
-    return {name: _formatted(name, value) for name, value in metrics.items()}
-
-
-def _formatted(name: str, value: Any) -> Any:
-    if "_mem_" in name:
-        return f"{value >> 20}MB"
-    if "_runtime" in name:
-        return f"{timedelta(seconds=int(value))}.{int(value % 1 * 100):02d}"
-    if name == "total_flos":
-        return f"{int(value) >> 30}GF"
-    return round(value, 4) if isinstance(value, float) else value
+    shown = {name: round(value, 4) if isinstance(value, float) else value for name, value in metrics.items()}
+    for name, value in metrics.items():
+        if "_mem_" in name:
+            shown[name] = f"{value >> 20}MB"
+        elif "_runtime" in name:
+            shown[name] = f"{timedelta(seconds=int(value))}.{int(value % 1 * 100):02d}"
+        elif name == "total_flos":
+            shown[name] = f"{int(value) >> 30}GF"
+    return shown
 
 
 def table(title: str, metrics: dict[str, Any]) -> str:

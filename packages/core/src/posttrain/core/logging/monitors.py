@@ -56,10 +56,10 @@ class ProfilerCallback(ClosingCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._done += 1
         if self._done == self.first_step + self.steps:
-            self._write()
+            self.close()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write()
+        self.close()
         if self._done <= self.first_step:
             logger.warning(
                 f"ProfilerCallback: the run had {self._done} optimizer steps and first_step={self.first_step}, so "
@@ -67,10 +67,7 @@ class ProfilerCallback(ClosingCallback):
             )
 
     def close(self) -> None:
-        """Write what was recorded before an error."""
-        self._write()
-
-    def _write(self) -> None:
+        """Write what was recorded, also before an error."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

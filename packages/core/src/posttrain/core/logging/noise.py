@@ -14,21 +14,15 @@ WARNINGS = (
 )  # transformers, asked by peft
 
 
-class _Silence(logging.Filter):
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self.beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.beginning)
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(tuple(MESSAGES.values()))
 
 
 def quiet() -> None:
     """Leave the messages of `MESSAGES` and `WARNINGS` out from now on. Imports none of their libraries."""
     for text in WARNINGS:
         warnings.filterwarnings("ignore", message=text)
-    for name, beginning in MESSAGES.items():
+    for name in MESSAGES:
         # A filter of a logger does not see what its children log, and libraries log in modules.
-        for logger in (logging.getLogger(name), logging.getLogger(f"{name}.backends.cpu.ops")):
-            if not any(isinstance(known, _Silence) for known in logger.filters):
-                logger.addFilter(_Silence(beginning))
+        for logger in (name, f"{name}.backends.cpu.ops"):
+            logging.getLogger(logger).addFilter(_is_news)

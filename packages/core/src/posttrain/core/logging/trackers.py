@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -147,7 +148,8 @@ class JSONLinesCallback(ClosingCallback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = {}  # its lines hold more than the history: how fast the machine was
         if self.path.is_file() and self.path.stat().st_size and not self.is_resumed:
-            self.path.rename(_unused(self.path))
+            names = (self.path.with_stem(f"{self.path.stem}-{number}") for number in itertools.count(1))
+            self.path.rename(next(name for name in names if not name.exists()))
         elif self.path.is_file():
             written = {_history_of(line): line for line in self.path.read_text(encoding="utf-8").splitlines()}
         lines = [json.dumps(strict(record), allow_nan=False) for record in history]
@@ -161,7 +163,7 @@ class JSONLinesCallback(ClosingCallback):
         if state.is_world_process_zero and self.folder == args.output_dir:
             if self.history is not None:
                 self._take_over()
-            line = _json({**(logs or {}), "step": state.global_step}) + "\n"
+            line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
             if self.file is not None:
                 self.file.write(line)
             else:  # an evaluation after training
@@ -177,21 +179,6 @@ class JSONLinesCallback(ClosingCallback):
         if file is not None:
             with contextlib.suppress(OSError):  # of a line that a full disk has no room for, as said when it was logged
                 file.close()
-
-
-def _unused(path: Path) -> Path:
-    """``log-1.jsonl`` for ``log.jsonl``, or the first number that is free."""
-    number = 1
-    while (aside := path.with_stem(f"{path.stem}-{number}")).exists():
-        number += 1
-    return aside
-
-
-def _json(record: dict[str, Any]) -> str:
-    try:
-        return json.dumps(record, allow_nan=False)
-    except (TypeError, ValueError):  # a NaN, or a number that is not Python's
-        return json.dumps(strict(record), allow_nan=False)
 
 
 def _history_of(line: str) -> str:
@@ -236,7 +223,7 @@ def _is_installed(name: str) -> bool:
     from transformers.integrations import integration_utils
 
     short = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(name, name)
-    is_available = getattr(integration_utils, f"is_{short}_available", lambda: False)
+    is_available = vars(integration_utils).get(f"is_{short}_available", lambda: False)
     return name in integration_utils.INTEGRATION_TO_CALLBACK and bool(is_available())
 
 

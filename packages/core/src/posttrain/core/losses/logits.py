@@ -52,7 +52,8 @@ def cross_entropy(
         total = (losses * dynamic_weights(losses)).sum()
     else:
         total = F.cross_entropy(logits, labels, reduction="sum", **options)
-    return total / _divisor((labels != ignore_index).sum() if num_items is None else num_items, total.device)
+    count = torch.as_tensor((labels != ignore_index).sum() if num_items is None else num_items, device=total.device)
+    return total / torch.where(count == 0, torch.ones_like(count), count)  # a sum over no target is 0, and stays 0
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -79,9 +80,3 @@ def dynamic_weights(losses: torch.Tensor) -> torch.Tensor:
         p, detached, in the shape of `losses`.
     """
     return losses.detach().neg().exp()
-
-
-def _divisor(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """`count` on `device`, with 1 for 0: a sum over no target is 0, and stays 0."""
-    count = torch.as_tensor(count, device=device)
-    return torch.where(count == 0, torch.ones_like(count), count)

@@ -63,40 +63,30 @@ class Objective:
         self.own_count = own_count
         #: Whether what was measured may change, because a term of the loss was 0.
         self.may_change = False
-        self._is_due = self._is_frozen = False
-        self._look()
-
-    def _look(self) -> None:
-        #: Whether the kind of loss is unknown, or to be measured again.
-        self.is_open = (self.returns_mean is None or self._is_due) and not self._is_frozen
-        #: Whether the items of the next micro-batch are needed: its loss may be a mean, or is to be measured.
-        self.needs_items = self.returns_mean is not False or self.is_open
+        #: Whether the kind of loss is to be measured, because it is unknown or may have changed.
+        self.is_open = self.returns_mean is None
 
     def begin_step(self, step: int) -> None:
         """What was measured is measured again at steps 2, 4, 8, ..."""
         if self.may_change:
-            self._is_due = step & (step - 1) == 0
-            self._look()
+            self.is_open = step & (step - 1) == 0
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
         if kind is None:
             return False
-        self._is_due, self.returns_mean, self.own_count = False, kind != "sum", kind == "mixed"
+        self.is_open, self.returns_mean, self.own_count = False, kind != "sum", kind == "mixed"
         self.may_change = not (for_good or self.own_count)
-        self._look()
         return self.own_count
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Within this context nothing is measured, because processes out of step cannot agree."""
-        before, self._is_frozen = self._is_frozen, True
-        self._look()
+        before, self.is_open = self.is_open, False
         try:
             yield
         finally:
-            self._is_frozen = before
-            self._look()
+            self.is_open = before
 
     def __call__(
         self,

@@ -66,16 +66,12 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
         if getattr(config, name, None) != token:
             setattr(config, name, token)
             changed[name] = token
-        if generation is None:
-            continue
         known = getattr(generation, name, None)
-        if name == "eos_token_id" and isinstance(known, (list, tuple)):
-            if token not in known:
-                generation.eos_token_id = [token, *known]
-                changed[name] = token
-        elif known != token:
-            several = name == "eos_token_id" and known is not None
-            setattr(generation, name, [token, known] if several else token)
+        stops = (
+            [] if known is None or name != "eos_token_id" else [*known] if isinstance(known, (list, tuple)) else [known]
+        )
+        if generation is not None and known != token and token not in stops:
+            setattr(generation, name, [token, *stops] if stops else token)
             changed[name] = token
     return changed
 

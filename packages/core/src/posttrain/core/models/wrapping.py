@@ -62,7 +62,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def has_virtual_tokens(model: nn.Module) -> bool:
     """Whether an adapter adds virtual tokens before each row: prompt tuning, prefix tuning and variants."""
-    return is_peft_model(model) and bool(getattr(unwrap(model).active_peft_config, "is_prompt_learning", False))
+    return is_peft_model(model) and bool(unwrap(model).active_peft_config.is_prompt_learning)
 
 
 def base_model(model: nn.Module) -> PretrainedModel:

@@ -7,17 +7,18 @@ without pickle can keep.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 
+from posttrain.core.optim.adam import AdamVariant, correction
 from posttrain.core.optim.galore import projection, split_groups
 
 GROWTH = 1.01  # maximum growth of an update's norm in one step: Fira, Chen et al. 2024, arXiv:2410.01623
 
 
-class Apollo(torch.optim.Optimizer):
+class Apollo(AdamVariant):
     r"""AdamW with the moments of some matrices in a random subspace, used only to scale the gradient.
 
     For a matrix with gradient G (m, n), m < n, and a projection P (m, r) (Algorithm 1 of the paper):
@@ -29,48 +30,33 @@ class Apollo(torch.optim.Optimizer):
     Args:
         params: parameters or groups.
         low_rank_parameters: the matrices among them for APOLLO; AdamW trains the rest.
-        lr, betas, eps, weight_decay: as in AdamW.
         rank: r, dimension of the subspace.
         proj: ``"random"``, or ``"svd"`` for the leading singular vectors of the gradient.
         scale_type: ``"channel"``, one s for each of the longer side's channels; ``"tensor"``, one for a matrix.
         update_proj_gap: optimizer steps after which the projection is redrawn.
         scale: its root multiplies the update; more for a smaller rank (1 at rank 256, 128 at rank 1).
+        proj_type: ``"std"``, as in GaLore: the shorter side is projected. adam: see `AdamVariant`.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         low_rank_parameters: Iterable[torch.Tensor] = (),
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         rank: int = 128,
         proj: str = "random",
         scale_type: str = "channel",
         update_proj_gap: int = 200,
         scale: float = 1.0,
+        proj_type: str = "std",
+        **adam: Any,
     ) -> None:
         options = {"rank": rank, "proj": proj, "scale_type": scale_type, "scale": scale}
-        groups = split_groups(params, low_rank_parameters, update_proj_gap=update_proj_gap, **options)
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        # Each matrix has its own generator, so that the run's other random numbers do not change.
-        self._seeds = {p: seed for seed, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        super().__init__(split_groups(params, low_rank_parameters, update_proj_gap=update_proj_gap, **options), **adam)
+        self._count = sum(len(group["params"]) for group in self.param_groups)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
-
-    def _update(self, parameter: torch.Tensor, whole: torch.Tensor, group: dict[str, Any]) -> None:
-        """Step `parameter`, whose gradient is `whole`."""
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        grad = self._project(whole, state, group, self._seeds[parameter]) if "rank" in group else whole
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], place: int) -> None:
+        state, (beta1, beta2), whole = self.state[parameter], group["betas"], cast("torch.Tensor", parameter.grad)
+        grad = self._project(whole, state, group, place) if "rank" in group else whole
         if "exp_avg" not in state:
             state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(grad), torch.zeros_like(grad)
         state["step"] += 1
@@ -80,9 +66,8 @@ class Apollo(torch.optim.Optimizer):
         update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
         if "rank" in group:
             update = self._scale_gradient(whole, state, grad, update, group)
-        correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * correction)
+        parameter.add_(update, alpha=-group["lr"] * correction(group, state["step"]))
 
     def _project(self, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], seed: int) -> torch.Tensor:
         """The gradient in the subspace: (r, n) where m < n, else (m, r)."""
@@ -93,7 +78,8 @@ class Apollo(torch.optim.Optimizer):
                 state["projection"] = left if wide else right
             else:
                 drawn = state.get("step", 0) // group["update_proj_gap"]
-                generator = torch.Generator(grad.device).manual_seed(seed + len(self._seeds) * drawn)
+                # A generator for each matrix, so that the run's other random numbers do not change.
+                generator = torch.Generator(grad.device).manual_seed(seed + self._count * drawn)
                 shape = (grad.shape[0], group["rank"]) if wide else (group["rank"], grad.shape[1])
                 noise = torch.randn(shape, generator=generator, device=grad.device, dtype=torch.float32)
                 state["projection"] = (noise / math.sqrt(group["rank"])).to(grad.dtype)

@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -16,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from posttrain.core.config import opt
+from posttrain.core.config import has_type, opt
 from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.optim.by_name import (
@@ -168,19 +167,13 @@ def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
     for key, value in given.items():
         if key in known:
             allowed = get_args(known[key].annotation) or (known[key].annotation,)
-            if inspect.Parameter.empty not in allowed and not any(_is(value, kind) for kind in allowed):
+            if inspect.Parameter.empty not in allowed and not has_type(value, allowed):
                 kinds = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
                 yield f"optim_args: {key}={value!r} must be of type {kinds}"
         elif not takes_others:
             takes = f"which takes {', '.join(known)}" if known else "which takes none"
             field = f"; set {FIELDS[key]} instead" if key in FIELDS else did_you_mean(key, known)
             yield f"optim_args: {key!r} is not an option of optim={name!r}, {takes}{field}"
-
-
-def _is(value: Any, kind: type) -> bool:
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -318,27 +311,17 @@ def build(
 
 def _keep_embeddings_in_32_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Their gradients are too uneven for 8-bit state: Dettmers et al. 2022, Sec. 2.3."""
-    manager = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager.get_instance()
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad]
-    overrides = [{"optim_bits": 32} for _ in embeddings]
-    # The manager is global and knows weights by their place, so overrides of another model would apply to this one.
-    _forget([known for known in manager.index2config.values() if known == {"optim_bits": 32}], [manager.index2config])
-    for module, override in zip(embeddings, overrides, strict=True):
-        manager.override_config(module.weight, key_value_dict=override)
-        if not isinstance(optimizer, Layerwise):  # each of its parameters is the first of a separate optimizer
-            manager.register_module_override(module, "weight", override)
-    tables, triples = [manager.index2config, manager.pid2config], manager.module_weight_config_triple
-    weakref.finalize(optimizer, _forget, overrides, tables, triples)
-
-
-def _forget(overrides: list[dict[str, int]], tables: list[dict[Any, Any]], triples: Any = ()) -> None:
-    """Take `overrides`, these objects and not equal ones, out of the manager's tables and triples."""
-    identities = {id(override) for override in overrides}
-    for table in tables:
-        for key in [key for key, override in table.items() if id(override) in identities]:
-            del table[key]
-    if triples:
-        triples[:] = [triple for triple in triples if id(triple[2]) not in identities]
+    kind = require("bitsandbytes.optim", "posttrain-core[quantization]").GlobalOptimManager
+    manager = kind.__new__(kind)  # that of the process knows weights by their place, also those of other models
+    manager.initialize()
+    workers = optimizer.workers() if isinstance(optimizer, Layerwise) else []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            manager.override_config(module.weight, key_value_dict={"optim_bits": 32})
+            if not workers:  # each of their parameters is the first of an optimizer
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
+    for each in (optimizer, *workers):
+        each.mng = manager
 
 
 def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -427,24 +410,13 @@ class OneKernelAdamW(torch.optim.AdamW):
         step: Any = torch.optim.AdamW.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         groups = self.param_groups
-        first = groups[0]
-        if len(groups) == 1 or not _alike(groups):
+        first, *others = groups
+        pairs = [(value, group.get(name)) for name, value in first.items() if name != "params" for group in others]
+        # A learning rate in a tensor is compared by identity: its value would have to come from the device.
+        if not (others and all(a is b or not (isinstance(a, torch.Tensor) or a != b) for a, b in pairs)):
             return step(self, closure)
         self.param_groups = [{**first, "params": [p for group in groups for p in group["params"]]}]
         try:
             return step(self, closure)
         finally:
             self.param_groups = groups
-
-
-def _alike(groups: list[dict[str, Any]]) -> bool:
-    first, others = groups[0], groups[1:]
-    for name, value in first.items():
-        if name == "params":
-            continue
-        for group in others:
-            other = group.get(name)
-            # A learning rate in a tensor is compared by identity: its value would have to come from the device.
-            if value is not other and (isinstance(value, torch.Tensor) or value != other):
-                return False
-    return True

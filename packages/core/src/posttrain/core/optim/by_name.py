@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import logging
 import re
-import types
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -21,15 +20,13 @@ from torch import nn
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
-from posttrain.core.optim.adafactor import adafactor_class
+from posttrain.core.optim.adam import BF16AdamW, GrokAdamW
 from posttrain.core.optim.apollo import Apollo
-from posttrain.core.optim.bf16 import BF16AdamW
-from posttrain.core.optim.galore import SIDES, galore
-from posttrain.core.optim.grokadamw import GrokAdamW
+from posttrain.core.optim.galore import SIDES, GaLore, galore
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.optim.muon import MuonWithAdamW
-from posttrain.core.optim.torchao import torchao_adamw
+from posttrain.core.optim.resumable import adafactor_class, torchao_adamw
 
 logger = logging.getLogger(__name__)
 
@@ -92,59 +89,82 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _needs_model(args: Any, model: nn.Module | None) -> nn.Module:
-    if model is None:
-        raise TypeError(f"optim={plain(args.optim)!r} depends on the layers of the model; pass it too")
-    return model
-
-
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         known = f"{', '.join(choices)}{did_you_mean(value, choices)}"
         raise ConfigError("optim_args", [f"{name}={value!r} is not one of {known}"])
 
 
-# ------------------------------------------------------------------------------------------------------ torch's own
+# --------------------------------------------------------------------------------------------------------- factories
+
+
+def _rate(args: Any) -> dict[str, Any]:
+    return {"lr": args.learning_rate}
+
+
+def _momentum(args: Any) -> dict[str, Any]:
+    return _rate(args) | {"betas": (args.adam_beta1, args.adam_beta2)}
 
 
 def _adam(args: Any) -> dict[str, Any]:
-    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return _momentum(args) | {"eps": args.adam_epsilon}
 
 
-def adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
-    """Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101."""
-    return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad}
+def _taking(make: Callable[..., ClassAndArguments], options: dict[str, Any]) -> Factory:
+    """The factory `make` with a signature that lists `options`, defaults of the type that the option has."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    listed = [inspect.Parameter(name, kind, default=value, annotation=type(value)) for name, value in options.items()]
+    vars(make)["__signature__"] = inspect.Signature([*list(inspect.signature(make).parameters.values())[:2], *listed])
+    return make
 
 
-def bf16_adamw(args: Any, model: Any, *, stochastic_rounding: bool = True) -> ClassAndArguments:
-    """AdamW with its state in bfloat16, rounded stochastically; weights in bfloat16 too."""
-    return BF16AdamW, _adam(args) | {"stochastic_rounding": stochastic_rounding, "seed": args.seed}
+def _plain(
+    kind: Any, base: Callable[[Any], dict[str, Any]], fixed: dict[str, Any] | None = None, **options: Any
+) -> Factory:
+    """The factory of an optimizer class that gets `base` of the arguments, what is `fixed`, and `options`.
+
+    Args:
+        kind: the class, or a function that gives it.
+        options: the defaults.
+    """
+
+    def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
+        return kind if isinstance(kind, type) else kind(), base(args) | (fixed or {}) | options | given
+
+    return _taking(make, options)
 
 
-def fused_adamw(args: Any, model: Any, *, amsgrad: bool = False) -> ClassAndArguments:
-    """AdamW in one kernel for all parameters: twice as fast as the loop, on the CPU too."""
-    return torch.optim.AdamW, _adam(args) | {"amsgrad": amsgrad, "fused": True}
+def _own_options(kind: type) -> dict[str, Any]:
+    """The options of one of our classes that no argument of a run sets, with their defaults."""
+    known = ("params", "lr", "betas", "eps", "matrices", "low_rank_parameters", "kwargs", "adam")
+    return {name: option.default for name, option in inspect.signature(kind).parameters.items() if name not in known}
 
 
-def sgd(
-    args: Any, model: Any, *, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False
-) -> ClassAndArguments:
-    kwargs = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    return torch.optim.SGD, {"lr": args.learning_rate} | kwargs
+def _apart(
+    factory: Factory,
+    options: dict[str, Any],
+    wrap: Callable[[Any], type] = lambda kind: kind,
+    name: str = "low_rank_parameters",
+    **choices: Any,
+) -> Factory:
+    """An optimizer that trains the matrices of `optim_target_modules`, or without it all that are neither embedding
+    nor head, apart from the rest: `wrap` of the class that `factory` gives. `choices` are the values of options."""
+
+    def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
+        for option, values in choices.items():
+            _one_of(option, (options | given)[option], values)
+        if model is None:
+            raise TypeError(f"optim={plain(args.optim)!r} depends on the layers of the model; pass it too")
+        targets, (kind, kwargs) = args.optim_target_modules, factory(args, model)
+        matrices = hidden_matrices(model) if targets is None else target_matrices(model, targets)
+        return wrap(kind), kwargs | {name: matrices} | options | given
+
+    return _taking(make, options)
 
 
-def adagrad(args: Any, model: Any, *, lr_decay: float = 0.0, eps: float = 1e-10) -> ClassAndArguments:
-    return torch.optim.Adagrad, {"lr": args.learning_rate, "lr_decay": lr_decay, "eps": eps}
-
-
-def rmsprop(
-    args: Any, model: Any, *, momentum: float = 0.0, alpha: float = 0.99, eps: float = 1e-8, centered: bool = False
-) -> ClassAndArguments:
-    kwargs = {"momentum": momentum, "alpha": alpha, "eps": eps, "centered": centered}
-    return torch.optim.RMSprop, {"lr": args.learning_rate} | kwargs
-
-
-# ------------------------------------------------------------------------------------------------------------ built in
+def _galore(name: str) -> Factory:
+    """GaLore over the optimizer of that name."""
+    return _apart(lambda args, model: OPTIMIZERS[name](args, model), _own_options(GaLore), galore, proj_type=SIDES)
 
 
 def adafactor(
@@ -160,71 +180,6 @@ def adafactor(
     return adafactor_class(), {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
 
 
-def muon(
-    args: Any,
-    model: Any,
-    *,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_steps: int = 5,
-    adjust_lr_fn: str = "match_rms_adamw",
-) -> ClassAndArguments:
-    """Muon trains `optim_target_modules`, or without them every matrix that is neither an embedding nor the head."""
-    model, targets = _needs_model(args, model), args.optim_target_modules
-    matrices = hidden_matrices(model) if targets is None else target_matrices(model, targets)
-    kwargs = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-    return MuonWithAdamW, _adam(args) | {"matrices": matrices} | kwargs
-
-
-def galore_over(
-    optimizer: str,
-    args: Any,
-    model: Any,
-    *,
-    rank: int = 128,
-    update_proj_gap: int = 200,
-    scale: float = 0.25,
-    proj_type: str = "std",
-) -> ClassAndArguments:
-    """GaLore over the optimizer of that name, on the matrices of `optim_target_modules`."""
-    _one_of("proj_type", proj_type, SIDES)
-    optimizer_class: Any
-    optimizer_class, kwargs = OPTIMIZERS[optimizer](args, model)
-    matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
-    options = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
-    return galore(optimizer_class), kwargs | {"low_rank_parameters": matrices} | options
-
-
-def apollo(
-    args: Any,
-    model: Any,
-    *,
-    rank: int = 128,
-    proj: str = "random",
-    scale_type: str = "channel",
-    update_proj_gap: int = 200,
-    scale: float = 1.0,
-    proj_type: str = "std",
-) -> ClassAndArguments:
-    """APOLLO on the matrices of `optim_target_modules`, AdamW on the rest. It always projects the shorter side."""
-    _one_of("proj", proj, ("random", "svd"))
-    _one_of("scale_type", scale_type, ("channel", "tensor"))
-    _one_of("proj_type", proj_type, ("std",))
-    matrices = target_matrices(_needs_model(args, model), args.optim_target_modules)
-    options = {"rank": rank, "proj": proj, "scale_type": scale_type, "update_proj_gap": update_proj_gap, "scale": scale}
-    return Apollo, _adam(args) | {"low_rank_parameters": matrices} | options
-
-
-def lomo(args: Any, model: Any) -> ClassAndArguments:
-    return torch.optim.SGD, {"lr": args.learning_rate}
-
-
-def adalomo(args: Any, model: Any, *, clip_threshold: float = 1.0, decay_rate: float = -0.8) -> ClassAndArguments:
-    """Adafactor, with rates in proportion to the size of each parameter."""
-    kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "scale_parameter": True}
-    return adafactor_class(), {"lr": args.learning_rate} | kwargs
-
-
 def layerwise(factory: Factory) -> Factory:
     """The same optimizer, stepped in the backward pass."""
 
@@ -236,47 +191,11 @@ def layerwise(factory: Factory) -> Factory:
     return make
 
 
-def grokadamw(
-    args: Any,
-    model: Any,
-    *,
-    alpha_init: float = 0.98,
-    lamb: float = 2.0,
-    gamma: float = 0.1,
-    grokking_signal_decay_rate: float = 0.1,
-    gradient_clipping: float = 1.0,
-) -> ClassAndArguments:
-    kwargs = {"alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "gradient_clipping": gradient_clipping}
-    return GrokAdamW, _adam(args) | kwargs | {"grokking_signal_decay_rate": grokking_signal_decay_rate}
-
-
 # --------------------------------------------------------------------------------------------------------- by libraries
 
 
-def _bitsandbytes() -> types.ModuleType:
-    return require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim")
-
-
-def bnb_adamw(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
-    """Dettmers et al. 2022, https://arxiv.org/abs/2110.02861: state in 8-bit blocks; paged, it moves to the CPU when
-    the GPU is full. On the CPU nothing is paged."""
-    return _bitsandbytes().AdamW, _adam(args) | {"optim_bits": bits, "is_paged": paged}
-
-
-def bnb_lion(bits: int, paged: bool, args: Any, model: Any) -> ClassAndArguments:
-    """Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum.
-
-    Needs a learning rate 3 to 10 times smaller.
-    """
-    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
-    return _bitsandbytes().Lion, kwargs | {"optim_bits": bits, "is_paged": paged}
-
-
-def bnb_rmsprop(
-    bits: int, args: Any, model: Any, *, momentum: float = 0.0, alpha: float = 0.99, eps: float = 1e-8
-) -> ClassAndArguments:
-    kwargs = {"momentum": momentum, "alpha": alpha, "eps": eps, "optim_bits": bits}
-    return _bitsandbytes().RMSprop, {"lr": args.learning_rate} | kwargs
+def _bitsandbytes(name: str) -> Any:
+    return vars(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))[name]
 
 
 def bnb_ademamix(
@@ -297,15 +216,7 @@ def bnb_ademamix(
     betas = (args.adam_beta1 if beta1 is None else beta1, args.adam_beta2 if beta2 is None else beta2, beta3)
     kwargs = {"betas": betas, "alpha": alpha, "eps": args.adam_epsilon if eps is None else eps}
     kwargs |= {"t_alpha": t_alpha, "t_beta3": t_beta3, "optim_bits": bits, "is_paged": paged}
-    return _bitsandbytes().AdEMAMix, {"lr": args.learning_rate} | kwargs
-
-
-def torchao(
-    bits: int, args: Any, model: Any, *, block_size: int = 256, bf16_stochastic_round: bool = False
-) -> ClassAndArguments:
-    """State in blocks of 8 or 4 bits; stochastic rounding lets weights in bfloat16 train without a float32 copy."""
-    kwargs = {"block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round}
-    return torchao_adamw(bits), _adam(args) | kwargs
+    return _bitsandbytes("AdEMAMix"), {"lr": args.learning_rate} | kwargs
 
 
 def schedule_free(
@@ -354,7 +265,7 @@ def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> Cl
     kind = require("pytorch_optimizer", PYTORCH_OPTIMIZER, why=f"optim={name!r}").load_optimizer(name)
 
     def is_set(field: str) -> bool:
-        return bool(getattr(args, field) != type(args).__dataclass_fields__[field].default)
+        return bool(vars(args)[field] != type(args).__dataclass_fields__[field].default)
 
     given: dict[str, Any] = {"lr": args.learning_rate}
     if is_set("adam_beta1") or is_set("adam_beta2"):
@@ -378,18 +289,25 @@ def anyprecision_adamw(
     library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
     names = {"momentum_dtype": momentum_dtype, "variance_dtype": variance_dtype}
     names |= {"compensation_buffer_dtype": compensation_buffer_dtype}
-    dtypes = {option: getattr(torch, name) for option, name in names.items()}
+    dtypes = {option: vars(torch)[name] for option, name in names.items()}
     return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
 
 
-def xla_adamw(args: Any, model: Any) -> ClassAndArguments:
-    library = require("torch_xla.amp.syncfree", "torch_xla", why="optim='adamw_torch_xla', which trains on TPUs only")
-    return library.AdamW, _adam(args)
+def _xla() -> Any:
+    why = "optim='adamw_torch_xla', which trains on TPUs only"
+    return require("torch_xla.amp.syncfree", "torch_xla", why=why).AdamW
 
 
-def npu_adamw(args: Any, model: Any) -> ClassAndArguments:
+def _npu() -> Any:
     why = "optim='adamw_torch_npu_fused', which trains on Ascend NPUs only"
-    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW, _adam(args)
+    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW
+
+
+def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:
+    """An optimizer with state in blocks of `bits`, Dettmers et al. 2022, https://arxiv.org/abs/2110.02861; `paged`, it
+    moves to the CPU when the GPU is full. On the CPU nothing is paged."""
+    fixed = {"optim_bits": bits} | ({} if name == "RMSprop" else {"is_paged": paged})
+    return _plain(partial(_bitsandbytes, name), base, fixed, **options)
 
 
 #: Of pytorch-optimizer, those for language models that go on exactly from their state. Others of it keep a part of
@@ -399,46 +317,61 @@ OF_PYTORCH_OPTIMIZER = (
     "adabelief adamp adan adopt came dadaptadam exadam grams lamb laprop lion madgrad mars novograd prodigy qhadam "
     "radam simplifiedademamix soap tiger yogi"
 ).split()
+_APOLLO = _apart(
+    _plain(Apollo, _adam),
+    _own_options(Apollo),
+    proj=("random", "svd"),
+    scale_type=("channel", "tensor"),
+    proj_type=("std",),
+)
+_FACTORED: dict[str, Any] = {"clip_threshold": 1.0, "decay_rate": -0.8}
+_ROUNDED: dict[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
+_MEAN_SQUARE: dict[str, Any] = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
 OPTIMIZERS: dict[str, Factory] = {
-    "adamw_torch": adamw,
-    "adamw_torch_fused": fused_adamw,
-    "adamw_bf16": bf16_adamw,
-    "adamw_torch_xla": xla_adamw,
-    "adamw_torch_npu_fused": npu_adamw,
+    # Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Fused, one kernel for all parameters is twice as fast
+    # as the loop, on the CPU too.
+    "adamw_torch": _plain(torch.optim.AdamW, _adam, amsgrad=False),
+    "adamw_torch_fused": _plain(torch.optim.AdamW, _adam, {"fused": True}, amsgrad=False),
+    "adamw_bf16": _plain(BF16AdamW, lambda args: _adam(args) | {"seed": args.seed}, stochastic_rounding=True),
+    "adamw_torch_xla": _plain(_xla, _adam),
+    "adamw_torch_npu_fused": _plain(_npu, _adam),
     "adafactor": adafactor,
     "adamw_anyprecision": anyprecision_adamw,
-    "adamw_torch_4bit": partial(torchao, 4),
-    "adamw_torch_8bit": partial(torchao, 8),
-    "sgd": sgd,
-    "adagrad": adagrad,
-    "rmsprop": rmsprop,
-    "muon": muon,
-    "adamw_bnb_8bit": partial(bnb_adamw, 8, False),
-    "adamw_8bit": partial(bnb_adamw, 8, False),
-    "paged_adamw_32bit": partial(bnb_adamw, 32, True),
-    "paged_adamw_8bit": partial(bnb_adamw, 8, True),
+    # Stochastic rounding lets weights in bfloat16 train without a float32 copy.
+    "adamw_torch_4bit": _plain(partial(torchao_adamw, 4), _adam, **_ROUNDED),
+    "adamw_torch_8bit": _plain(partial(torchao_adamw, 8), _adam, **_ROUNDED),
+    "sgd": _plain(torch.optim.SGD, _rate, momentum=0.0, dampening=0.0, nesterov=False),
+    "adagrad": _plain(torch.optim.Adagrad, _rate, lr_decay=0.0, eps=1e-10),
+    "rmsprop": _plain(torch.optim.RMSprop, _rate, **_MEAN_SQUARE, centered=False),
+    "muon": _apart(_plain(MuonWithAdamW, _adam), _own_options(MuonWithAdamW), name="matrices"),
+    "adamw_bnb_8bit": _bnb("AdamW", _adam, 8),
+    "adamw_8bit": _bnb("AdamW", _adam, 8),
+    "paged_adamw_32bit": _bnb("AdamW", _adam, 32, paged=True),
+    "paged_adamw_8bit": _bnb("AdamW", _adam, 8, paged=True),
     "ademamix": partial(bnb_ademamix, 32, False),
     "ademamix_8bit": partial(bnb_ademamix, 8, False),
     "paged_ademamix_32bit": partial(bnb_ademamix, 32, True),
     "paged_ademamix_8bit": partial(bnb_ademamix, 8, True),
-    "lion_32bit": partial(bnb_lion, 32, False),
-    "lion_8bit": partial(bnb_lion, 8, False),
-    "paged_lion_32bit": partial(bnb_lion, 32, True),
-    "paged_lion_8bit": partial(bnb_lion, 8, True),
-    "rmsprop_bnb": partial(bnb_rmsprop, 32),
-    "rmsprop_bnb_32bit": partial(bnb_rmsprop, 32),
-    "rmsprop_bnb_8bit": partial(bnb_rmsprop, 8),
-    "galore_adamw": partial(galore_over, "adamw_torch_fused"),
-    "galore_adamw_8bit": partial(galore_over, "adamw_8bit"),
-    "galore_adafactor": partial(galore_over, "adafactor"),
-    "galore_adamw_layerwise": layerwise(partial(galore_over, "adamw_torch")),
-    "galore_adafactor_layerwise": layerwise(partial(galore_over, "adafactor")),
-    "galore_adamw_8bit_layerwise": layerwise(partial(galore_over, "adamw_8bit")),
-    "apollo_adamw": apollo,
-    "apollo_adamw_layerwise": layerwise(apollo),
-    "lomo": layerwise(lomo),
-    "adalomo": layerwise(adalomo),
-    "grokadamw": grokadamw,
+    # Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum. Needs a rate 3 to 10 times smaller.
+    "lion_32bit": _bnb("Lion", _momentum, 32),
+    "lion_8bit": _bnb("Lion", _momentum, 8),
+    "paged_lion_32bit": _bnb("Lion", _momentum, 32, paged=True),
+    "paged_lion_8bit": _bnb("Lion", _momentum, 8, paged=True),
+    "rmsprop_bnb": _bnb("RMSprop", _rate, 32, **_MEAN_SQUARE),
+    "rmsprop_bnb_32bit": _bnb("RMSprop", _rate, 32, **_MEAN_SQUARE),
+    "rmsprop_bnb_8bit": _bnb("RMSprop", _rate, 8, **_MEAN_SQUARE),
+    "galore_adamw": _galore("adamw_torch_fused"),
+    "galore_adamw_8bit": _galore("adamw_8bit"),
+    "galore_adafactor": _galore("adafactor"),
+    "galore_adamw_layerwise": layerwise(_galore("adamw_torch")),
+    "galore_adafactor_layerwise": layerwise(_galore("adafactor")),
+    "galore_adamw_8bit_layerwise": layerwise(_galore("adamw_8bit")),
+    "apollo_adamw": _APOLLO,
+    "apollo_adamw_layerwise": layerwise(_APOLLO),
+    "lomo": layerwise(_plain(torch.optim.SGD, _rate)),
+    # Adafactor, with rates in proportion to the size of each parameter.
+    "adalomo": layerwise(_plain(adafactor_class, _rate, {"scale_parameter": True}, **_FACTORED)),
+    "grokadamw": _plain(GrokAdamW, _adam, **_own_options(GrokAdamW)),
     "schedule_free_radam": partial(schedule_free, "RAdam"),
     "schedule_free_adamw": partial(schedule_free, "AdamW"),
     "schedule_free_sgd": partial(schedule_free, "SGD"),

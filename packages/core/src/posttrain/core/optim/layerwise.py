@@ -51,6 +51,10 @@ class Layerwise(torch.optim.Optimizer):
     def _share(self) -> None:
         self.state, self.param_groups = self._inner.state, self._inner.param_groups
 
+    def workers(self) -> list[Any]:
+        """The optimizer of each parameter."""
+        return [worker for _, worker in self._workers.values()]
+
     def _update(self, parameter: torch.Tensor) -> None:
         index, worker = self._workers[parameter]
         worker.state = self.state

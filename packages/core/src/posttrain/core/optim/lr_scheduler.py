@@ -1,8 +1,9 @@
-"""The registry of learning-rate schedules.
+"""Learning-rate schedules by name, and the schedule of a run, as its arguments ask for it.
 
 Each curve is a function of the number s of completed optimizer steps and is multiplied with the peak learning rate. W
-is the number of warm-up steps and N the length of the run. By default the warm-up is s / W. In
-`posttrain.core.optim.schedule` all three may count input tokens instead.
+is the number of warm-up steps, over which the curve is s / W, and N the length of the run. Where ``max_duration`` or
+``warmup_steps`` counts tokens, all three are input tokens over all processes, s those before a step. The number of
+steps need not be known then, as of a stream.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from posttrain.core.config import Resolved, opt
+from posttrain.core.config import Resolved, number, opt
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields import durations
+from posttrain.core.registry import load
 
 #: Schedules that are stepped by the metric of an evaluation.
 FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -29,14 +32,6 @@ FOLLOW_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", *FOLLOW_A_METRIC)
 
 Curve = Callable[[int], float]
-WSD_SHAPES: dict[str, Callable[[float], float]] = {  # how far a phase has gone, 0 to 1 -> height, 0 to 1
-    "linear": lambda progress: progress,
-    "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
-    "1-sqrt": lambda progress: 1.0 - math.sqrt(1.0 - progress),
-}
-
-
-# --------------------------------------------------------------------------------------------------------------- curves
 
 
 def constant(num_warmup_steps: int, num_training_steps: int) -> Curve:
@@ -63,22 +58,10 @@ def cosine(num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0
     Args:
         num_cycles: c, waves over the run; a half descends from the peak to 0 once.
     """
-    return cosine_with_min_lr(num_warmup_steps, num_training_steps, lr=1.0, num_cycles=num_cycles, min_lr_rate=0.0)
-
-
-def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> Curve:
-    r"""SGDR, Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, with periods of equal length.
-
-    .. math:: \tfrac12 (1 + \cos(\pi (c\, p \bmod 1))), \quad p = (s - W) / (N - W)
-
-    Args:
-        num_cycles: c, descents from the peak to 0; each but the first begins with a jump.
-    """
     decay_steps = max(1, num_training_steps - num_warmup_steps)
 
     def decay(step: int) -> float:
-        progress = (step - num_warmup_steps) / decay_steps
-        return 0.0 if progress >= 1 else 0.5 * (1.0 + math.cos(math.pi * (num_cycles * progress % 1.0)))
+        return 0.5 * (1.0 + math.cos(2.0 * math.pi * (num_cycles * (step - num_warmup_steps) / decay_steps)))
 
     return _after_warmup(num_warmup_steps, decay)
 
@@ -86,7 +69,7 @@ def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, num_cyc
 def polynomial(
     num_warmup_steps: int, num_training_steps: int, *, lr: float, lr_end: float = 1e-7, power: float = 1.0
 ) -> Curve:
-    r"""From the peak down to `lr_end` along a polynomial, where it stays.
+    r"""From the peak down to `lr_end` along a polynomial, where it stays; that of transformers fails where W = N.
 
     .. math:: (1 - e)(1 - p)^k + e, \quad p = (s - W) / (N - W), \quad e = \text{lr\_end} / \text{lr}
 
@@ -107,163 +90,25 @@ def polynomial(
     return _after_warmup(num_warmup_steps, decay)
 
 
-def inverse_sqrt(num_warmup_steps: int, num_training_steps: int, timescale: int | None = None) -> Curve:
-    r"""Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, Sec. 5.3, with the timescale of big_vision.
-
-    .. math:: \sqrt{t / (s - W + t)}
-
-    Args:
-        timescale: t, steps after the warm-up in which the square of the rate halves; None: W, or 10,000 without one.
-    """
-    scale = timescale or num_warmup_steps or 10_000
-    return _after_warmup(num_warmup_steps, lambda step: 1.0 / math.sqrt((step - num_warmup_steps + scale) / scale))
-
-
-def cosine_with_min_lr(
-    num_warmup_steps: int,
-    num_training_steps: int,
-    *,
-    lr: float,
-    num_cycles: float = 0.5,
-    min_lr: float | None = None,
-    min_lr_rate: float | None = None,
-) -> Curve:
-    r"""The cosine, squeezed so that it ends at a floor m instead of 0.
-
-    .. math:: \tfrac12 (1 + \cos(2 \pi c\, p)) (1 - m) + m, \quad p = (s - W) / (N - W)
-
-    Args:
-        lr: the peak learning rate; filled in by `build`.
-        num_cycles: c, waves over the run.
-        min_lr, min_lr_rate: the floor, as a learning rate or as a share m of the peak. One of them is needed.
-    """
-    floor = _floor(lr, min_lr, min_lr_rate)
-    decay_steps = max(1, num_training_steps - num_warmup_steps)
-
-    def decay(step: int) -> float:
-        return _cosine_above(floor, num_cycles * (step - num_warmup_steps) / decay_steps)
-
-    return _after_warmup(num_warmup_steps, decay)
-
-
-def cosine_warmup_with_min_lr(
-    num_warmup_steps: int,
-    num_training_steps: int,
-    *,
-    lr: float,
-    num_cycles: float = 0.5,
-    min_lr: float | None = None,
-    min_lr_rate: float | None = None,
-    warmup_lr_rate: float | None = None,
-) -> Curve:
-    """`cosine_with_min_lr` shifted by one step: the first step has a rate above 0, and the last one the minimum.
-
-    Args:
-        lr: the peak learning rate; filled in by `build`.
-        num_cycles: waves over the run.
-        min_lr, min_lr_rate: the floor, as a learning rate or as a share of the peak. One of them is needed.
-        warmup_lr_rate: share of the peak that the warm-up starts from; it then ends at the peak. None: 1 / W.
-    """
-    floor = _floor(lr, min_lr, min_lr_rate)
-    decay_steps = max(1, num_training_steps - num_warmup_steps)
-
-    def curve(step: int) -> float:
-        if step >= num_warmup_steps:
-            return _cosine_above(floor, num_cycles * (step - num_warmup_steps + 1) / decay_steps)
-        if warmup_lr_rate is None:
-            return (step + 1) / max(1, num_warmup_steps)
-        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
-
-    return curve
-
-
-def warmup_stable_decay(
-    num_warmup_steps: int,
-    num_training_steps: int,
-    num_decay_steps: int,
-    num_stable_steps: int | None = None,
-    warmup_type: str = "linear",
-    decay_type: str = "cosine",
-    min_lr_ratio: float = 0.0,
-    num_cycles: float = 0.5,
-) -> Curve:
-    """Up, level, down: WSD, Hu et al. 2024, https://arxiv.org/abs/2404.06395, Sec. 4.2; 1-sqrt: Hägele et al. 2024,
-    https://arxiv.org/abs/2405.18392.
-
-    Args:
-        num_decay_steps: steps of the last phase.
-        num_stable_steps: steps at the peak; None: the rest of the run.
-        warmup_type, decay_type: ``"linear"``, ``"cosine"`` or ``"1-sqrt"``.
-        min_lr_ratio: share of the peak that the warm-up starts from and the decay ends at, where it stays.
-        num_cycles: waves of a cosine decay; a half descends once.
-    """
-    for name, shape in (("warmup_type", warmup_type), ("decay_type", decay_type)):
-        if shape not in WSD_SHAPES:
-            raise ValueError(f"{name}={shape!r} is not one of {', '.join(WSD_SHAPES)}{did_you_mean(shape, WSD_SHAPES)}")
-    if num_stable_steps is None:
-        num_stable_steps = num_training_steps - num_warmup_steps - num_decay_steps
-    decay_starts = num_warmup_steps + num_stable_steps
-
-    def curve(step: int) -> float:
-        if step < num_warmup_steps:
-            height = WSD_SHAPES[warmup_type](step / max(1, num_warmup_steps))
-        elif step < decay_starts:
-            return 1.0
-        elif step < decay_starts + num_decay_steps:
-            progress = (step - decay_starts) / max(1, num_decay_steps)
-            if decay_type == "cosine":
-                height = _cosine_above(0.0, num_cycles * progress)
-            else:
-                height = WSD_SHAPES[decay_type](1.0 - progress)
-        else:
-            return min_lr_ratio
-        return max(0.0, height * (1.0 - min_lr_ratio) + min_lr_ratio)
-
-    return curve
-
-
 def _after_warmup(num_warmup_steps: int, decay: Curve) -> Curve:
     return lambda step: step / max(1, num_warmup_steps) if step < num_warmup_steps else decay(step)
 
 
-def _cosine_above(floor: float, waves: float) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * waves)) * (1.0 - floor) + floor)
-
-
-def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """The floor as a share of the peak."""
-    if min_lr is not None and min_lr_rate is None:
-        return min_lr / lr
-    if min_lr_rate is not None and min_lr is None:
-        return min_lr_rate
-    given = "neither is" if min_lr is None else "both are"
-    raise ValueError(f"give either min_lr, a learning rate, or min_lr_rate, a share of the peak; {given} given")
-
-
-# ------------------------------------------------------------------------------------------------------------- by name
-
-
-def greedy() -> Any:
-    """A class that lowers the rate while a metric does not improve, else raises it: https://arxiv.org/abs/2512.14527."""
-    from transformers.optimization import GreedyLR  # takes seconds to import: the curves above are not from there
-
-    return GreedyLR
-
-
-#: Curves, and classes of schedulers, by name; `greedy` gives its class when it is asked for.
-SCHEDULES: dict[str, Callable[..., Any]] = {
+#: By name: curves like those above, classes of schedulers, or what transformers.optimization calls either. Its import
+#: takes seconds, so the usual ones are not from there.
+SCHEDULES: dict[str, Any] = {
     "linear": linear,
     "cosine": cosine,
-    "cosine_with_restarts": cosine_with_restarts,
+    "cosine_with_restarts": "get_cosine_with_hard_restarts_schedule_with_warmup",
     "polynomial": polynomial,
     "constant": constant,
     "constant_with_warmup": constant_with_warmup,
-    "inverse_sqrt": inverse_sqrt,
+    "inverse_sqrt": "get_inverse_sqrt_schedule",
     "reduce_lr_on_plateau": ReduceLROnPlateau,
-    "cosine_with_min_lr": cosine_with_min_lr,
-    "cosine_warmup_with_min_lr": cosine_warmup_with_min_lr,
-    "warmup_stable_decay": warmup_stable_decay,
-    "greedy": greedy,
+    "cosine_with_min_lr": "get_cosine_with_min_lr_schedule_with_warmup",
+    "cosine_warmup_with_min_lr": "get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
+    "warmup_stable_decay": "get_wsd_schedule",  # Hu et al. 2024, https://arxiv.org/abs/2404.06395, Sec. 4.2
+    "greedy": "GreedyLR",  # https://arxiv.org/abs/2512.14527
 }
 
 
@@ -290,8 +135,8 @@ class ScheduleArguments:
     def _normalize(self) -> None:
         if isinstance(self.lr_scheduler_kwargs, dict):
             # YAML 1.1 reads 1e-6, without a point, as a string.
-            self.lr_scheduler_kwargs = {key: _number(value) for key, value in self.lr_scheduler_kwargs.items()}
-        self.warmup_steps = _number(self.warmup_steps)
+            self.lr_scheduler_kwargs = {key: number(value, (float,)) for key, value in self.lr_scheduler_kwargs.items()}
+        self.warmup_steps = number(self.warmup_steps, (float,))
         with contextlib.suppress(ValueError):  # which `_problems` reports
             if isinstance(self.warmup_steps, str) and (given := durations.parse(self.warmup_steps)).unit == "steps":
                 self.warmup_steps = int(given.value)
@@ -301,7 +146,7 @@ class ScheduleArguments:
         if not isinstance(options, dict):
             yield f"""lr_scheduler_kwargs={options!r} is not a JSON object; write it like '{{"min_lr_rate": 0.1}}'"""
         elif name in SCHEDULES:
-            yield from problems(name, in_tokens(options), lr=getattr(self, "learning_rate", 1.0))
+            yield from option_problems(name, in_tokens(options), lr=vars(self).get("learning_rate", 1.0))
         if isinstance(self.warmup_steps, str):
             yield from _problems_of_length("warmup_steps", self.warmup_steps)
         elif self.warmup_steps > 1 and not float(self.warmup_steps).is_integer():
@@ -354,14 +199,15 @@ def _problems_of_length(name: str, text: str) -> Iterator[str]:
             yield f"{name}={text!r} counts {unit}; give a number of optimizer steps, or of tokens such as 10Mtok"
 
 
-def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
+def option_problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
     """Problems with the options of a schedule, as sentences.
 
     Args:
         lr: the peak learning rate.
     """
     schedule = _schedule(name)
-    known = _options(schedule)
+    taken = inspect.signature(schedule).parameters
+    known = {key: option for key, option in taken.items() if key not in ("self", "optimizer", "last_epoch", *GIVEN)}
     open_ended = any(option.kind is option.VAR_KEYWORD for option in known.values())
     unknown = [] if open_ended else [key for key in options if key not in known]
     missing = [key for key, option in known.items() if option.default is option.empty and key not in options]
@@ -372,10 +218,34 @@ def problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
         yield f"lr_scheduler_type={name!r} needs {key}; set lr_scheduler_kwargs={{{key!r}: ...}}"
     if not unknown and not missing and not isinstance(schedule, type):
         try:
-            curve = schedule(10, 1000, **_peak(schedule, lr), **options)
+            curve = _curve(schedule, lr, 10, 1000, options)
             [curve(step) for step in (0, 10, 1000)]
         except (TypeError, ValueError, ArithmeticError) as error:
             yield f"lr_scheduler_kwargs of {name!r}: {error}"
+
+
+def length_problems(args: Any) -> Iterator[str]:
+    """Why the lengths of the schedule cannot be compared, as sentences."""
+    name, warmup = plain(args.lr_scheduler_type), args.warmup_steps
+    if math.isfinite(args.max_tokens) and not isinstance(warmup, str) and warmup >= 1:
+        yield (
+            f"warmup_steps={warmup:g} counts optimizer steps, but max_duration={args.max_duration!r} lets the schedule "
+            "follow tokens: write such as warmup_steps='1Mtok', or a share of the run below 1"
+        )
+    if isinstance(warmup, str) and not math.isfinite(args.max_tokens) and name not in ENDLESS:
+        yield (
+            f"warmup_steps={warmup!r} counts tokens, and lr_scheduler_type={name!r} needs the length of the run in "
+            "tokens too: set max_duration, such as '100Mtok', or lr_scheduler_type='constant_with_warmup'"
+        )
+    options = args.lr_scheduler_kwargs if isinstance(args.lr_scheduler_kwargs, dict) else {}
+    counting = [key for key, number in in_tokens(options).items() if options[key] is not number]
+    if counting and not counts_tokens(args):
+        yield f"lr_scheduler_kwargs: {counting[0]} counts tokens, and the schedule follows steps; set max_duration too"
+
+
+def counts_tokens(args: Any) -> bool:
+    """Whether the schedule follows tokens."""
+    return math.isfinite(args.max_tokens) or isinstance(args.warmup_steps, str)
 
 
 class TokenLR(LambdaLR):
@@ -400,6 +270,19 @@ def follows_a_metric(scheduler: Any) -> bool:
 def _needs_metrics(kind: Any) -> bool:
     metrics = inspect.signature(kind.step).parameters.get("metrics")
     return issubclass(kind, ReduceLROnPlateau) or (metrics is not None and metrics.default is metrics.empty)
+
+
+def make(args: Any, optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
+    """The schedule of a run of `num_training_steps` optimizer steps, or of ``args.max_tokens`` input tokens."""
+    name, options = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs or {})
+    if name in FOLLOW_A_METRIC and args.greater_is_better:
+        options.setdefault("mode", "max")
+    if not counts_tokens(args):
+        return build(name, optimizer, warmup_steps(args, num_training_steps), num_training_steps, **options)
+    length = int(args.max_tokens) if math.isfinite(args.max_tokens) else 0  # 0: of a curve that needs none
+    given = args.warmup_steps
+    warmup = int(durations.parse(given).value) if isinstance(given, str) else math.ceil(length * given)
+    return build(name, optimizer, warmup, length, scheduler_class=TokenLR, **in_tokens(options))
 
 
 def build(
@@ -427,34 +310,34 @@ def build(
         known = f"{', '.join(SCHEDULES)}{did_you_mean(name, SCHEDULES)}"
         raise ConfigError("schedules", [f"lr_scheduler_type={name!r} is not one of {known}"])
     schedule, lr = _schedule(name), optimizer.defaults["lr"]
-    if wrong := list(problems(name, options, lr)):
+    if wrong := list(option_problems(name, options, lr)):
         raise ConfigError("schedules", wrong)
     if isinstance(schedule, type):
         return schedule(optimizer, **options)
-    return scheduler_class(optimizer, schedule(num_warmup_steps, num_training_steps, **_peak(schedule, lr), **options))
+    return scheduler_class(optimizer, _curve(schedule, lr, num_warmup_steps, num_training_steps, options))
 
 
 def _schedule(name: str) -> Any:
-    return greedy() if SCHEDULES[name] is greedy else SCHEDULES[name]
+    schedule = SCHEDULES[name]
+    return load(f"transformers.optimization:{schedule}") if isinstance(schedule, str) else schedule
 
 
-def _options(schedule: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a schedule that a user sets."""
-    given = ("self", "optimizer", "num_warmup_steps", "num_training_steps", "lr")
-    return {name: option for name, option in inspect.signature(schedule).parameters.items() if name not in given}
+#: What a curve is given beside its options.
+GIVEN = ("num_warmup_steps", "num_training_steps", "lr")
 
 
-def _peak(schedule: Callable[..., Curve], lr: float) -> dict[str, float]:
-    return {"lr": lr} if "lr" in inspect.signature(schedule).parameters else {}
+def _curve(schedule: Any, lr: float, num_warmup_steps: int, num_training_steps: int, options: dict[str, Any]) -> Any:
+    given = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps, "lr": lr}
+    if options.get("num_stable_steps") is not None:
+        del given["num_training_steps"]  # transformers warns where it is given both
+    taken = inspect.signature(schedule).parameters
+    arguments = {name: value for name, value in given.items() if name in taken} | options
+    if "optimizer" not in taken:
+        return schedule(**arguments)
+    # A function of transformers reads the peak of an optimizer, and returns its curve within a scheduler.
+    return schedule(torch.optim.SGD([torch.zeros(1)], lr=lr), **arguments).lr_lambdas[0]
 
 
 def plain(name: str) -> str:
     """`name` as a plain string, of an enum of strings too, which hashes by its own name."""
     return str(name.value if isinstance(name, enum.Enum) else name)
-
-
-def _number(value: Any) -> Any:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value

@@ -75,15 +75,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         groups = split_groups(params, matrices, algorithm="muon")
         by_muon = [group for group in groups if "algorithm" in group]
         by_adamw = [group for group in groups if "algorithm" not in group]
-        muon: dict[str, Any] = {
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+        muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         self._parts: dict[str | None, torch.optim.Optimizer] = {}
         if by_muon:
-            self._parts["muon"] = Muon(by_muon, lr=lr, weight_decay=0.0, **muon)
+            self._parts["muon"] = Muon(by_muon, lr=lr, weight_decay=0.0, adjust_lr_fn=adjust_lr_fn, **muon)
         if by_adamw:
             self._parts[None] = torch.optim.AdamW(by_adamw, lr=lr, betas=betas, eps=eps, weight_decay=0.0, fused=True)
         super().__init__([group for part in self._parts.values() for group in part.param_groups], {"lr": lr})

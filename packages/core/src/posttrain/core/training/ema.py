@@ -114,18 +114,12 @@ class EMA:
         for average, parameter in (pair for pair in pairs if pair[1].dtype != torch.float32):
             average.lerp_(parameter.float(), weight)
 
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """The model with the averages in place of its weights, which come back at the end; nothing is copied in
-        float32."""
-        weights = {name: parameter.data for name, parameter in self._parameters.items()}
-        try:
-            for name, parameter in self._parameters.items():
-                parameter.data = self._averages[name].to(parameter.dtype)
-            yield
-        finally:
-            for name, parameter in self._parameters.items():
-                parameter.data = weights[name]
+    def swapped_in(self) -> contextlib.AbstractContextManager[None]:
+        """The model with the averages in place of its weights, which come back at the end.
+
+        Nothing is copied in float32.
+        """
+        return swapped_in(self._parameters, self._averages)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -148,3 +142,16 @@ class EMA:
             )
         for name, average in self._averages.items():
             average.copy_(saved[name])
+
+
+@contextlib.contextmanager
+def swapped_in(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within, the `parameters` hold `values`, by name, in their own type and on their own device."""
+    weights = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = values[name].to(parameter.device, parameter.dtype)
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
