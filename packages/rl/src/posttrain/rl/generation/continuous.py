@@ -44,7 +44,7 @@ class ContinuousGenerator:
             ContinuousBatchingConfig(**self.settings)
         except TypeError as error:
             raise ValueError(f"transformers_continuous_batching_config: {error}.") from error
-        self.model: nn.Module | None = None
+        self.model: nn.Module | None = None  # that of `sync_weights`
 
     def sync_weights(self, model: nn.Module) -> None:
         """Generate with `model` itself, so there is nothing to copy.
@@ -69,6 +69,8 @@ class ContinuousGenerator:
 
         if problem := sampling_problem(sampling):
             raise ValueError(problem)
+        if (model := self.model) is None:
+            raise RuntimeError("There is no model yet: call sync_weights before generate.")
         draws = sampling.temperature > 0
         copies = n if draws else 1
         asked, of_each = prompts, copies
@@ -85,46 +87,34 @@ class ContinuousGenerator:
             pad_token_id=self.tokenizer.pad_token_id,
         )
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
-        model = self._model()
         base = base_model(model)
         devices = [p.device for p in list(base.parameters())[:1] if accelerator.has_memory(p.device)]
         kind = devices[0].type if devices else "cpu"
         limits = {} if devices else cache_limits(asked, of_each, sampling.max_new_tokens, self.settings)
         options: dict[str, Any] = {"seed": seed} | limits | self.settings
-        settings = ContinuousBatchingConfig(**options)
         # It seeds and draws from the generators that training draws its dropout from.
         with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices, device_type=kind):
             done = base.generate_batch(
                 [list(prompt) for prompt in asked],
                 generation_config=config,
-                continuous_batching_config=settings,
+                continuous_batching_config=ContinuousBatchingConfig(**options),
                 progress_bar=False,
             )
-        results = list(done.values())
-        if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
-            said = next((result.error for result in results if result.error is not None), "no error is known")
+        results, errors = list(done.values()), [one.error for one in done.values() if one.error is not None]
+        if len(results) < len(prompts) * copies or errors:
             raise RuntimeError(
                 f"transformers' continuous batching returned {len(results)} of {len(prompts) * copies} completions: "
-                f"{said}. Set transformers_continuous_batching_config, for example max_memory_percent, or leave "
-                "use_transformers_continuous_batching out."
+                f"{errors[0] if errors else 'no error is known'}. Set transformers_continuous_batching_config, for "
+                "example max_memory_percent, or leave use_transformers_continuous_batching out."
             )
         results = [result for result in results for _ in range(n // copies)]
         ids, finished = cut([list(result.generated_tokens) for result in results], sampling, self.tokenizer)
-        logps = None
-        if (
-            draws
-            and not (sampling.never or prefers_probable(sampling))
-            and all(len(result.logprobs or ()) for result in results)
-        ):
+        logps, is_plain = None, draws and not (sampling.never or prefers_probable(sampling))
+        if is_plain and all(len(result.logprobs or ()) for result in results):
             logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
             check_logps(logps)
         is_exact = logps is not None and is_float32(model) and rope_limit(model) == math.inf
         return Completions(ids, logps, finished, is_exact)
-
-    def _model(self) -> nn.Module:
-        if self.model is None:
-            raise RuntimeError("There is no model yet: call sync_weights before generate.")
-        return self.model
 
 
 @contextlib.contextmanager

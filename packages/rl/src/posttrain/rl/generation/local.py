@@ -29,7 +29,7 @@ from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsN
 from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_logits, read_prompts
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
 from posttrain.rl.generation.sampling import evaluating, rope_limit
-from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.transformers import TransformersGenerator, has_own_generate
 
 if TYPE_CHECKING:
     from posttrain.rl.samples.images import RolloutImages
@@ -94,12 +94,12 @@ class LocalGenerator:
         why = problem(self.model, None if images is None else self.example)
         if why is None and max(map(len, prompts)) + sampling.max_new_tokens > (limit := rope_limit(self.model)):
             why = f"in a text of more than {limit:,} tokens its rotary embeddings turn all tokens by other angles."
-        if why is not None and self.batch_invariant:
-            raise ValueError(
-                "generation_batch_invariant=True needs the local engine, and these completions would come from "
-                f"transformers' generate: {why} Set generation_batch_invariant=False."
-            )
         if why is not None:
+            if self.batch_invariant:
+                raise ValueError(
+                    "generation_batch_invariant=True needs the local engine, and these completions would come from "
+                    f"transformers' generate: {why} Set generation_batch_invariant=False."
+                )
             if not self._told:
                 logger.info("Completions come from transformers' generate, which is slower: %s", why)
                 self._told = True
@@ -174,40 +174,33 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
         example: of a model that sees, what the prompts are made of. Without one, such a model has a problem.
     """
     base = base_model(model)
-    name = type(base).__name__
     if not hasattr(base, "set_attn_implementation"):
-        return f"{name} is no model of transformers, whose attention can be replaced."
-    parameter, tried = next(base.parameters()), _TRIED.setdefault(unwrap(model), {})
-    key = parameter.device.type, text_config(base.config)._attn_implementation, example is None
+        return f"{type(base).__name__} is no model of transformers, whose attention can be replaced."
+    device, tried = next(base.parameters()).device, _TRIED.setdefault(unwrap(model), {})
+    key = device.type, text_config(base.config)._attn_implementation, example is None
     if key not in tried:
-        tried[key] = _find_problem(model, base, name, parameter, example)
+        tried[key] = _find_problem(unwrap(model), base, device, example)
     return tried[key]
-
-
-def _find_problem(
-    model: nn.Module, base: PretrainedModel, name: str, parameter: torch.Tensor, example: ImageExample | None
-) -> str | None:
-    if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
-        return f"{name} overrides generate."
-    if problem := invocation_problem(model):
-        return problem
-    if problem := reading_problem(base, example):
-        return problem
-    reader: Any = text_part(base).config
-    if unknown := sorted({*(getattr(reader, "layer_types", None) or ())} - {*LAYER_TYPES}):
-        return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
-    if parameter.device.type == "meta":
-        return f"{name} is on the meta device, where nothing can be tried."
-    return _try(unwrap(model), name, parameter, _Trial.of(base, example))
 
 
 _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) -> str | None:
-    base, device = text_part(base_model(model)), parameter.device
-    before = base.config._attn_implementation
+def _find_problem(
+    model: nn.Module, base: PretrainedModel, device: torch.device, example: ImageExample | None
+) -> str | None:
+    name, reader = type(base).__name__, text_part(base)
+    config: Any = reader.config
+    if has_own_generate(base):
+        return f"{name} overrides generate."
+    if problem := invocation_problem(model) or reading_problem(base, example):
+        return problem
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+        return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
+    if device.type == "meta":
+        return f"{name} is on the meta device, where nothing can be tried."
+    trial, before = _Trial.of(base, example), config._attn_implementation
     try:
         with evaluating(model):
             expected = []
@@ -215,7 +208,7 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) ->
                 inputs = {name: tensor.to(device) for name, tensor in text.items()}
                 expected.append(model(**inputs, use_cache=False).logits[0, -_NEW - 1 :].float())
             with decoding_attention(model):
-                if base.config._attn_implementation != IMPLEMENTATION:
+                if config._attn_implementation != IMPLEMENTATION:
                     return f"{name} does not look its attention up in transformers' AttentionInterface."
                 found = _written(model, trial, device)
     except HandsNothingOn:
@@ -223,10 +216,10 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) ->
     except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
     finally:
-        if base.config._attn_implementation != before:
-            base.set_attn_implementation(before)
-    gap, limit = _gap({place: expected[place[0]][place[1]] for place in found}, found), tolerance(base)
-    if not gap < limit:
+        if config._attn_implementation != before:
+            reader.set_attn_implementation(before)
+    gap = _gap({place: expected[place[0]][place[1]] for place in found}, found)
+    if not gap < tolerance(reader):
         return f"the logits of {name} differ by {gap:.2g} of the largest from those of the whole text."
     return None
 
@@ -250,12 +243,8 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
             gap = _gap(_written(model, trial, parameter.device), _written(model, trial, parameter.device, step))
             tried[key] = gap < tolerance(base_model(model))
     except Exception as error:  # its modules are called instead, which know what they hold
-        name = type(base_model(model)).__name__
-        logger.info(
-            "The modules of %s are called for each token, which is slower: its weights could not be read (%s).",
-            name,
-            error,
-        )
+        slower = "The modules of %s are called for each token, which is slower: its weights could not be read (%s)."
+        logger.info(slower, type(base_model(model)).__name__, error)
         tried[key] = False
     return step if tried.get(key) else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from posttrain.rl.generation.group_cache import Decoding, Known
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import (
     check_logps,
-    ends_with_stop,
+    is_end,
     is_float32,
     rope_limit,
     sample,
@@ -128,14 +128,14 @@ class LocalSteps:
         for call in self._calls:
             while call.waiting and (most := self._most(call)):
                 self._read(call, most)
-        if going := [call for call in self._calls if call.rows]:
+        if going := [call for call in self._calls if call.parts]:
             self._go_on(going)
         ended = [(call, call.ended) for call in self._calls if call.ended]
         for call, _ in ended:
             call.ended = []
         if self.texts:
             self._bound_texts()
-        self._calls = [call for call in self._calls if call.waiting or call.rows]
+        self._calls = [call for call in self._calls if call.waiting or call.parts]
         return ended
 
     def _most(self, call: Call) -> int:
@@ -184,7 +184,7 @@ class LocalSteps:
     def _go_on(self, calls: list[Call]) -> None:
         """Write one more token of each row of these calls."""
         tokens, positions = zip(*(call.newest() for call in calls), strict=True)
-        read = _joined([*tokens]), _joined([*positions])
+        read = _joined(tokens), _joined(positions)
         logits = self._in_tiles(*read) if self.tile else next_logits(self.model, self._step, self.decoding, *read)
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
@@ -204,14 +204,24 @@ class LocalSteps:
     def _look(self) -> None:
         """Let rows leave that are done, of all calls at once: each reading waits for the device."""
         if any(call.is_due for call in self._calls):
-            parts = iter(_lists([part for call in self._calls for part in call.unseen()]))
+            unseen = iter(_lists([tokens for call in self._calls for tokens in call.unseen()]))
             for call in self._calls:
-                call.see([next(parts) for _ in call.blocks])
+                call.see([next(unseen) for _ in call.parts])
             if self.texts is not None:  # so that each is taken as it ends
                 _read_ended([call for call in self._calls if call.unread])
             for call in self._calls:
                 call.leave()
-        self.decoding.blocks = [block for call in self._calls for block in call.blocks]
+        self.decoding.blocks = [part.block for call in self._calls for part in call.parts]
+
+
+@dataclass
+class _Part:
+    """The rows of a block: which completions they are, how many of their tokens were checked, and those that go on."""
+
+    block: Block
+    rows: list[int]
+    looked: int = 0
+    left: list[int] = field(default_factory=list)
 
 
 class Call:
@@ -219,8 +229,7 @@ class Call:
 
     Attributes:
         waiting: numbers of the prompts that are not read yet; the last is the next.
-        blocks: of the rows that are written. rows: of each block, which completions its rows are.
-        looked: of each block, the number of their tokens that were checked. left: and its rows that go on.
+        parts: the rows that are written, by their blocks. index: (R,) which completions they are.
         ended: the completions that have ended since the last step.
         window: tokens before those that were not looked at, in which a stop string may begin.
         unread: the completions that have ended, and that `read` has no tokens and log-probabilities of.
@@ -262,10 +271,7 @@ class Call:
         self.routes: Routes | None = None  # None: not asked for
         # The longest first, so that those that are read last take least memory.
         self.waiting = sorted(range(len(prompts)), key=[*map(len, prompts)].__getitem__)
-        self.blocks: list[Block] = []
-        self.rows: list[list[int]] = []
-        self.looked: list[int] = []
-        self.left: list[list[int]] = []
+        self.parts: list[_Part] = []
         self.ended: list[int] = []
         self.unread: list[int] = []
         self.read: dict[int, tuple[list[Any], ...]] = {}
@@ -291,17 +297,16 @@ class Call:
         if self.routes is not None:
             self.routes.of_prompts(numbers, lengths)
         rows = iter([number * self.n + copy for number in numbers for copy in range(self.n)])
-        self.blocks += blocks
-        self.rows += [[*islice(rows, len(block.owners))] for block in blocks]
-        self.looked += [0] * len(blocks)
+        self.parts += [_Part(block, [*islice(rows, len(block.owners))]) for block in blocks]
         self._place()
-        index = _joined([*self._indices[-len(blocks) :]])
-        self._draw(logits[_joined([block.owners for block in blocks])], index, torch.zeros_like(index))
+        owners = _joined([block.owners for block in blocks])
+        index = self.index[-len(owners) :]
+        self._draw(logits[owners], index, torch.zeros_like(index))
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
-        found = [block.newest for block in self.blocks]
-        self._steps, positions = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        steps, positions = zip(*(part.block.newest for part in self.parts), strict=True)
+        self._steps, positions = _joined(steps), _joined(positions)
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         return self.tokens[self.index, self._steps], positions
@@ -310,7 +315,7 @@ class Call:
         """Write the tokens behind the `newest`: (R, V) logits."""
         if self.routes is not None:
             self.routes.of_tokens(self.index, self._steps)
-        self._draw(logits, self.index, _joined([block.advance() for block in self.blocks]))
+        self._draw(logits, self.index, _joined([part.block.advance() for part in self.parts]))
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
         numbers = self.numbers[rows, steps] if self.sampling.temperature else None
@@ -324,62 +329,52 @@ class Call:
     def is_due(self) -> bool:
         """Whether what was written and not looked at is worth a wait for the device."""
         longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
-        pairs = [(block.step + 1, looked) for block, looked in zip(self.blocks, self.looked, strict=True)]
+        pairs = [(part.block.step + 1, part.looked) for part in self.parts]
         return any(written > looked and (written >= longest or written - looked >= every) for written, looked in pairs)
 
     def unseen(self) -> list[torch.Tensor]:
-        """Of each block, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
-        blocks = zip(self.blocks, self._indices, self.looked, strict=True)
-        return [self.tokens[rows, max(looked - self.window, 0) : block.step + 1] for block, rows, looked in blocks]
+        """Of each part, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
+        pairs = zip(self.parts, self.index.split([len(part.rows) for part in self.parts]), strict=True)
+        return [self.tokens[rows, max(part.looked - self.window, 0) : part.block.step + 1] for part, rows in pairs]
 
     def see(self, unseen: list[list[list[int]]]) -> None:
         """Find the rows that are done, of what is `unseen`."""
-        self.left = []
-        for place, (block, rows, new) in enumerate(zip(self.blocks, self.rows, unseen, strict=True)):
-            looked, self.looked[place] = self.looked[place], block.step + 1
-            ended = {i for i, tokens in enumerate(new) if self._ends(rows[i], looked, tokens)}
-            self.left.append([i for i in range(len(rows)) if i not in ended])
-            self.ended += (numbers := [rows[i] for i in sorted(ended)])
+        for part, new in zip(self.parts, unseen, strict=True):
+            ends = [self._ends(row, part.looked, tokens) for row, tokens in zip(part.rows, new, strict=True)]
+            part.looked, part.left = part.block.step + 1, [i for i, ended in enumerate(ends) if not ended]
+            self.ended += (numbers := [row for row, ended in zip(part.rows, ends, strict=True) if ended])
             self.unread += numbers
 
     def leave(self) -> None:
         """Let them go."""
-        changed = False
-        for place, (block, rows, left) in enumerate(zip(self.blocks, self.rows, self.left, strict=True)):
-            if len(left) < len(rows):
-                if self.texts is not None:
-                    going = {*left}
-                    self._keep(self.texts, block, {i: row for i, row in enumerate(rows) if i not in going})
-                order, changed = block.keep(left), True
-                self.rows[place] = [rows[i] for i in order]
+        changed = [part for part in self.parts if len(part.left) < len(part.rows)]
+        for part in changed:
+            if self.texts is not None:
+                self._keep(self.texts, part)
+            part.rows = [part.rows[i] for i in part.block.keep(part.left)]
         if changed:
-            places = [place for place, rows in enumerate(self.rows) if rows]
-            self.blocks = [self.blocks[place] for place in places]
-            self.rows, self.looked = [self.rows[i] for i in places], [self.looked[i] for i in places]
+            self.parts = [part for part in self.parts if part.rows]
             self._place()
 
-    def _keep(self, texts: dict[tuple[int, ...], Text], block: Block, ended: dict[int, int]) -> None:
-        """Keep in `texts` what completions that have ended, by their places in `block`, have read."""
-        for place, row in ended.items():
+    def _keep(self, texts: dict[tuple[int, ...], Text], part: _Part) -> None:
+        """Keep in `texts` what the completions that leave have read."""
+        for place in sorted({*range(len(part.rows))} - {*part.left}):
+            row = part.rows[place]
             if self.most[row]:  # else no one waits for it
-                step = min(block.step, self.lengths[row])
+                step = min(part.block.step, self.lengths[row])
                 read = (*self.prompts[row // self.n], *self.read[row][0][:step])
-                texts[read] = block.text(place, step)
+                texts[read] = part.block.text(place, step)
 
     def _place(self) -> None:
-        index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
+        index = torch.tensor([row for part in self.parts for row in part.rows], dtype=torch.long)
         self.index = index.to(self.device, non_blocking=True)
-        self._indices = torch.split(self.index, list(map(len, self.rows)))
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within `tokens`, the last of its `unseen`; takes down where."""
-        stop, before = self.sampling.stop, min(looked, self.window)
+        before = min(looked, self.window)
         for place in range(before, len(tokens)):
             self.lengths[row] = looked + place - before + 1
-            if tokens[place] in self.sampling.eos_token_ids or (
-                stop and ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
-            ):
-                self.finished[row] = True
+            self.finished[row] = is_end(tokens, place + 1, self.sampling, self.tokenizer)
             if self.finished[row] or self.lengths[row] >= self.most[row]:
                 return True
         return False
@@ -405,7 +400,7 @@ def _lists(tensors: Sequence[torch.Tensor]) -> list[list[list[Any]]]:
     return [[[*islice(numbers, tensor.shape[1])] for _ in range(len(tensor))] for tensor in tensors]
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
