@@ -20,6 +20,7 @@ from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, cut, evaluating, is_float32, prefers_probable, rope_limit
+from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.generation.weights import refuse_virtual_tokens
 
 PAGE = 256  # tokens of a block of the cache, unless the settings say another number
@@ -47,10 +48,8 @@ class ContinuousGenerator:
         self.model: nn.Module | None = None  # that of `sync_weights`
 
     def sync_weights(self, model: nn.Module) -> None:
-        """Generate with `model` itself, so there is nothing to copy.
-
-        Raises:
-            ValueError: an adapter puts virtual tokens before each text.
+        """Generate with `model` itself, so there is nothing to copy. Raise ValueError if an adapter puts virtual tokens
+        before each text.
         """
         refuse_virtual_tokens(model, "transformers' continuous batching")
         self.model = unwrap(model)
@@ -65,7 +64,7 @@ class ContinuousGenerator:
             ValueError: continuous batching does not support a setting in `sampling`.
             RuntimeError: not every completion came back.
         """
-        from transformers import ContinuousBatchingConfig, GenerationConfig, __version__
+        from transformers import ContinuousBatchingConfig, __version__
 
         if problem := sampling_problem(sampling):
             raise ValueError(problem)
@@ -76,16 +75,7 @@ class ContinuousGenerator:
         asked, of_each = prompts, copies
         if __version__.startswith("5.17."):  # of several completions of a prompt it hands back one
             asked, of_each = [prompt for prompt in prompts for _ in range(copies)], 1
-        config = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
-            do_sample=draws,
-            num_return_sequences=of_each,
-            temperature=sampling.temperature if draws else 1.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            eos_token_id=list(sampling.eos_token_ids) or None,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        config = generation_config(sampling, self.tokenizer, {"num_return_sequences": of_each})
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
         base = base_model(model)
         devices = [p.device for p in list(base.parameters())[:1] if accelerator.has_memory(p.device)]

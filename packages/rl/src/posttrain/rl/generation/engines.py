@@ -150,8 +150,7 @@ def _vllm(args: Any, settings: dict[str, Any]) -> Generator:
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
-    if args.router_replay:
-        engine["enable_return_routed_experts"] = True
+    engine |= {"enable_return_routed_experts": True} if args.router_replay else {}
     if args.bf16 or args.fp16:  # what the trainer computes in
         engine["dtype"] = "bfloat16" if args.bf16 else "float16"
     return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)
@@ -174,11 +173,7 @@ class CopiedGenerator:
 
     @torch.no_grad()
     def sync_weights(self, model: nn.Module) -> None:
-        """Copy the weights.
-
-        Raises:
-            ValueError: the model is sharded.
-        """
+        """Copy the weights. Raise ValueError if the model is sharded."""
         model = unwrap(model)
         if is_in_pieces(*model.parameters()):
             raise ValueError(

@@ -1,13 +1,12 @@
 """Steps of the local engine: completions that are written together, and join and leave at any token.
 
 Each prompt is read once and its keys and values are shared by its completions. Rows that were read together are a
-block of the cache, see `posttrain.rl.generation.group_cache`.
+block of the cache, see `posttrain.rl.generation.decoding`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,22 +21,12 @@ from posttrain.core.distributed.expert_parallel import config_problem
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
-from posttrain.rl.generation.group_cache import Decoding, Known
+from posttrain.rl.generation.decoding import DecoderStep, Decoding, Known, StepGraph
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import (
-    check_logps,
-    is_end,
-    is_float32,
-    rope_limit,
-    sample,
-    stop_window,
-    uniforms,
-)
-from posttrain.rl.generation.step_graph import StepGraph
+from posttrain.rl.generation.sampling import check_logps, ends_with_stop, sample, stop_window, uniforms
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.block import Block, Text
-    from posttrain.rl.generation.decoder_step import DecoderStep
     from posttrain.rl.generation.local import Routes
     from posttrain.rl.samples.images import RolloutImages
 
@@ -62,8 +51,8 @@ class LocalSteps:
                 ids, logps, finished = call.completion(rows[0])
 
     Args:
-        step: reads one token of each row, instead of `model`. max_rows, max_tokens, batch_invariant: see
-            `posttrain.rl.generation.local.LocalGenerator`.
+        step: reads one token of each row, instead of `model`. is_exact: see `Completions`. max_rows, max_tokens,
+            batch_invariant: see `posttrain.rl.generation.local.LocalGenerator`.
 
     Attributes:
         tile: rows that are read at a time, each with a block of its own; 0: all.
@@ -79,15 +68,14 @@ class LocalSteps:
         step: DecoderStep | None,
         max_rows: int,
         max_tokens: int,
+        is_exact: bool,
         batch_invariant: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.texts: dict[tuple[int, ...], Text] | None = None
-        self.num_read = 0
-        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
+        self.num_read, self.is_exact, self.tile = 0, is_exact, 0
         self._step: DecoderStep | StepGraph | None = step
         self.decoding = Decoding(next(model.parameters()).device)
-        self.tile = 0
         if batch_invariant:  # as many tokens as choose an expert are one product
             has_experts = config_problem(base_model(model).config, size=1) is None
             self.tile, self.decoding.is_fixed = 1 if has_experts else TILE, False
@@ -108,10 +96,8 @@ class LocalSteps:
         most: Sequence[int] | None = None,
         images: RolloutImages | None = None,
     ) -> Call:
-        """Begin `n` completions of each prompt.
-
-        Args:
-            seeds: see `Generator.generate`. most: tokens of each completion at most; None: ``max_new_tokens``.
+        """Begin `n` completions of each prompt, of `most` tokens each; None: ``max_new_tokens``. For `seeds` see
+        `Generator.generate`.
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
@@ -149,13 +135,11 @@ class LocalSteps:
 
     def _read(self, call: Call, most: int) -> None:
         """Read up to `most` of the prompts that wait, and write the first token of each of their completions."""
-        numbers = [call.waiting.pop()]
-        longest = len(call.prompts[numbers[0]])
-        most = 1 if self.tile else most
-        while call.waiting and len(numbers) < most and (len(numbers) + 1) * longest <= MAX_TOKENS_READ:
-            if longest > PADDING * len(call.prompts[call.waiting[-1]]):
-                break
-            numbers.append(call.waiting.pop())
+        longest = len(call.prompts[call.waiting[-1]])
+        most = 1 if self.tile else min(most, max(MAX_TOKENS_READ // longest, 1))
+        some = call.waiting[: -most - 1 : -1]  # which become shorter
+        numbers = [number for number in some if longest <= PADDING * len(call.prompts[number])]
+        del call.waiting[-len(numbers) :]
         lengths = [len(call.prompts[number]) for number in numbers]
         known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
@@ -279,8 +263,8 @@ class Call:
 
     def completions(self) -> Completions:
         """All of them, once they have ended."""
-        ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
-        logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
+        read = self.tokens.tolist(), self.logps.tolist()
+        ids, logps = ([row[:end] for row, end in zip(rows, self.lengths, strict=True)] for rows in read)
         check_logps(logps)
         routes = None if self.routes is None else self.routes.of(self.lengths)
         return Completions(ids, logps, self.finished, self.is_exact, routes=routes)
@@ -305,8 +289,8 @@ class Call:
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
-        steps, positions = zip(*(part.block.newest for part in self.parts), strict=True)
-        self._steps, positions = _joined(steps), _joined(positions)
+        steps, places = zip(*(part.block.newest for part in self.parts), strict=True)
+        self._steps, positions = _joined(steps), _joined(places)
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         return self.tokens[self.index, self._steps], positions
@@ -371,10 +355,11 @@ class Call:
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within `tokens`, the last of its `unseen`; takes down where."""
-        before = min(looked, self.window)
+        stop, before = self.sampling.stop, min(looked, self.window)
         for place in range(before, len(tokens)):
             self.lengths[row] = looked + place - before + 1
-            self.finished[row] = is_end(tokens, place + 1, self.sampling, self.tokenizer)
+            is_last = tokens[place] in self.sampling.eos_token_ids
+            self.finished[row] = is_last or bool(stop and ends_with_stop(self.tokenizer, tokens[: place + 1], stop))
             if self.finished[row] or self.lengths[row] >= self.most[row]:
                 return True
         return False
@@ -400,7 +385,7 @@ def _lists(tensors: Sequence[torch.Tensor]) -> list[list[list[Any]]]:
     return [[[*islice(numbers, tensor.shape[1])] for _ in range(len(tensor))] for tensor in tensors]
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -446,10 +431,8 @@ class PromptsRead:
         return send(torch.tensor(found).repeat_interleave(copies), device)
 
     def inputs(self, numbers: Sequence[int], known: Sequence[int] = ()) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """(tokens of each of these prompts, inputs of the model that reads them in one row).
-
-        Args:
-            known: of each prompt, without images, how many tokens are not read.
+        """(tokens of each of these prompts, inputs of the model that reads them in one row). `known`: of each prompt,
+        without images, how many tokens are not read.
         """
         some = [self.prompts[number] for number in numbers]
         new = list(zip(known or [0] * len(some), some, strict=True))

@@ -24,29 +24,22 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def uniforms(seeds: Sequence[int], length: int) -> torch.Tensor:
-    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU.
-
-    Row i depends on ``seeds[i]`` alone.
-    """
+    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU; row i of ``seeds[i]`` alone."""
     rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign taken into account.
-
-    Args:
-        logits: (N, V). seen: (N, V) bool, the tokens in the prompt or the completion so far.
+    """Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign taken into account: (N, V), of
+    `logits` (N, V) and (N, V) bool, the tokens that are `seen` in the prompt or the completion so far.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_probable(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p or min-p leave
-    out.
-
-    The most probable token always stays. Top-p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751. Min-p: Nguyen
-    et al. 2024, https://arxiv.org/abs/2407.01082.
+    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p (Holtzman et al.
+    2019, https://arxiv.org/abs/1904.09751) or min-p (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082) leave out.
+    The most probable one stays.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         lowest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -68,9 +61,8 @@ BLOCK = 256
 
 
 def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,).
-
-    Inverts the distribution function: one number a row, where `torch.multinomial` draws V.
+    """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,). One
+    number a row, where `torch.multinomial` draws V.
     """
     return _pick(*_weights(logits.float().clone()), numbers).squeeze(1)
 
@@ -142,15 +134,12 @@ def prefers_probable(sampling: Sampling) -> bool:
 def sample(
     logits: torch.Tensor, numbers: torch.Tensor | None, sampling: Sampling, seen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the next token of each row.
+    """``(tokens, logps)``, each (N,): the next token of each row, and log-probabilities as in `Completions.logps`.
 
     Args:
         logits: (N, V) of the model; may be overwritten.
         numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0, where it may be None.
         seen: (N, V) bool, the tokens that the repetition penalty is for; None: no penalty.
-
-    Returns:
-        ``(tokens, logps)``, each (N,): log-probabilities in float32, as `Completions.logps` has them.
     """
     logits, heat = logits.float(), sampling.temperature or 1
     scaled = logits / heat if heat != 1 else logits
@@ -169,14 +158,13 @@ def sample(
 
 def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list[list[int]], list[bool]]:
     """Each row up to and including its end token, and whether it has one."""
-    ends = [next((n for n in range(1, len(row) + 1) if is_end(row, n, sampling, tokenizer)), None) for row in rows]
+    stop, last, ends = sampling.stop, sampling.eos_token_ids, []
+    for row in rows:
+        places = (
+            n for n, token in enumerate(row, 1) if token in last or (stop and ends_with_stop(tokenizer, row[:n], stop))
+        )
+        ends.append(next(places, None))
     return [row[:end] for row, end in zip(rows, ends, strict=True)], [end is not None for end in ends]
-
-
-def is_end(ids: list[int], count: int, sampling: Sampling, tokenizer: Any) -> bool:
-    """Whether a completion ends with the last of the first `count` tokens."""
-    stop = sampling.stop
-    return ids[count - 1] in sampling.eos_token_ids or bool(stop and ends_with_stop(tokenizer, ids[:count], stop))
 
 
 def stop_window(stop: tuple[str, ...]) -> int:

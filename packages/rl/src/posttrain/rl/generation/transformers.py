@@ -68,11 +68,7 @@ class TransformersGenerator:
         seeds: Sequence[int] | None = None,
         images: RolloutImages | None = None,
     ) -> Completions:
-        """See `Generator.generate`.
-
-        Args:
-            images: those of the prompts.
-        """
+        """See `Generator.generate`. `images`: those of the prompts."""
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         if (model := self.model) is None:
