@@ -249,7 +249,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def arrange(self, dataset: Any) -> Any:
         """Rows with another's completion as ``kl_ids``, see `others_of`; for streams `KTOCollator` adds it."""
-        if not self.needs_kl or not hasattr(dataset, "__len__"):
+        if not self.needs_kl or not pipeline.has_length(dataset):
             return dataset
         taken = dataset.select(others_of(dataset["prompt_ids"][:]))
         return dataset.add_column("kl_ids", taken["completion_ids"][:])

@@ -31,10 +31,9 @@ from posttrain.core.models import wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.training.preflight import passed_on
 from posttrain.lm.images.image_features import features_once
-from posttrain.rl.policy.logprobs import padded_rows
 from posttrain.rl.policy.overrides import has_own_loss
 from posttrain.rl.preference.arguments import PreferenceConfig
-from posttrain.rl.preference.batches import SidedBatch, column_at_hand
+from posttrain.rl.preference.batches import PreferenceCollator, column_at_hand
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer, whole_texts
 from posttrain.rl.preference.rows import LONG, PAIR
 from posttrain.rl.preference.trainer import Losses
@@ -79,22 +78,17 @@ class RewardConfig(PreferenceConfig):
             yield f"num_eval_samples={self.num_eval_samples} has no effect: a reward model writes nothing; set it to 0"
 
 
-@dataclass
-class RewardCollator:
+class RewardCollator(PreferenceCollator):
     """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,)
     if there. Texts stand behind ``prompt_ids``, if there.
     """
 
-    pad_token_id: int
-    pad_to_multiple_of: int | None = None
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        groups = [(row.get("prompt_ids", ()), [row[f"{side}_ids"]]) for side in PAIR for row in rows]
-        batch = padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().__call__([{"prompt_ids": (), **row} for row in rows])
         del batch["completion_mask"]  # a reward is of the whole text
         if "margin" in rows[0]:
             batch["margin"] = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
-        return SidedBatch(batch)
+        return batch
 
 
 class RewardTrainer(ReferenceFreeTrainer):
@@ -159,7 +153,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
-        return RewardCollator(tokenizer_of(tokenizer).pad_token_id, args.pad_to_multiple_of)
+        return RewardCollator(tokenizer_of(tokenizer).pad_token_id, pad_to_multiple_of=args.pad_to_multiple_of)
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any

@@ -217,10 +217,8 @@ class SelfDistillationTrainer(RolloutTrainer):
             part = slice(start, start + ROWS_AT_ONCE)
             before = None if old is None else old[part]
             theirs = TopK(*(each[part] for each in other)) if isinstance(other, TopK) else other[part]
-            return checkpoint(  # type: ignore[no-any-return]
-                self_distillation, own[part], theirs, tokens[part], before, args, self.temperature,
-                use_reentrant=False,
-            )  # fmt: skip
+            given = own[part], theirs, tokens[part], before, args, self.temperature
+            return checkpoint(self_distillation, *given, use_reentrant=False)  # type: ignore[no-any-return]
 
         of_tokens = [losses(start) for start in range(0, len(at), ROWS_AT_ONCE)] or [0 * logits.sum(1)[:0].float()]
         found = torch.cat(of_tokens)

@@ -103,6 +103,7 @@ class Reference:
     """
 
     is_gone = moves = False
+    adapter: str | None = None  # which stands for it in the policy
     another = ANOTHER
     _state: dict[str, Any] | None = None  # that of `state_dict`, where it stays as it is from the beginning
 

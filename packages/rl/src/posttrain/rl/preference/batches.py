@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.data.samplers import columns_of
+from posttrain.core.data.samplers import columns_of, has_length
 from posttrain.rl.policy.logprobs import CompletionScores, Encoder, padded_rows, reorder, shared_rows
 from posttrain.rl.preference.rows import PAIR, REFERENCE_COLUMNS
 
@@ -67,7 +67,7 @@ def column_at_hand(dataset: Any, name: str) -> list[Any]:
     if isinstance(dataset, list):
         values = [row[name] for row in dataset if isinstance(row, Mapping) and name in row]
         return values if len(values) == len(dataset) else []
-    return list(dataset[name]) if hasattr(dataset, "__len__") and name in columns_of(dataset) else []
+    return list(dataset[name]) if has_length(dataset) and name in columns_of(dataset) else []
 
 
 def read_lengths(

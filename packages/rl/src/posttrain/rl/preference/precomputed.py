@@ -58,7 +58,7 @@ def of_reference(reference: Any) -> str:
     with reference.use() as model:
         if is_in_pieces(*model.parameters()):  # hashed before it was sharded
             return repr(reference.state_dict())
-        return of_model(wrapping.unwrap(model)) + repr(getattr(reference, "adapter", None))
+        return of_model(wrapping.unwrap(model)) + repr(reference.adapter)
 
 
 def of_rows(dataset: Any) -> str:

@@ -418,7 +418,7 @@ class PreferenceTrainer(LanguageModelTrainer):
     @torch.no_grad()
     def _precompute(self, dataset: Any, name: str) -> Any:
         """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
-        if not hasattr(dataset, "__len__"):
+        if not pipeline.has_length(dataset):
             raise ValueError(precomputed.OF_NO_LENGTH.format(name=name))
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
