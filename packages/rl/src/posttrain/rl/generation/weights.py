@@ -50,8 +50,9 @@ class Written(NamedTuple):
 
 def completions(written: Sequence[Written], with_logps: bool) -> Completions:
     """`written` as an engine returns it; without what one completion does not have."""
-    columns: list[Any] = [[one[place] for one in written] for place in range(5)]
-    ids, logps, finished, syncs, routes = (None if any(v is None for v in column) else column for column in columns)
+    columns = ([one[place] for one in written] for place in range(5))
+    known: Any = (None if any(value is None for value in column) else column for column in columns)
+    ids, logps, finished, syncs, routes = known
     return Completions(ids, logps if with_logps else None, finished, versions=syncs, routes=routes)
 
 
