@@ -4,7 +4,6 @@ losses.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import opt
+from posttrain.core.training.preflight import Parts
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.losses.advantages import decoupled_advantages, group_advantages, total_rewards
 from posttrain.rl.losses.policy_losses import LOSSES, Policy
@@ -151,28 +151,24 @@ class GRPOTrainer(RolloutTrainer):
     tag_names = ("posttrain", "grpo")
     corrects_itself = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.args
-        kind, level = config.loss_type, config.importance_sampling_level
+    def look_at_model(self, parts: Parts) -> None:
+        """As the base's; makes the entropy bonus, and says what of the loss is unusual."""
+        super().look_at_model(parts)
+        args, kind, level = self.args, self.args.loss_type, self.args.importance_sampling_level
         if kind == "luspo" and level == "token":
             logger.warning(
                 "loss_type='luspo' is meant for ratios of sequences; set importance_sampling_level='sequence'."
             )
-        if kind == "cispo" and config.epsilon_high is None:
-            logger.warning(
-                "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
-            )
+        if kind == "cispo" and args.epsilon_high is None:
+            logger.warning("loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", args.epsilon)
         if kind in OF_TOKENS and level != "token":
             logger.warning(
                 f"importance_sampling_level={level!r} with loss_type={kind!r} weights each sequence by its completion "
                 "length, because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
                 "loss_type='grpo'."
             )
-        self.learns_entropy = bool(config.entropy_coef) or config.use_adaptive_entropy
-        self.entropy_bonus = EntropyBonus(config) if self.learns_entropy else None
-
-    functools.update_wrapper(__init__, RolloutTrainer.__init__)
+        self.learns_entropy = bool(args.entropy_coef) or args.use_adaptive_entropy
+        self.entropy_bonus = EntropyBonus(args) if self.learns_entropy else None
 
     @property
     def entropy_coef(self) -> float:
