@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, text_config, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem, tolerance
@@ -171,7 +171,7 @@ def problem(model: nn.Module, example: ImageExample | None = None) -> str | None
     if not hasattr(base, "set_attn_implementation"):
         return f"{type(base).__name__} is no model of transformers, whose attention can be replaced."
     device, tried = next(base.parameters()).device, _TRIED.setdefault(model, {})
-    key = device.type, text_config(base.config)._attn_implementation, example is None
+    key = device.type, base.config.get_text_config()._attn_implementation, example is None
     if key not in tried:
         tried[key] = _find_problem(model, base, device, example)
     return tried[key]

@@ -28,8 +28,6 @@ from posttrain.rl.generation.weights import AdapterWeights, Weights
 
 SHARD_BYTES = 2**29
 """Weights in a file of `Folder` at most, unless one alone is larger: so much is held at a time."""
-
-
 NAME = "posttrain-policy"
 """The name under which the servers know the adapter."""
 
