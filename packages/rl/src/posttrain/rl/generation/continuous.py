@@ -6,9 +6,8 @@ on a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
-from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
+from posttrain.rl.generation.decoding import attention_set
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, cut, evaluating, is_float32, prefers_probable, rope_limit
 from posttrain.rl.generation.transformers import generation_config
@@ -83,7 +83,8 @@ class ContinuousGenerator:
         limits = {} if devices else cache_limits(asked, of_each, sampling.max_new_tokens, self.settings)
         options: dict[str, Any] = {"seed": seed} | limits | self.settings
         # It seeds and draws from the generators that training draws its dropout from.
-        with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices, device_type=kind):
+        plain = base.config._attn_implementation.removeprefix(PREFIX)  # which continuous batching supports
+        with evaluating(model), attention_set(base, plain), torch.random.fork_rng(devices, device_type=kind):
             done = base.generate_batch(
                 [list(prompt) for prompt in asked],
                 generation_config=config,
@@ -105,19 +106,6 @@ class ContinuousGenerator:
             check_logps(logps)
         is_exact = logps is not None and is_float32(model) and rope_limit(model) == math.inf
         return Completions(ids, logps, finished, is_exact)
-
-
-@contextlib.contextmanager
-def _plain_attention(model: PretrainedModel) -> Iterator[None]:
-    """Within this context `model` has its original attention, which continuous batching supports."""
-    before = model.config._attn_implementation
-    if before.startswith(PREFIX):
-        model.set_attn_implementation(before.removeprefix(PREFIX))
-    try:
-        yield
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
 
 
 def cache_limits(

@@ -48,21 +48,27 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, "int | 
 
 
 @contextlib.contextmanager
-def decoding_attention(model: nn.Module) -> Iterator[None]:
+def attention_set(model: PretrainedModel, name: str) -> Iterator[None]:
+    """Within this context `model` has the attention that transformers knows by `name`."""
+    before = model.config._attn_implementation
+    try:
+        if name != before:
+            model.set_attn_implementation(name)
+        yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+def decoding_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Within this context the forward of `model` takes ``decoding``, and must be given it; of a model that sees, its
     decoder of text does.
     """
     from transformers import AttentionInterface
 
-    reader = text_part(base_model(model))
-    before = reader.config._attn_implementation
     # Without a mask function transformers makes no masks; a `Decoding` handles visibility.
     AttentionInterface.register(IMPLEMENTATION, _attention_function)
-    reader.set_attn_implementation(IMPLEMENTATION)
-    try:
-        yield
-    finally:
-        reader.set_attn_implementation(before)
+    return attention_set(text_part(base_model(model)), IMPLEMENTATION)
 
 
 class Decoding:

@@ -194,7 +194,7 @@ def _find_problem(
         return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
     if device.type == "meta":
         return f"{name} is on the meta device, where nothing can be tried."
-    trial, before = _Trial.of(base, example), config._attn_implementation
+    trial = _Trial.of(base, example)
     try:
         with evaluating(model):
             expected = []
@@ -209,9 +209,6 @@ def _find_problem(
         return f"the layers of {name} do not hand on what the model is called with, such as a cache of another kind."
     except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
-    finally:
-        if config._attn_implementation != before:
-            reader.set_attn_implementation(before)
     gap = _gap({place: expected[place[0]][place[1]] for place in found}, found)
     if not gap < tolerance(reader):
         return f"the logits of {name} differ by {gap:.2g} of the largest from those of the whole text."

@@ -29,13 +29,6 @@ def uniforms(seeds: Sequence[int], length: int) -> torch.Tensor:
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
 
 
-def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign taken into account: (N, V), of
-    `logits` (N, V) and (N, V) bool, the tokens that are `seen` in the prompt or the completion so far.
-    """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
 def keep_probable(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p (Holtzman et al.
     2019, https://arxiv.org/abs/1904.09751) or min-p (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082) leave out.
@@ -139,7 +132,7 @@ def sample(
     Args:
         logits: (N, V) of the model; may be overwritten.
         numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0, where it may be None.
-        seen: (N, V) bool, the tokens that the repetition penalty is for; None: no penalty.
+        seen: (N, V) bool, the tokens in the prompt or the completion so far, for the penalty; None: no penalty.
     """
     logits, heat = logits.float(), sampling.temperature or 1
     scaled = logits / heat if heat != 1 else logits
@@ -148,7 +141,9 @@ def sample(
         weights, cumulated = _weights(scaled)
         tokens = _pick(weights, cumulated, numbers)
         return tokens.squeeze(1), (weights.gather(1, tokens) / cumulated[:, -1:]).log().squeeze(1)
-    kept = scaled if seen is None else penalize_repetition(logits, seen, sampling.repetition_penalty) / heat
+    kept, penalty = scaled, sampling.repetition_penalty
+    if seen is not None:  # Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign
+        kept = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits) / heat
     if sampling.never:
         kept = kept.index_fill(1, torch.tensor(sampling.never, device=kept.device), -torch.inf)
     tokens = kept.argmax(-1) if numbers is None else draw(keep_probable(kept, sampling), numbers)
