@@ -181,15 +181,11 @@ class CopiedGenerator:
                 "processes. Set use_vllm=True with vllm_mode='server', or max_staleness=0."
             )
         if self._copy is None:
-            gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-            for parameter, _ in gradients:
-                parameter.grad = None
-            self._copy = copy.deepcopy(model).requires_grad_(False).eval()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            self._copy = copy.deepcopy(model).requires_grad_(False).eval()  # without the gradients
             self.generator.sync_weights(self._copy)
             return
-        for mine, theirs in zip(_tensors(self._copy), _tensors(model), strict=True):
+        tensors = ([*one.parameters(), *one.buffers()] for one in (self._copy, model))
+        for mine, theirs in zip(*tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
     def generate(
@@ -202,7 +198,3 @@ class CopiedGenerator:
         """See `posttrain.rl.generation.local.LocalGenerator.steps`."""
         make = getattr(self.generator, "steps", None)
         return None if make is None else make()
-
-
-def _tensors(model: nn.Module) -> list[Any]:
-    return [*model.parameters(), *model.buffers()]
