@@ -37,7 +37,7 @@ from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
 from tests.rl.generation import test_vllm_colocated as colocated
-from tests.rl.generation.test_vllm import OpenAI, Server
+from tests.rl.generation.test_vllm import Direct, OpenAI, Server
 
 WORDS = " ".join(tiny.CORPUS).split()
 RAGGED = [{"prompt": " ".join(WORDS[i : i + 1 + 2 * (i % 3)])} for i in range(6)]
@@ -427,9 +427,8 @@ def test_a_servers_log_probabilities_are_read_where_nothing_changes_them(mode):
     model = tiny.causal_lm(initializer_range=0.3).eval()
     server = Server(copy.deepcopy(model), OpenAI, mode=mode)
     try:
-        engine = VLLMServerGenerator(
-            f"http://127.0.0.1:{server.server_port}", options={"bad_words": ["x"]}, send=lambda weights, server: None
-        )
+        url, nothing = f"http://127.0.0.1:{server.server_port}", Direct(lambda weights, server: None)
+        engine = VLLMServerGenerator(url, options={"bad_words": ["x"]}, transport=nothing)
         engine.sync_weights(model)
         assert "bad_words" not in server.last
         done = engine.generate([[5, 6, 7]], 2, Sampling(4), [1, 2])

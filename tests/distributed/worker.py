@@ -555,8 +555,8 @@ def send_weights(name, out, **changes):
     from safetensors.torch import load_file
 
     from posttrain.rl.generation import transfer
-    from posttrain.rl.generation.lora import AdapterFolder, AdapterWeights
-    from posttrain.rl.generation.weights import Weights
+    from posttrain.rl.generation.transfer import AdapterFolder
+    from posttrain.rl.generation.weights import AdapterWeights, Weights
     from tests.rl.generation.test_transfer import Workers
 
     trainer = TRAINERS[name](out, **split(2) | {"max_steps": 1} | changes)

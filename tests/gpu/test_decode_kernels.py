@@ -14,9 +14,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from posttrain.core.data import accelerator
-from posttrain.rl.generation.decoder_step import DecoderStep
-from posttrain.rl.generation.fixed_block import FixedBlock
-from posttrain.rl.generation.group_cache import Decoding
+from posttrain.rl.generation.block import FixedBlock
+from posttrain.rl.generation.decoding import DecoderStep, Decoding
 from posttrain.rl.generation.local_steps import next_logits
 from tests import tiny
 

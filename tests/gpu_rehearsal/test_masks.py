@@ -5,7 +5,7 @@ import torch
 
 from posttrain.core.data.pipeline import to_device
 from posttrain.lm.attention.padding_masks import announce_masks
-from posttrain.rl.generation.decoder_step import DecoderStep
+from posttrain.rl.generation.decoding import DecoderStep
 from tests import tiny, versions
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from posttrain.rl.generation import Sampling
-from posttrain.rl.generation.lora import NAME
 from posttrain.rl.generation.server import Server
+from posttrain.rl.generation.transfer import NAME
 from posttrain.rl.generation.vllm import VLLMServerGenerator
+from tests.rl.generation.test_vllm import Direct
 from tests.vllm import servers
 
 PROMPTS = [[5, 9, 14], [7, 8], [30, 40, 50, 60]]
@@ -55,7 +56,8 @@ def test_completions_are_those_of_the_weights_of_the_last_sync(server, transport
 
 
 def test_weights_that_were_not_sent_are_refused(server):
-    client = client_of(server, send=lambda weights, target: None)
+    client = client_of(server)
+    client._transport = Direct(lambda weights, target: None)
     client.sync_weights(servers.model())  # those that it was started with
     with pytest.raises(ValueError, match="differ from the trainer's.*it has other weights or another model"):
         client.sync_weights(trained(servers.model(), 1.2))

@@ -15,7 +15,7 @@ from posttrain.rl.algorithms.dpo import (
     length_desensitized,
     pair_weights,
 )
-from posttrain.rl.policy.shared_prefix import CompletionScores
+from posttrain.rl.policy.logprobs import CompletionScores
 
 OPTIONS = {"beta": 0.5, "label_smoothing": 0.1, "discopop_tau": 0.05, "pairs_per_token": 0.25}
 

@@ -9,7 +9,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.rl import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer
 from posttrain.rl.algorithms.cpo import LOSSES
 from posttrain.rl.algorithms.orpo import log_odds, odds_ratio
-from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.policy.logprobs import score_completions
 from posttrain.rl.preference.arguments import PreferenceConfig
 from posttrain.rl.preference.trainer import PreferenceTrainer
 from tests import tiny

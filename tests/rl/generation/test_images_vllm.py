@@ -13,7 +13,7 @@ from posttrain.rl.generation import Sampling
 from posttrain.rl.generation.protocol import Pictured
 from posttrain.rl.generation.vllm import VLLMServerGenerator
 from tests import tiny, tiny_vision
-from tests.rl.generation.test_vllm import OpenAI, Server
+from tests.rl.generation.test_vllm import Direct, OpenAI, Server
 from tests.rl.online.test_rollout_images import digit_sum, prompts
 
 image_module = pytest.importorskip("PIL.Image")
@@ -58,7 +58,7 @@ def serve():
 
 def client_of(server):
     url = f"http://127.0.0.1:{server.server_port}"
-    return VLLMServerGenerator(url, timeout=5, send=lambda weights, target: None)
+    return VLLMServerGenerator(url, timeout=5, transport=Direct(lambda weights, target: None))
 
 
 def pixels(url):

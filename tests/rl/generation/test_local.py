@@ -14,8 +14,7 @@ from posttrain.lm.loading.loading import obey_softcap
 from posttrain.lm.loss import lm_head
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling, local, local_steps
-from posttrain.rl.generation.decoder_step import DecoderStep
-from posttrain.rl.generation.group_cache import Decoding, decoding_attention
+from posttrain.rl.generation.decoding import DecoderStep, Decoding, decoding_attention
 from posttrain.rl.generation.local import LocalGenerator, problem
 from posttrain.rl.generation.transformers import TransformersGenerator
 from tests import tiny

@@ -7,10 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from posttrain.rl.generation import local_steps
-from posttrain.rl.generation.group_cache import Decoding
+from posttrain.rl.generation.decoding import Decoding, StepGraph
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Sampling
-from posttrain.rl.generation.step_graph import StepGraph
 from tests import tiny
 
 

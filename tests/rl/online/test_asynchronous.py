@@ -30,7 +30,7 @@ from posttrain.rl.rewards import background
 from posttrain.rl.rewards.scoring import RewardArguments, Rewards
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
-from tests.rl.generation.test_vllm import OpenAI, Server
+from tests.rl.generation.test_vllm import Direct, OpenAI, Server
 
 WAIT = 60  # seconds after which a test that hangs fails
 
@@ -391,7 +391,7 @@ def client_of(server, in_flight=True):
             server.model.load_state_dict(dict(weights), strict=False)
 
     url = f"http://127.0.0.1:{server.server_port}/"
-    return VLLMServerGenerator(url, timeout=5, send=send, in_flight=in_flight)
+    return VLLMServerGenerator(url, timeout=5, transport=Direct(send), in_flight=in_flight)
 
 
 def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_token(server):

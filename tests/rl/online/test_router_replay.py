@@ -17,7 +17,7 @@ from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.policy.logprobs import completion_logps
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 from tests import tiny
-from tests.rl.generation.test_vllm import OpenAI, Server
+from tests.rl.generation.test_vllm import Direct, OpenAI, Server
 
 PROMPTS = [[5, 9, 14, 7], [8, 30], [11, 12, 13, 14, 15]]
 
@@ -199,7 +199,7 @@ def test_the_routes_of_a_vllm_server_are_replayed(says, tmp_path):
     def send(weights, target):
         server.model.load_state_dict(dict(weights), strict=False)
 
-    engine = VLLMServerGenerator(url, timeout=5, send=send, with_routes=True)
+    engine = VLLMServerGenerator(url, timeout=5, transport=Direct(send), with_routes=True)
     server.version = "posttrain-weights-1"  # as if it had got weights
     trainer = grpo(tmp_path, model, router_replay=True, max_steps=1, generator=engine)
     try:

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from posttrain.core.distributed.strategies import Distributed
 from posttrain.core.errors import CheckpointError
 from posttrain.rl import DPOTrainer, GRPOTrainer
+from posttrain.rl.policy.logprobs import score_completions
 from posttrain.rl.policy.reference import (
     AdapterReference,
     FrozenReference,
@@ -17,7 +18,6 @@ from posttrain.rl.policy.reference import (
     make_reference,
     sync_problem,
 )  # fmt: skip
-from posttrain.rl.policy.shared_prefix import score_completions
 from tests import tiny
 from tests.contract.trainers import TRAINERS, preference
 from tests.distributed import jobs

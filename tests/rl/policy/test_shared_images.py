@@ -13,8 +13,7 @@ from posttrain.lm.images.vision import VisionProcessor
 from posttrain.rl import DPOConfig, DPOTrainer
 from posttrain.rl.generation.local import problem
 from posttrain.rl.generation.transformers import TransformersGenerator
-from posttrain.rl.policy.logprobs import completion_logps
-from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.policy.logprobs import completion_logps, score_completions
 from posttrain.rl.preference.batches import PreferenceCollator
 from posttrain.rl.preference.images import image_collator
 from tests import tiny_vision

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.lm.attention.varlen_attention import enable_segments
-from posttrain.rl.policy.shared_prefix import padded_rows, reorder, score_completions, shared_rows
+from posttrain.rl.policy.logprobs import padded_rows, reorder, score_completions, shared_rows
 from tests import tiny
 
 GROUPS = [

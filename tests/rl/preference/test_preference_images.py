@@ -21,7 +21,7 @@ from posttrain.rl import (
     ORPOTrainer,
     RewardTrainer,
 )
-from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.policy.logprobs import score_completions
 from posttrain.rl.preference.batches import PreferenceCollator
 from posttrain.rl.preference.images import OTHER_ROW, WithOthers, image_collator, rows_with_images
 from posttrain.rl.rewards.score_heads import with_score_head

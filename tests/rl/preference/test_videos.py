@@ -12,7 +12,7 @@ from posttrain.lm.attention.varlen_attention import enable_segments
 from posttrain.lm.images.images import ImageError, ImageReader, Video, has_images, videos_of
 from posttrain.lm.images.vision import VisionProcessor, place_images
 from posttrain.rl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-from posttrain.rl.policy.shared_prefix import score_completions
+from posttrain.rl.policy.logprobs import score_completions
 from posttrain.rl.preference.batches import PreferenceCollator
 from posttrain.rl.preference.images import image_collator
 from posttrain.sft import SFTConfig, SFTTrainer

@@ -72,12 +72,9 @@ class A2POTrainer(RolloutTrainer):
     reads_besides = "the value of its prompt"
     does_not_take = ("agent", "environment_factory")
 
-    reference_rewards: dict[str, list[float]]
-
     def before_loading(self, args: Any, parts: Parts) -> None:
-        """As the base's."""
         super().before_loading(args, parts)
-        self.reference_rewards = {}
+        self.reference_rewards: dict[str, list[float]] = {}
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
@@ -143,19 +140,15 @@ class A2POTrainer(RolloutTrainer):
         for start in range(0, math.ceil(len(rows) / self.dist.world_size), max(1, size // n)):
             some = mine[start : start + max(1, size // n)]
             samples = self.new_samples([row for row in some for _ in range(n)])
-            samples = [
-                replace(sample, seed=mix(self.args.seed, i % n, *sample.prompt_ids), is_evaluated=True)
-                for i, sample in enumerate(samples)
-            ]
+            seeds = [mix(self.args.seed, i % n, *sample.prompt_ids) for i, sample in enumerate(samples)]
+            samples = [replace(s, seed=seed, is_evaluated=True) for s, seed in zip(samples, seeds, strict=True)]
             samples = self.rollout_maker.sample(samples)  # by every process, also one that has none
             if samples:
-                rewards = total_rewards(self.rollout_maker.score(samples).rewards, self.rewards.weights).nan_to_num(
-                    nan=0.0
-                )
+                rewards = self._total(self.rollout_maker.score(samples).rewards)
                 keys = [key_of(row["prompt"]) for row in some]
                 found += zip(keys, rewards.view(-1, n).tolist(), strict=True)
-        everyone = [one for part in self.dist.gather_object(found) for one in part]
-        self.reference_rewards |= dict(everyone)
+        for part in self.dist.gather_object(found):
+            self.reference_rewards |= dict(part)
         if self.dist.rank == 0:
             lines = [{"prompt": json.loads(key), "rewards": rewards} for key, rewards in self.reference_rewards.items()]
             path = Path(self.args.output_dir, FILE)
@@ -165,12 +158,10 @@ class A2POTrainer(RolloutTrainer):
 
     def _read(self) -> None:
         path = Path(self.args.output_dir, FILE)
-        if not path.is_file():
-            return
-        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ["{}"])
         if header == self._header():
             self.reference_rewards = {key_of(line["prompt"]): line["rewards"] for line in lines}
-        else:
+        elif header:
             logger.warning("%s is of another reference or sampling, and is made again.", path)
 
     def _header(self) -> dict[str, Any]:
@@ -180,10 +171,8 @@ class A2POTrainer(RolloutTrainer):
         return {"reference": state.get("fingerprint")} | {name: getattr(args, name) for name in names}
 
     def value(self, prompt: Any) -> float:
-        """The estimated value of a prompt under the best policy.
-
-        Raises:
-            DataError: it was not among those that the reference completed.
+        """The estimated value of a prompt under the best policy. Raise DataError if it was not among those that the
+        reference completed.
         """
         if (rewards := self.reference_rewards.get(key_of(prompt))) is None:
             raise DataError(f"No value was estimated of the prompt {prompt!r}. Call train() or estimate_values().")
@@ -192,12 +181,15 @@ class A2POTrainer(RolloutTrainer):
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """(N,) the rewards, from which `complete_scored` subtracts the values."""
+        return self._total(rewards)
+
+    def _total(self, rewards: torch.Tensor) -> torch.Tensor:
         return total_rewards(rewards, self.rewards.weights).nan_to_num(nan=0.0)
 
     def complete_scored(self, rollout: Rollout, samples: list[Sample], scores: Scores) -> Rollout:
         """Subtracts the values of the prompts from the rewards."""
         values = torch.tensor([self.value(sample.row["prompt"]) for sample in samples])
-        rewards = total_rewards(scores.rewards, self.rewards.weights).nan_to_num(nan=0.0)
+        rewards = self._total(scores.rewards)
         self.metrics.add_sum("v_star", values.sum(), len(values))
         self.metrics.add_sum("advantage", (rewards - values).sum(), len(values))
         return replace(rollout, advantages=rollout.of_completions(rewards - values))

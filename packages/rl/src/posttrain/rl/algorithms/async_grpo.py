@@ -92,15 +92,9 @@ class AsyncGRPOConfig(AsyncArguments, GRPOConfig):
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
-    """Trains a policy on groups of completions that are sampled meanwhile.
+    """Trains a policy on groups of completions that are sampled meanwhile. Arguments: see `GRPOTrainer`.
 
-    Args:
-        rollout_worker, weight_transfer: of trl; refused: an engine of your own is passed as `generator`.
-
-    The other arguments are those of `GRPOTrainer`.
-
-    Raises:
-        ValueError: `rollout_worker` or `weight_transfer` is given.
+    trl's `rollout_worker` and `weight_transfer` raise a ValueError: an engine of your own is passed as `generator`.
     """
 
     config_class: type[AsyncGRPOConfig] = AsyncGRPOConfig

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
-from posttrain.rl.algorithms.dpo import alpha_score
+from posttrain.rl.algorithms.dpo import alpha_score, logistic
 from posttrain.rl.preference.arguments import WITHOUT_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer
 from posttrain.rl.preference.trainer import Completions
@@ -28,8 +27,7 @@ from posttrain.rl.preference.trainer import Completions
 
 def sigmoid(margin: torch.Tensor, beta: float, label_smoothing: float, gamma: float) -> torch.Tensor:
     """The logistic loss of CPO; `label_smoothing` is the assumed share of mislabelled pairs."""
-    d = beta * margin
-    return -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
+    return logistic(beta * margin, label_smoothing)
 
 
 def simpo(margin: torch.Tensor, beta: float, label_smoothing: float, gamma: float) -> torch.Tensor:

@@ -50,7 +50,7 @@ from posttrain.rl.online.teachers import (
     vocabulary_problem,
 )
 from posttrain.rl.online.trainer import RolloutTrainer
-from posttrain.rl.policy.logprobs import FOR_THE_MODEL, CompletionLogps
+from posttrain.rl.policy.logprobs import CompletionLogps, inputs_of
 from posttrain.rl.policy.reference import FrozenReference
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Rollout, Sample
@@ -193,13 +193,11 @@ class DistillationTrainer(RolloutTrainer):
         self.given_reference = named if teacher_model is None else teacher_model
         super().__init__(**given)
         self.teacher_model, self.lmbda, self.seq_kd = self.ref_model, args.lmbda, args.seq_kd
-        self.measure = Measure(
-            args.beta, args.measured_at, bool(args.teacher_tokenizer_name_or_path), args.loss_add_tail
-        )
+        by_rank = bool(args.teacher_tokenizer_name_or_path)
+        self.measure = Measure(args.beta, args.measured_at, by_rank, args.loss_add_tail)
         self.teacher = self._make_teacher()
-        self._teacher_parameters = (
-            0 if self.teacher_model is None else normalization.flops_parameters(wrapping.unwrap(self.teacher_model))
-        )
+        model = self.teacher_model
+        self._teacher_parameters = 0 if model is None else normalization.flops_parameters(wrapping.unwrap(model))
 
     @classmethod
     def preflight(cls, args: TrainingArguments, parts: Parts) -> Iterator[Problem]:
@@ -219,8 +217,7 @@ class DistillationTrainer(RolloutTrainer):
                 if getattr(args, name):
                     yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
         if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
-            texts = "teacher_model_server_url", "teacher_server_urls", "teacher_tokenizer_name_or_path", "use_uld_loss"
-            for name in texts:
+            for name in (*BEHIND_SERVERS.split("|"), "teacher_tokenizer_name_or_path", "use_uld_loss"):
                 if getattr(args, name, None):
                     yield f"{name} is not supported for prompts with images, which the teacher reads too"
         if args.max_length is not None and parts.others.get("agent"):
@@ -288,18 +285,17 @@ class DistillationTrainer(RolloutTrainer):
         if self.seq_kd:
             given = iter(self._written_by_teacher(others, sampling) if others else [])
         else:
-            most, context = sampling.max_new_tokens, self.sampler.context
-            room = [most if context is None else min(most, context - len(one.prompt_ids)) for one in others]
-            given = iter(map(self._with_completion, others, room))
+            given = (self._with_completion(sample, sampling.max_new_tokens) for sample in others)
         return [next(written if self._is_written(sample) else given) for sample in samples]
 
     def _with_completion(self, sample: Sample, most: int) -> Sample:
         """`sample` with the dataset's completion, of `most` tokens at most."""
-        completion = sample.row["completion"]
+        completion, context = sample.row["completion"], self.sampler.context
         if self.image_prompts is None:
             ids = self.codec.encode_completion(sample.prompt, completion)
         else:
             ids = self.image_prompts.encode_completion(self.codec, sample.row, sample.prompt, completion)
+        most = most if context is None else min(most, context - len(sample.prompt_ids))
         return replace(sample, completion=completion, ids=ids[:most], finished=True)
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
@@ -311,9 +307,7 @@ class DistillationTrainer(RolloutTrainer):
         old_logps = inputs.get("old_logps", policy.logps.detach())
         advantages, ratio, args = inputs["ref_logps"] - old_logps, (policy.logps - old_logps).exp(), self.args
         self.metrics.add_sum("divergence", -(advantages * inputs["loss_mask"]).sum(), inputs["loss_mask"].sum())
-        return clipped(
-            ratio, advantages, args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
-        )
+        return clipped(ratio, advantages, args.epsilon, self.epsilon_high)
 
     def compute_loss(
         self,
@@ -336,23 +330,20 @@ class DistillationTrainer(RolloutTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(divergence of a micro-batch, entropy of the student), summed over its tokens, and the router's loss."""
-        given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
-        given |= inputs.get("image_inputs", {})
-        if self.router_aux_loss_coef:
-            given["output_router_logits"] = True
-        in_head = self._in_head or not isinstance(self.teacher, LocalTeacher)
-        replaced = self.compared_in_head(model, inputs) if in_head else contextlib.nullcontext()
+        given = inputs_of(inputs) | ({"output_router_logits": True} if self.router_aux_loss_coef else {})
+        whole = isinstance(self.teacher, LocalTeacher) and not self._in_head
+        replaced = contextlib.nullcontext() if whole else self.compared_in_head(model, inputs)
         with replaced, features_once(model, inputs.get("image_copies"), given) as shown:
             outputs = model(**shown)
-        if in_head or not isinstance(self.teacher, LocalTeacher):
-            divergence, entropy = outputs.logits
-        else:
+        if isinstance(self.teacher, LocalTeacher) and whole:
             at, heat = inputs["labels"] != IGNORE_INDEX, self.measure.temperature
             own = (outputs.logits[:, -at.shape[1] :][at].float() / heat).log_softmax(-1)
             other = (self.teacher.logits(inputs).float() / heat).log_softmax(-1)
             divergence = divergence_terms(own, other, self.measure.beta).sum()
-            entropy = -(own.exp() * own.clamp(min=-1e30)).sum().detach()
-        return divergence, entropy.detach(), getattr(outputs, "aux_loss", None) if self.router_aux_loss_coef else None
+            summed = -(own.exp() * own.clamp(min=-1e30)).sum()
+        else:
+            divergence, summed = outputs.logits
+        return divergence, summed.detach(), outputs.aux_loss if self.router_aux_loss_coef else None
 
     def compared_in_head(self, model: nn.Module, inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         """Within this context the `logits` of `model` are two numbers of a micro-batch: its divergence and entropy."""
@@ -404,8 +395,7 @@ class DistillationTrainer(RolloutTrainer):
         return TranslatedTeacher(*parts)
 
     def _make_teacher(self) -> LocalTeacher | ServerTeacher:
-        args, reference = self.args, self.reference
-        why_not = lm_head.supports_loss_in_head(self.model)
+        args, reference, why_not = self.args, self.reference, lm_head.supports_loss_in_head(self.model)
         if not isinstance(reference, FrozenReference):
             teacher: LocalTeacher | ServerTeacher = ServerTeacher(args.teacher_urls, args.loss_top_k)
         elif name := self.tokenizer_of_teacher(reference):
@@ -428,8 +418,8 @@ class DistillationTrainer(RolloutTrainer):
 
     def _make_sampler(self, generator: Generator | None, agent: Any) -> None:
         super()._make_sampler(generator, agent)
-        longest, context = self.args.max_length, self.sampler.context
-        self.sampler.context = longest if context is None else context if longest is None else min(longest, context)
+        limits = [limit for limit in (self.args.max_length, self.sampler.context) if limit is not None]
+        self.sampler.context = min(limits, default=None)
 
     def _is_written(self, sample: Sample) -> bool:
         """Whether the student writes this completion. Evaluations read those of the dataset, if training does."""
@@ -438,9 +428,8 @@ class DistillationTrainer(RolloutTrainer):
         return mix(sample.seed, 1) % 2**30 < self.lmbda * 2**30
 
     def _written_by_teacher(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
-        tokenizer = self.codec.tokenizer
-        limits = self.args.generation_max_rows, self.args.generation_cache_tokens
-        engine: Generator = LocalGenerator(tokenizer, *limits)
+        args, tokenizer = self.args, self.codec.tokenizer
+        engine: Generator = LocalGenerator(tokenizer, args.generation_max_rows, args.generation_cache_tokens)
         if self.image_prompts is not None:
             engine = TransformersGenerator(tokenizer)
         assert isinstance(self.teacher_model, nn.Module)  # a server does not write, see `_problems`
@@ -452,9 +441,7 @@ class DistillationTrainer(RolloutTrainer):
 
 def with_prompts(dataset: Any, name: str) -> Any:
     """Dataset `name`, or each of a dict of them, whose rows of ``messages`` are turned into prompt and completion.
-
-    Raises:
-        DataError: the messages of a row are no conversation; names the row.
+    Raise DataError if the messages of a row are no conversation; names the row.
     """
     if isinstance(dataset, Mapping):
         return {part: with_prompts(rows, f"{name}[{part!r}]") for part, rows in dataset.items()}
@@ -485,7 +472,5 @@ def prompt_and_completion(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first(dataset: Any) -> Any:
-    if dataset is None or pipeline.is_stream(dataset) or not pipeline.has_length(dataset) or not len(dataset):
-        return None
-    row = dataset[0]
-    return row if isinstance(row, Mapping) else None
+    known = dataset is not None and not pipeline.is_stream(dataset) and pipeline.has_length(dataset) and len(dataset)
+    return dataset[0] if known and isinstance(dataset[0], Mapping) else None

@@ -24,8 +24,8 @@ from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import opt
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed
+from posttrain.rl.policy.logprobs import CompletionScores
 from posttrain.rl.policy.reference import ReferenceArguments
-from posttrain.rl.policy.shared_prefix import CompletionScores
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
 from posttrain.rl.preference.trainer import Completions, PreferenceTrainer
 
@@ -63,15 +63,18 @@ class Pairs:
         return self.chosen_score / chosen - self.rejected_score / rejected
 
 
-def sigmoid(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
-    r"""DPO, eq. 7; with smoothing conservative DPO, :math:`-(1-\epsilon)\log\sigma(d) - \epsilon\log\sigma(-d)`.
-
-    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf: `label_smoothing` is the share of mislabelled pairs.
+def logistic(d: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    r""":math:`-(1-\epsilon)\log\sigma(d) - \epsilon\log\sigma(-d)`: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
+    `label_smoothing` is the share of mislabelled pairs.
     """
-    d = beta * pairs.margin
     if not label_smoothing:
         return -F.logsigmoid(d)
     return -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
+
+
+def sigmoid(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: Any) -> torch.Tensor:
+    """DPO, eq. 7; with smoothing conservative DPO, see `logistic`."""
+    return logistic(beta * pairs.margin, label_smoothing)
 
 
 def sigmoid_norm(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
@@ -145,8 +148,7 @@ def aot_unpaired(pairs: Pairs, beta: float, label_smoothing: float = 0.0, **_: A
 
 
 def _sorted_loss(higher: torch.Tensor, lower: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
-    d = beta * (higher.sort().values - lower.sort().values)
-    return -(1 - label_smoothing) * F.logsigmoid(d) - label_smoothing * F.logsigmoid(-d)
+    return logistic(beta * (higher.sort().values - lower.sort().values), label_smoothing)
 
 
 def apo_zero(pairs: Pairs, beta: float, **_: Any) -> torch.Tensor:
@@ -179,23 +181,8 @@ def sft(pairs: Pairs, pairs_per_token: torch.Tensor, **_: Any) -> torch.Tensor:
     return pairs.chosen_nll * pairs_per_token
 
 
-LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sft": sft,
-    "sigmoid_norm": sigmoid_norm,
-}
+_ALL = sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {f.__name__: f for f in (*_ALL, discopop, sft, sigmoid_norm)}
 #: Losses that `label_smoothing` changes.
 SMOOTHED = [name for name, loss in LOSSES.items() if "label_smoothing" in inspect.signature(loss).parameters]
 #: Losses of the margin alone, so the normaliser of any f-divergence cancels.
@@ -298,9 +285,8 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
         return kwargs
 
     def _problems(self) -> Iterator[str]:
-        losses = [
-            name for name in self.loss_type or [] if isinstance(name, str)
-        ]  # the field's own checks cover the rest
+        # The field's own checks cover the rest.
+        losses = [name for name in self.loss_type or [] if isinstance(name, str)]
         for name in losses:
             if name not in LOSSES:
                 yield f"loss_type={name!r} is not one of {', '.join(LOSSES)}{did_you_mean(name, LOSSES)}"
@@ -362,16 +348,12 @@ class DPOTrainer(PreferenceTrainer):
     def preference_loss(self, chosen: Completions, rejected: Completions, inputs: dict[str, Any]) -> torch.Tensor:
         """The weighted sum of the losses named by ``loss_type``, (B,)."""
         args, pairs = self.args, self.pairs(chosen, rejected)
-        options: dict[str, Any] = {"beta": args.beta, "label_smoothing": args.label_smoothing}
-        options["discopop_tau"] = args.discopop_tau
-        options["pairs_per_token"] = self._pairs_per_token
-        if self._pairs_per_token is None:
-            options["pairs_per_token"] = len(chosen.logp) / chosen.lengths.sum().clamp_min(1)
-        weights = args.loss_weights or [1.0] * len(args.loss_type)
-        losses = reduce(
-            torch.add,
-            (weight * LOSSES[name](pairs, **options) for name, weight in zip(args.loss_type, weights, strict=True)),
-        )
+        options = {"beta": args.beta, "label_smoothing": args.label_smoothing, "discopop_tau": args.discopop_tau}
+        per_token = self._pairs_per_token
+        per_token = len(chosen.logp) / chosen.lengths.sum().clamp_min(1) if per_token is None else per_token
+        weights = zip(args.loss_type, args.loss_weights or [1.0] * len(args.loss_type), strict=True)
+        each = [weight * LOSSES[name](pairs, **options, pairs_per_token=per_token) for name, weight in weights]
+        losses = reduce(torch.add, each)
         return losses * pair_weights(chosen.tokens, rejected.tokens) if args.use_weighting else losses
 
     @property
@@ -381,18 +363,10 @@ class DPOTrainer(PreferenceTrainer):
     def pairs(self, chosen: Completions, rejected: Completions) -> Pairs:
         """What the losses read."""
         score, alpha = DIVERGENCES[self.args.f_divergence_type], self.args.f_alpha_divergence_coef
-        chosen_ratio, rejected_ratio = chosen.log_ratio, rejected.log_ratio
-        return Pairs(
-            chosen_ratio,
-            rejected_ratio,
-            score(chosen_ratio, alpha),
-            score(rejected_ratio, alpha),
-            chosen.lengths,
-            rejected.lengths,
-            chosen.logp,
-            rejected.logp,
-            -chosen.tokens.logps.sum(1),
-        )
+        ratios = chosen.log_ratio, rejected.log_ratio
+        scores = score(ratios[0], alpha), score(ratios[1], alpha)
+        sides = chosen.lengths, rejected.lengths, chosen.logp, rejected.logp
+        return Pairs(*ratios, *scores, *sides, -chosen.tokens.logps.sum(1))
 
     def completion_logp(self, scores: CompletionScores) -> torch.Tensor:
         """(2B,) the sum over the tokens, with those beyond the shorter completion weighed by ``ld_alpha``."""

@@ -66,9 +66,7 @@ class GKDTrainer(DistillationTrainer):
         model: Any, inputs: dict[str, torch.Tensor], generation_config: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(ids, attention mask, labels), each (B, P + C), of completions by the model's ``generate``, for scripts.
-
-        Args:
-            inputs: ``prompts`` and ``prompt_attention_mask``, (B, P), padded on the left.
+        `inputs`: ``prompts`` and ``prompt_attention_mask``, (B, P), padded on the left.
         """
         prompts, mask = inputs["prompts"], inputs["prompt_attention_mask"]
         written = model.generate(

@@ -18,8 +18,7 @@ import torch
 
 from posttrain.core.config import opt
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
-from posttrain.rl.losses import policy_losses
-from posttrain.rl.losses.policy_losses import of_trajectory
+from posttrain.rl.losses.policy_losses import Policy, of_trajectory
 from posttrain.rl.online.reporting import log_clipping
 from posttrain.rl.policy.logprobs import CompletionLogps
 
@@ -57,22 +56,15 @@ class GMPOTrainer(GRPOTrainer):
         """-(the geometric mean of the bounded ratios) A, (N, 1); with a KL term (N, C)."""
         args, logps, mask = self.args, policy.logps, inputs["loss_mask"]
         advantages, trajectories = inputs["advantages"].unsqueeze(1), inputs.get("trajectories")
-        log_ratio = logps - inputs.get("old_logps", logps.detach())
+        old_logps = inputs.get("old_logps", logps.detach())
+        log_ratio = logps - old_logps
         bounded = log_ratio.clamp(-args.epsilon, self.epsilon_high)
         bounded = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
         used = mask * inputs["entropy_mask"] if "entropy_mask" in inputs else mask
         total = of_trajectory((bounded * used).sum(1, keepdim=True), trajectories)
         loss = -(total / of_trajectory(used.sum(1, keepdim=True), trajectories).clamp(min=1)).exp() * advantages
-        if args.off_policy_mask_threshold is not None:
-            sampled = inputs.get("sampling_logps", logps.detach() - log_ratio.detach())
-            loss = loss * self.get_off_policy_mask(advantages, logps, sampled, mask, args.off_policy_mask_threshold)
-        if (correction := inputs.get("correction")) is not None:
-            loss = loss * correction
-        if self.beta:
-            kl = policy_losses.k3(logps, inputs["ref_logps"])
-            kl = kl * log_ratio.exp() if args.use_bias_correction_kl else kl
-            loss = loss + self.beta * kl
-            self.metrics.add_sum("kl", (kl.detach() * mask).sum(), mask.sum())
+        parts = Policy(logps, old_logps, log_ratio.exp(), advantages, mask, inputs.get("correction"))
+        loss = self._weighted(loss, parts, inputs)
         # Both bounds are of logarithms, so what is compared with 1 - epsilon and 1 + epsilon is too.
         log_clipping(self.metrics, 1 + log_ratio.detach(), advantages, mask, args.epsilon, self.epsilon_high)
         return loss

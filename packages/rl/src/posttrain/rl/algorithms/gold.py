@@ -101,11 +101,7 @@ class GOLDTrainer(GKDTrainer):
         return ids, mask, labels, [decode(row) for row in prompts], [decode(row) for row in written]
 
     def tokenizer_of_teacher(self, reference: FrozenReference) -> str | None:
-        """With ``use_uld_loss``, by default the one beside the teacher's weights.
-
-        Raises:
-            ValueError: it is not known.
-        """
+        """With ``use_uld_loss``, by default that beside the teacher's weights. Raise ValueError if it is not known."""
         if not self.args.use_uld_loss:
             return None
         beside = getattr(wrapping.base_model(reference.model).config, "_name_or_path", "")

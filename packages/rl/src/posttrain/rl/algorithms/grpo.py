@@ -4,7 +4,6 @@ losses.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import opt
+from posttrain.core.training.preflight import Parts
 from posttrain.rl.losses import credit, policy_losses
 from posttrain.rl.losses.advantages import decoupled_advantages, group_advantages, total_rewards
 from posttrain.rl.losses.policy_losses import LOSSES, Policy
@@ -117,12 +117,11 @@ class GRPOConfig(RolloutConfig):
             yield "num_generations=1 leaves no other completion to compare with; set 2 or more"
         if self.log_completions_hub_repo is not None and not self.log_completions:
             yield "log_completions_hub_repo needs log_completions=True"
-        if self.delta is not None and self.delta <= 1 + (
-            self.epsilon if self.epsilon_high is None else self.epsilon_high
-        ):
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.delta is not None and self.delta <= 1 + high:
             yield f"delta={self.delta} must be above 1 + epsilon_high, or it undoes the clip"
         if self.delta is not None and self.loss_type in UNCLIPPED:
-            yield (f"delta has no effect with loss_type={str(self.loss_type)!r}, which does not clip; leave it out")
+            yield f"delta has no effect with loss_type={str(self.loss_type)!r}, which does not clip; leave it out"
         if self.turn_credit != "outcome" and self.multi_objective_aggregation == "normalize_then_sum":
             yield f"turn_credit={self.turn_credit!r} sums rewards; leave out multi_objective_aggregation"
         if self.turn_credit != "outcome" and self.loss_type == "vespo":
@@ -152,29 +151,24 @@ class GRPOTrainer(RolloutTrainer):
     tag_names = ("posttrain", "grpo")
     corrects_itself = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.args
-        if config.loss_type == "luspo" and config.importance_sampling_level == "token":
+    def look_at_model(self, parts: Parts) -> None:
+        """As the base's; makes the entropy bonus, and says what of the loss is unusual."""
+        super().look_at_model(parts)
+        args, kind, level = self.args, self.args.loss_type, self.args.importance_sampling_level
+        if kind == "luspo" and level == "token":
             logger.warning(
                 "loss_type='luspo' is meant for ratios of sequences; set importance_sampling_level='sequence'."
             )
-        if config.loss_type == "cispo" and config.epsilon_high is None:
+        if kind == "cispo" and args.epsilon_high is None:
+            logger.warning("loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", args.epsilon)
+        if kind in OF_TOKENS and level != "token":
             logger.warning(
-                "loss_type='cispo' bounds its weights by epsilon_high, %g here; papers use 5.", config.epsilon
+                f"importance_sampling_level={level!r} with loss_type={kind!r} weights each sequence by its completion "
+                "length, because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
+                "loss_type='grpo'."
             )
-        if config.loss_type in OF_TOKENS and config.importance_sampling_level != "token":
-            logger.warning(
-                "importance_sampling_level=%r with loss_type=%r weights each sequence by its completion length, "
-                "because every token has the ratio of the sequence. GSPO weights all sequences equally: set "
-                "loss_type='grpo'.",
-                config.importance_sampling_level,
-                config.loss_type,
-            )
-        self.learns_entropy = bool(config.entropy_coef) or config.use_adaptive_entropy
-        self.entropy_bonus = EntropyBonus(config) if self.learns_entropy else None
-
-    functools.update_wrapper(__init__, RolloutTrainer.__init__)
+        self.learns_entropy = bool(args.entropy_coef) or args.use_adaptive_entropy
+        self.entropy_bonus = EntropyBonus(args) if self.learns_entropy else None
 
     @property
     def entropy_coef(self) -> float:
@@ -229,20 +223,33 @@ class GRPOTrainer(RolloutTrainer):
         ratio = policy_losses.importance_ratio(logps, old_logps, mask, level, trajectories)
         parts = Policy(logps, old_logps, ratio, advantages, mask, correction)
         loss = loss_type.of_tokens(parts, args)
-        if args.off_policy_mask_threshold is not None:
-            sampled = inputs.get("sampling_logps", old_logps)
-            threshold = args.off_policy_mask_threshold
-            loss = loss * self.get_off_policy_mask(advantages, logps, sampled, mask, threshold)
         if "entropy_mask" in inputs:
             loss = loss * inputs["entropy_mask"]
-        if correction is not None and not loss_type.corrects_itself:
-            loss = loss * correction
+        loss, ratio = self._weighted(loss, parts, inputs), ratio.detach()
+        weight = mask if max(ratio.shape[1], advantages.shape[1]) > 1 else torch.ones_like(ratio)
+        if args.loss_type == "cispo":
+            bounded = ((ratio > self.epsilon_high) & (advantages > 0)) * weight
+            self.metrics.add_sum("cispo_clip_ratio", bounded.sum(), weight.sum())
+        elif args.loss_type == "vespo":
+            weights = policy_losses.vespo_weight_of(parts, args)
+            self.metrics.add_sum("vespo/phi_seq_mean", weights.sum(), len(weights))
+        elif args.loss_type != "sapo":
+            log_clipping(self.metrics, ratio, advantages, weight, args.epsilon, self.epsilon_high)
+        return loss
+
+    def _weighted(self, loss: torch.Tensor, parts: Policy, inputs: dict[str, Any]) -> torch.Tensor:
+        """`loss` of tokens or of completions, masked and weighted as configured, with the KL term."""
+        args, mask = self.args, parts.mask
+        if (threshold := args.off_policy_mask_threshold) is not None:
+            sampled = inputs.get("sampling_logps", parts.old_logps)
+            loss = loss * self.get_off_policy_mask(parts.advantages, parts.logps, sampled, mask, threshold)
+        if parts.correction is not None and not LOSSES[args.loss_type].corrects_itself:
+            loss = loss * parts.correction
         if self.beta:
-            kl = policy_losses.k3(logps, inputs["ref_logps"])
-            kl = kl * ratio if args.use_bias_correction_kl else kl
+            kl = policy_losses.k3(parts.logps, inputs["ref_logps"])
+            kl = kl * parts.ratio if args.use_bias_correction_kl else kl
             loss = loss + self.beta * kl
             self.metrics.add_sum("kl", (kl.detach() * mask).sum(), mask.sum())
-        self._log_loss(parts)
         return loss
 
     @staticmethod
@@ -254,22 +261,8 @@ class GRPOTrainer(RolloutTrainer):
         off_policy_threshold: float,
     ) -> torch.Tensor:
         """1 for completions to train on, 0 for those to leave out; see `policy_losses.off_policy_mask`."""
-        logps = per_token_logps, sampling_per_token_logps
-        return policy_losses.off_policy_mask(*logps, advantages, mask, off_policy_threshold)
-
-    def _log_loss(self, parts: Policy) -> None:
-        """The metrics of each kind of loss."""
-        args, ratio = self.args, parts.ratio.detach()
-        of_tokens = max(ratio.shape[1], parts.advantages.shape[1]) > 1
-        weight = parts.mask if of_tokens else torch.ones_like(ratio)
-        if args.loss_type == "cispo":
-            bounded = ((ratio > self.epsilon_high) & (parts.advantages > 0)) * weight
-            self.metrics.add_sum("cispo_clip_ratio", bounded.sum(), weight.sum())
-        elif args.loss_type == "vespo":
-            weights = policy_losses.vespo_weight_of(parts, args)
-            self.metrics.add_sum("vespo/phi_seq_mean", weights.sum(), len(weights))
-        elif args.loss_type != "sapo":
-            log_clipping(self.metrics, ratio, parts.advantages, weight, args.epsilon, self.epsilon_high)
+        given = per_token_logps, sampling_per_token_logps, advantages, mask, off_policy_threshold
+        return policy_losses.off_policy_mask(*given)
 
     # ------------------------------------------------------------------------------------------------ entropy bonus
 
@@ -314,8 +307,8 @@ class GRPOTrainer(RolloutTrainer):
 class EntropyBonus:
     """Entropy bonus with an optionally adaptive weight: Skywork-OR1, https://arxiv.org/abs/2505.22312, section 4.2.
 
-    The weight grows after an optimizer step whose mean entropy is at or below the target and falls after the others. It
-    applies only while the entropy is at or below the target.
+    The weight grows after an optimizer step whose mean entropy is at or below the target, while it also applies, and
+    falls after the others.
     """
 
     def __init__(self, args: GRPOConfig) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,11 @@ from posttrain.core.data.samplers import columns_of
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses import normalization
 from posttrain.core.models.special_tokens import tokenizer_of
+from posttrain.rl.policy.logprobs import score_completions
 from posttrain.rl.policy.reference import ReferenceArguments
-from posttrain.rl.policy.shared_prefix import score_completions
 from posttrain.rl.preference.arguments import WITH_REFERENCE, PreferenceConfig
-from posttrain.rl.preference.batches import PreferenceCollator, positions_of, read_lengths
-from posttrain.rl.preference.trainer import Completions, PreferenceTrainer
+from posttrain.rl.preference.batches import PreferenceCollator, column_at_hand, positions_of, read_lengths
+from posttrain.rl.preference.trainer import Completions, Losses, PreferenceTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ def apo_zero_unpaired(log_ratio: torch.Tensor, is_good: torch.Tensor, kl: torch.
 
 
 LOSSES = {"kto": kto, "apo_zero_unpaired": apo_zero_unpaired}
-WITH_KL = ("kto",)
 
 
 def one_sided(labels: Sequence[Any]) -> str | None:
@@ -172,41 +171,30 @@ class KTOTrainer(PreferenceTrainer):
         """The row's own: the one that is lent to it is read in another pass."""
         return 1
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss over the rows of the window, shape (). With `return_outputs` also ``{"rewards": (B,)}``."""
+    def _losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
         args, is_good = self.args, inputs["label"]
         own = {name: value for name, value in inputs.items() if name not in ("kl", "ref_kl_logps")}
         (side,), aux_loss = self._sides(model, own)
-        kl = self._kl
-        if kl is None:  # called directly: the batch is the whole window
-            kl = self.divergence(model, [inputs])
+        # Without one, this is called directly: the batch is the whole window.
+        kl = self.divergence(model, [inputs]) if self._kl is None else self._kl
         losses = LOSSES[args.loss_type](side.log_ratio, is_good, kl, args.beta)
         losses = losses * torch.where(is_good, args.desirable_weight, args.undesirable_weight)
-        loss = self._mean_loss(losses, aux_loss, inputs, num_items_in_batch)
         rewards = self.rewards(side).detach()
-        if not pipeline.is_filler(inputs):
-            self._log_rows(side, rewards, is_good, kl)
-        return (loss, {"rewards": rewards}) if return_outputs else loss
+        return losses, rewards, aux_loss, lambda: self._log_rows(side, rewards, is_good, kl)
 
     @torch.no_grad()
     def divergence(self, model: nn.Module, window: Iterable[dict[str, Any]], everywhere: bool = False) -> torch.Tensor:
-        """z_0 above, shape (): the mean log-ratio of prompts with others' completions, 0 at least.
-
-        Args:
-            everywhere: over all processes, which must all call.
+        """z_0 above, shape (): the mean log-ratio of prompts with others' completions, 0 at least. `everywhere`: over
+        all processes, which must all call.
         """
         total = torch.zeros(2, device=self.dist.device)  # float32: MPS has no float64
         if self.needs_kl:
             for inputs in window:
                 inputs = self.prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
-                    ratio = self.completion_logp(score_completions(model, inputs["kl"])) - self._reference_kl(inputs)
+                    known = inputs.get("ref_kl_logps")
+                    reference = self._logp_under(self.model, inputs["kl"]) if known is None else known
+                    ratio = self.completion_logp(score_completions(model, inputs["kl"])) - reference
                 if not pipeline.is_filler(inputs):
                     total += torch.stack([ratio.float().sum(), normalization.scalar(len(ratio), ratio.device)])
         total = self.dist.sum(total) if everywhere else total
@@ -214,7 +202,7 @@ class KTOTrainer(PreferenceTrainer):
 
     @property
     def needs_kl(self) -> bool:
-        return self.args.loss_type in WITH_KL
+        return self.args.loss_type == "kto"
 
     @property
     def reference_columns(self) -> tuple[str, ...]:
@@ -224,17 +212,14 @@ class KTOTrainer(PreferenceTrainer):
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B,) log-probabilities of the completions, and of the others' completions if `inputs` has them."""
-        own = self._logp_under(model, _own(inputs))
-        return own, self._logp_under(model, inputs["kl"]) if "kl" in inputs else None
-
-    def _reference_kl(self, inputs: dict[str, Any]) -> torch.Tensor:
-        return inputs["ref_kl_logps"] if "ref_kl_logps" in inputs else self._logp_under(self.model, inputs["kl"])
+        own = {k: v for k, v in inputs.items() if k not in ("label", "kl", "ref_logps", "ref_kl_logps")}
+        return self._logp_under(model, own), self._logp_under(model, inputs["kl"]) if "kl" in inputs else None
 
     def prepare_dataset(self, dataset: Any, role: str, name: str | None = None) -> Any:
         """As the base's; warns where all rows have one verdict."""
         ready = super().prepare_dataset(dataset, role, name)
         # Rows with images are prepared when they are read, and have their labels all the same.
-        labels = _labels(ready) or _labels(dataset)
+        labels = column_at_hand(ready, "label") or column_at_hand(dataset, "label")
         if role == "train" and self.dist.is_main and (problem := one_sided(labels)):
             logger.warning("train: %s", problem)
         return ready
@@ -243,22 +228,20 @@ class KTOTrainer(PreferenceTrainer):
 
     def train_on_window(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None = None) -> None:
         """Computes the reference point of the window before its micro-batches."""
-        with self._reference_point(lambda: self.divergence(model, window, everywhere=True)):
+        with self._reference_point(self.divergence(model, window, everywhere=True)):
             super().train_on_window(model, window, num_items)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the core's, with one point of reference for the whole dataset: one more pass over it."""
-        with self._reference_point(lambda: self._divergence_over(dataloader)):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    def _divergence_over(self, dataloader: Any) -> torch.Tensor:
         model = self.evaluation_model()
         with eval_loop.eval_mode(model, self.optimizer):
-            return self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
+            kl = self.divergence(model, dataloader if self.needs_kl else (), everywhere=True)
+        with self._reference_point(kl):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _reference_point(self, find: Callable[[], torch.Tensor]) -> Iterator[None]:
-        before, self._kl = self._kl, find()
+    def _reference_point(self, kl: torch.Tensor) -> Iterator[None]:
+        before, self._kl = self._kl, kl
         try:
             yield
         finally:
@@ -266,7 +249,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def arrange(self, dataset: Any) -> Any:
         """Rows with another's completion as ``kl_ids``, see `others_of`; for streams `KTOCollator` adds it."""
-        if not self.needs_kl or not hasattr(dataset, "__len__"):
+        if not self.needs_kl or not pipeline.has_length(dataset):
             return dataset
         taken = dataset.select(others_of(dataset["prompt_ids"][:]))
         return dataset.add_column("kl_ids", taken["completion_ids"][:])
@@ -282,10 +265,9 @@ class KTOTrainer(PreferenceTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> KTOCollator:
         """What makes a batch of prepared rows."""
-        pad = tokenizer_of(tokenizer).pad_token_id
-        flat, with_kl = self._shared or args.padding_free, args.loss_type in WITH_KL
-        layout = pad, flat, flat, args.pad_to_multiple_of, self._encoder
-        return KTOCollator(*layout, max_length=args.max_length, with_kl=with_kl)
+        flat = self._shared or args.padding_free
+        layout = tokenizer_of(tokenizer).pad_token_id, flat, flat, args.pad_to_multiple_of, self._encoder
+        return KTOCollator(*layout, max_length=args.max_length, with_kl=args.loss_type == "kto")
 
     def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B,) 1 for a good completion, 0 for a bad one."""
@@ -310,17 +292,3 @@ class KTOTrainer(PreferenceTrainer):
             add(f"logits/{name}", (side.tokens.stats["mean_logit"].sum(1) * which).sum(), tokens)
         add("entropy", side.tokens.stats["entropy"].sum(), side.lengths.sum())
         add("kl", kl * len(rewards), len(rewards))
-
-
-def _labels(dataset: Any) -> list[Any]:
-    """The labels of `dataset`; none where they cannot be had without reading a stream, or making rows."""
-    if isinstance(dataset, list):
-        labels = [row.get("label") for row in dataset if isinstance(row, Mapping)]
-        return [] if None in labels else labels
-    known = hasattr(dataset, "__len__") and "label" in columns_of(dataset)
-    return list(dataset["label"]) if known else []
-
-
-def _own(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The rows' own completions."""
-    return {k: v for k, v in inputs.items() if k not in ("label", "kl", "ref_logps", "ref_kl_logps")}

@@ -32,11 +32,11 @@ from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.core.training.preflight import passed_on
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.policy.overrides import has_own_loss
-from posttrain.rl.policy.shared_prefix import padded_rows
 from posttrain.rl.preference.arguments import PreferenceConfig
-from posttrain.rl.preference.batches import SidedBatch
+from posttrain.rl.preference.batches import PreferenceCollator, column_at_hand
 from posttrain.rl.preference.reference_free import ReferenceFreeTrainer, whole_texts
 from posttrain.rl.preference.rows import LONG, PAIR
+from posttrain.rl.preference.trainer import Losses
 from posttrain.rl.rewards.score_heads import TASK, load_reward_model, set_pad_token
 
 HOW_TO_READ = f"Load it by {TASK}.from_pretrained(..., num_labels=1)."
@@ -78,22 +78,17 @@ class RewardConfig(PreferenceConfig):
             yield f"num_eval_samples={self.num_eval_samples} has no effect: a reward model writes nothing; set it to 0"
 
 
-@dataclass
-class RewardCollator:
+class RewardCollator(PreferenceCollator):
     """Prepared pairs -> ``input_ids`` and ``attention_mask``, (2B, T): all chosen, then all rejected; ``margin`` (B,)
     if there. Texts stand behind ``prompt_ids``, if there.
     """
 
-    pad_token_id: int
-    pad_to_multiple_of: int | None = None
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        groups = [(row.get("prompt_ids", ()), [row[f"{side}_ids"]]) for side in PAIR for row in rows]
-        batch = padded_rows(groups, self.pad_token_id, self.pad_to_multiple_of)
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().__call__([{"prompt_ids": (), **row} for row in rows])
         del batch["completion_mask"]  # a reward is of the whole text
         if "margin" in rows[0]:
             batch["margin"] = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
-        return SidedBatch(batch)
+        return batch
 
 
 class RewardTrainer(ReferenceFreeTrainer):
@@ -112,14 +107,7 @@ class RewardTrainer(ReferenceFreeTrainer):
     tag_names = ("posttrain", "reward-trainer")
     signature_columns: tuple[str, ...] | None = ("chosen_ids", "rejected_ids", "margin")
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean loss over the pairs of the window, shape (). With `return_outputs` also ``{"rewards": (B, 2)}``."""
+    def _losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
         given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
         if self.sees:
             given = {name: value for name, value in inputs.items() if name not in ("margin", "image_copies")}
@@ -128,11 +116,8 @@ class RewardTrainer(ReferenceFreeTrainer):
         chosen, rejected = outputs.logits.squeeze(-1).float().chunk(2)
         centering = self.args.center_rewards_coefficient or 0.0
         losses = bradley_terry(chosen, rejected, inputs.get("margin", 0.0), centering)
-        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         rewards = torch.stack([chosen, rejected], 1).detach()
-        if not pipeline.is_filler(inputs):
-            self._log_rewards(rewards)
-        return (loss, {"rewards": rewards}) if return_outputs else loss
+        return losses, rewards, None, lambda: self._log_rewards(rewards)
 
     def __init__(
         self,
@@ -168,7 +153,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
     def make_collator(self, tokenizer: Any, args: Any) -> Callable[[list[Any]], Any]:
         """What makes a batch of prepared rows."""
-        return RewardCollator(tokenizer_of(tokenizer).pad_token_id, args.pad_to_multiple_of)
+        return RewardCollator(tokenizer_of(tokenizer).pad_token_id, pad_to_multiple_of=args.pad_to_multiple_of)
 
     def load(
         self, model: nn.Module | str, tokenizer: Any, args: Any, quantization_config: Any, peft_config: Any
@@ -206,14 +191,7 @@ class RewardTrainer(ReferenceFreeTrainer):
 
 def _check_margins(dataset: Any, name: str) -> None:
     """Raise DataError where the column `margin` holds no finite number, with the first such rows."""
-    if isinstance(dataset, list):
-        rows = [row for row in dataset if isinstance(row, Mapping)]
-        margins = [row["margin"] for row in rows if "margin" in row]
-        margins = margins if len(margins) == len(dataset) else []
-    elif "margin" in columns_of(dataset) and hasattr(dataset, "__len__"):
-        margins = dataset["margin"][:]
-    else:
-        return
+    margins = column_at_hand(dataset, "margin")
     wrong = [at for at, value in enumerate(margins) if not isinstance(value, (int, float)) or not math.isfinite(value)]
     if wrong:
         raise DataError(

@@ -13,6 +13,7 @@ from torch import nn
 from posttrain.compat.trainer_names import reads_from_arguments, renamed_arguments
 from posttrain.core.config import Resolved, opt
 from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.core.training.preflight import passed_on
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.losses.policy_losses import clipped, of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
@@ -103,20 +104,11 @@ class RLOOTrainer(RolloutTrainer):
                 FutureWarning,
                 stacklevel=2,
             )
-        given = {"model": model, "reward_funcs": reward_funcs, "args": args, "callbacks": callbacks}
-        now = renamed_arguments(type(self), given | {"processing_class": processing_class} | others)
+        given = passed_on(locals(), "ref_policy")
         if ref_policy is not None and not isinstance(ref_policy, nn.Module):
             raise TypeError(f"ref_policy is of type {type(ref_policy).__name__}; pass a loaded model.")
         self.given_reference = ref_policy
-        super().__init__(
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            reward_processing_classes=reward_processing_classes,
-            quantization_config=quantization_config,
-            **now,
-        )
+        super().__init__(**renamed_arguments(type(self), given))
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """Equation 8 of the paper, of rewards less ``beta`` times the divergence (section 2)."""

@@ -84,11 +84,7 @@ class SDFTTrainer(SelfDistillationTrainer):
         super().__init__(**passed_on(locals()))
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        """As the base's.
-
-        Raises:
-            DataError: a row, also one of an evaluation, has no privileged_context.
-        """
+        """As the base's. Raise DataError if a row, also one of an evaluation, has no privileged_context."""
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
         for name, rows in {"train_dataset": self.train_dataset, **evaluated}.items():
             rows = () if rows is None or is_stream(rows) else rows

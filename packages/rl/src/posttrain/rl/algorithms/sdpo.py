@@ -138,16 +138,15 @@ class SDPOTrainer(SelfDistillationTrainer, GRPOTrainer):
     def _teacher_prompt(self, sample: Sample, solution: str | None) -> Any:
         """The teacher's prompt with a completion that succeeded and with feedback; None where there is neither."""
         args, feedback = self.args, sample.row.get("privileged_context")
-        uses_feedback = args.include_environment_feedback and isinstance(feedback, str) and bool(feedback.strip())
-        uses_feedback = uses_feedback and not (args.environment_feedback_only_without_solution and solution is not None)
-        if solution is None and not uses_feedback:
-            return None
-        parts = {"solution": "", "feedback": ""}
+        parts, alone = {"solution": "", "feedback": ""}, args.environment_feedback_only_without_solution
         if solution is not None:
             text = THINKING.sub("", solution).strip() if args.remove_thinking_from_demonstration else solution
-            parts |= {"solution": args.solution_template.format(successful_previous_attempt=text)}
-        if uses_feedback:
-            parts |= {"feedback": args.feedback_template.format(feedback_raw=feedback)}
+            parts["solution"] = args.solution_template.format(successful_previous_attempt=text)
+        is_said = args.include_environment_feedback and isinstance(feedback, str) and bool(feedback.strip())
+        if is_said and (solution is None or not alone):
+            parts["feedback"] = args.feedback_template.format(feedback_raw=feedback)
+        elif solution is None:
+            return None
         return rewritten(sample.prompt, lambda text: args.reprompt_template.format(prompt=text, **parts))
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:

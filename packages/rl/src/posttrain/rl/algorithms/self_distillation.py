@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.config import opt
@@ -29,9 +31,8 @@ from posttrain.rl.generation.engines import server_url
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.teachers import ServerTeacher, rows_to_read
 from posttrain.rl.online.trainer import RolloutTrainer
-from posttrain.rl.policy.logprobs import FOR_THE_MODEL
+from posttrain.rl.policy.logprobs import ROWS_AT_ONCE, inputs_of
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, make_reference
-from posttrain.rl.policy.shared_prefix import ROWS_AT_ONCE
 from posttrain.rl.samples.samples import Rollout, Sample
 
 AS_MANY_TOKENS = -20.0, 20.0
@@ -161,19 +162,15 @@ class SelfDistillationTrainer(RolloutTrainer):
     def with_teacher_rows(
         self, rollout: Rollout, samples: Sequence[Sample], prompts: Sequence[list[int] | None], skipped: int = 0
     ) -> Rollout:
-        """`rollout` with what the teacher reads.
+        """`rollout` with what the teacher reads: of each of the `samples`, the last of the prompt that have room
+        before its completion; None: nothing is compared. Nor are the first `skipped` tokens of each completion.
 
         Callbacks may implement ``on_teacher_context_built`` and ``on_self_distillation_batch_prepared``, which get the
         tensors of `shown_to_callbacks`, and ``on_generation_batch_built``, called once for each rollout to train on.
-
-        Args:
-            samples: of each of its completions. prompts: tokens of the teacher's prompts, of which the last are read
-                that have room before the completion; None: nothing is compared.
-            skipped: first tokens of each completion that are not compared.
         """
         if (context := self.sampler.context) is not None:
-            pairs = zip(samples, prompts, strict=True)
-            prompts = [prompt and prompt[-max(context - len(one.ids), 1) :] for one, prompt in pairs]
+            rooms = [max(context - len(one.ids), 1) for one in samples]
+            prompts = [prompt and prompt[-room:] for prompt, room in zip(prompts, rooms, strict=True)]
         for event in ("on_teacher_context_built", "on_self_distillation_batch_prepared"):
             self._call(event, lambda: shown_to_callbacks(rollout, prompts))
         if samples and not samples[0].is_evaluated:
@@ -211,21 +208,17 @@ class SelfDistillationTrainer(RolloutTrainer):
             with self._teacher(model) as teacher:
                 labelled = read.pop("labels") >= 0
                 other = teacher(**read).logits[:, -labelled.shape[1] :][labelled]
-        given = {name: inputs[name] for name in ("input_ids", *FOR_THE_MODEL) if name in inputs}
-        logits = model(**given).logits[:, -inputs["labels"].shape[1] :].flatten(0, 1)
+        logits = model(**inputs_of(inputs)).logits[:, -inputs["labels"].shape[1] :].flatten(0, 1)
         places = inputs["places"].flatten()[at]
         own, tokens = logits[places], inputs["labels"].flatten()[places]
-        old = inputs.get("old_logps") if args.distillation_is_clip is not None else None
-        old = None if old is None else old.flatten()[at]
+        old = inputs["old_logps"].flatten()[at] if args.distillation_is_clip and "old_logps" in inputs else None
 
         def losses(start: int) -> torch.Tensor:
             part = slice(start, start + ROWS_AT_ONCE)
             before = None if old is None else old[part]
             theirs = TopK(*(each[part] for each in other)) if isinstance(other, TopK) else other[part]
-            return checkpoint(  # type: ignore[no-any-return]
-                self_distillation, own[part], theirs, tokens[part], before, args, self.temperature,
-                use_reentrant=False,
-            )  # fmt: skip
+            given = own[part], theirs, tokens[part], before, args, self.temperature
+            return checkpoint(self_distillation, *given, use_reentrant=False)  # type: ignore[no-any-return]
 
         of_tokens = [losses(start) for start in range(0, len(at), ROWS_AT_ONCE)] or [0 * logits.sum(1)[:0].float()]
         found = torch.cat(of_tokens)
@@ -244,7 +237,9 @@ def shown_to_callbacks(rollout: Rollout, prompts: Sequence[list[int] | None]) ->
     completion_mask = (places < rollout.completion_lengths.unsqueeze(1)).long()
     own = [row[:length] for row, length in zip(rollout.prompt_ids, rollout.prompt_lengths.tolist(), strict=True)]
     teachers = [row if ids is None else torch.tensor(ids) for row, ids in zip(own, prompts, strict=True)]
-    (prompt_ids, prompt_mask), (ids, mask) = _padded_left(own), _padded_left(teachers)
+    kinds = own, map(torch.ones_like, own), teachers, map(torch.ones_like, teachers)
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    prompt_ids, prompt_mask, ids, mask = (pad([*rows]) for rows in kinds)
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
@@ -255,12 +250,6 @@ def shown_to_callbacks(rollout: Rollout, prompts: Sequence[list[int] | None]) ->
         "teacher_attention_mask": torch.cat([mask, completion_mask], 1),
         "self_distillation_mask": torch.tensor([float(ids is not None) for ids in prompts]),
     }
-
-
-def _padded_left(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    masks = [torch.ones_like(row) for row in rows]
-    return padded, torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_side="left")
 
 
 def self_distillation(
@@ -282,14 +271,13 @@ def self_distillation(
     logps, most = own.gather(1, written).squeeze(1), args.distillation_topk or 1
     if isinstance(teacher, TopK):  # as whole distributions of which nothing else is read
         other = torch.full_like(own, -torch.inf).scatter_reduce(1, teacher.ids, teacher.logps.to(own.dtype), "amax")
-        ranked = other
     else:
         other = (teacher.float() / temperature).log_softmax(-1)
-        ranked = own
     if args.distillation_mode == "sampled_token":
         losses = (logps - other.gather(1, written).squeeze(1)).detach() * logps
     else:
         if args.distillation_mode == "topk_logits":
+            ranked = other if isinstance(teacher, TopK) else own
             ids = ranked.topk(min(most, own.shape[1])).indices
             own, other = (completed(part.gather(1, ids), args.distillation_add_tail) for part in (own, other))
         losses = divergence_terms(own, other, args.distillation_alpha).sum(1)
@@ -300,10 +288,8 @@ def self_distillation(
 
 
 def rewritten(prompt: Any, make: Callable[[str], str]) -> Any:
-    """`prompt` with ``make(text)`` in place of its text, or of that of its last message.
-
-    Raises:
-        DataError: the last message is not the user's.
+    """`prompt` with ``make(text)`` in place of its text, or of that of its last message. Raise DataError if the last
+    message is not the user's.
     """
     if isinstance(prompt, str):
         return make(prompt)

@@ -74,15 +74,10 @@ class AsyncDistillationConfig(AsyncArguments, DistillationConfig):
 
 
 class AsyncDistillationTrainer(DistillationTrainer):
-    """Trains a student on completions that it samples meanwhile, to predict what its teachers predict.
+    """Trains a student on completions that it samples meanwhile, to predict what its teachers predict. Arguments: see
+    `DistillationTrainer`.
 
-    Args:
-        rollout_worker, weight_transfer: of trl; refused: an engine of your own is passed as `generator`.
-
-    The other arguments are those of `DistillationTrainer`.
-
-    Raises:
-        ValueError: `rollout_worker` or `weight_transfer` is given.
+    trl's `rollout_worker` and `weight_transfer` raise a ValueError: an engine of your own is passed as `generator`.
     """
 
     config_class: type[AsyncDistillationConfig] = AsyncDistillationConfig

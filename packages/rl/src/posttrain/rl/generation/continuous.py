@@ -6,9 +6,8 @@ on a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +15,12 @@ from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
-from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
+from posttrain.core.models.wrapping import base_model, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
+from posttrain.rl.generation.decoding import attention_set
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import check_logps, cut, evaluating, is_float32, prefers_probable, rope_limit
+from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.generation.weights import refuse_virtual_tokens
 
 PAGE = 256  # tokens of a block of the cache, unless the settings say another number
@@ -44,13 +45,11 @@ class ContinuousGenerator:
             ContinuousBatchingConfig(**self.settings)
         except TypeError as error:
             raise ValueError(f"transformers_continuous_batching_config: {error}.") from error
-        self.model: nn.Module | None = None
+        self.model: nn.Module | None = None  # that of `sync_weights`
 
     def sync_weights(self, model: nn.Module) -> None:
-        """Generate with `model` itself, so there is nothing to copy.
-
-        Raises:
-            ValueError: an adapter puts virtual tokens before each text.
+        """Generate with `model` itself, so there is nothing to copy. Raise ValueError if an adapter puts virtual tokens
+        before each text.
         """
         refuse_virtual_tokens(model, "transformers' continuous batching")
         self.model = unwrap(model)
@@ -65,79 +64,48 @@ class ContinuousGenerator:
             ValueError: continuous batching does not support a setting in `sampling`.
             RuntimeError: not every completion came back.
         """
-        from transformers import ContinuousBatchingConfig, GenerationConfig, __version__
+        from transformers import ContinuousBatchingConfig, __version__
 
         if problem := sampling_problem(sampling):
             raise ValueError(problem)
+        if (model := self.model) is None:
+            raise RuntimeError("There is no model yet: call sync_weights before generate.")
         draws = sampling.temperature > 0
         copies = n if draws else 1
         asked, of_each = prompts, copies
         if __version__.startswith("5.17."):  # of several completions of a prompt it hands back one
             asked, of_each = [prompt for prompt in prompts for _ in range(copies)], 1
-        config = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
-            do_sample=draws,
-            num_return_sequences=of_each,
-            temperature=sampling.temperature if draws else 1.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            eos_token_id=list(sampling.eos_token_ids) or None,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        config = generation_config(sampling, self.tokenizer, {"num_return_sequences": of_each})
         seed = int(torch.randint(2**31, ())) if seeds is None else mix(*seeds) % 2**31
-        model = self._model()
         base = base_model(model)
         devices = [p.device for p in list(base.parameters())[:1] if accelerator.has_memory(p.device)]
         kind = devices[0].type if devices else "cpu"
         limits = {} if devices else cache_limits(asked, of_each, sampling.max_new_tokens, self.settings)
         options: dict[str, Any] = {"seed": seed} | limits | self.settings
-        settings = ContinuousBatchingConfig(**options)
         # It seeds and draws from the generators that training draws its dropout from.
-        with evaluating(model), _plain_attention(base), torch.random.fork_rng(devices, device_type=kind):
+        plain = base.config._attn_implementation.removeprefix(PREFIX)  # which continuous batching supports
+        with evaluating(model), attention_set(base, plain), torch.random.fork_rng(devices, device_type=kind):
             done = base.generate_batch(
                 [list(prompt) for prompt in asked],
                 generation_config=config,
-                continuous_batching_config=settings,
+                continuous_batching_config=ContinuousBatchingConfig(**options),
                 progress_bar=False,
             )
-        results = list(done.values())
-        if len(results) < len(prompts) * copies or any(result.error is not None for result in results):
-            said = next((result.error for result in results if result.error is not None), "no error is known")
+        results, errors = list(done.values()), [one.error for one in done.values() if one.error is not None]
+        if len(results) < len(prompts) * copies or errors:
             raise RuntimeError(
                 f"transformers' continuous batching returned {len(results)} of {len(prompts) * copies} completions: "
-                f"{said}. Set transformers_continuous_batching_config, for example max_memory_percent, or leave "
-                "use_transformers_continuous_batching out."
+                f"{errors[0] if errors else 'no error is known'}. Set transformers_continuous_batching_config, for "
+                "example max_memory_percent, or leave use_transformers_continuous_batching out."
             )
         results = [result for result in results for _ in range(n // copies)]
         ids, finished = cut([list(result.generated_tokens) for result in results], sampling, self.tokenizer)
-        logps = None
-        if (
-            draws
-            and not (sampling.never or prefers_probable(sampling))
-            and all(len(result.logprobs or ()) for result in results)
-        ):
+        logps, is_plain = None, draws and not (sampling.never or prefers_probable(sampling))
+        if is_plain and all(len(result.logprobs or ()) for result in results):
             logps = [list(result.logprobs)[: len(row)] for result, row in zip(results, ids, strict=True)]
             check_logps(logps)
         is_exact = logps is not None and is_float32(model) and rope_limit(model) == math.inf
         return Completions(ids, logps, finished, is_exact)
-
-    def _model(self) -> nn.Module:
-        if self.model is None:
-            raise RuntimeError("There is no model yet: call sync_weights before generate.")
-        return self.model
-
-
-@contextlib.contextmanager
-def _plain_attention(model: PretrainedModel) -> Iterator[None]:
-    """Within this context `model` has its original attention, which continuous batching supports."""
-    before = model.config._attn_implementation
-    if before.startswith(PREFIX):
-        model.set_attn_implementation(before.removeprefix(PREFIX))
-    try:
-        yield
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
 
 
 def cache_limits(

@@ -32,33 +32,21 @@ FOLDED = {
     "repetition_penalty": "repetition_penalty",
 }
 ENDS = ("stop", "stop_strings", "eos_token_id", "stop_token_ids")
-_NOTHING_READS = "nothing reads it; leave it out"
-_OURS = "tokens are drawn by posttrain's sampler, which has none; set top_p, top_k or min_p"
-#: What of generation_kwargs no engine can follow, and what to do instead.
-REFUSED = {
-    "max_length": "it counts the prompt too; set max_completion_length",
-    "n": "set num_generations",
-    "num_return_sequences": "set num_generations",
-    "best_of": "set num_generations",
-    "seed": "each completion has a seed of its own, made from the argument seed; leave it out",
-    "pad_token_id": "it is that of the tokenizer; leave it out",
-    "bos_token_id": _NOTHING_READS,
-    "decoder_start_token_id": _NOTHING_READS,
-    "renormalize_logits": _NOTHING_READS,
-    "output_attentions": _NOTHING_READS,
-    "output_hidden_states": _NOTHING_READS,
-    "output_scores": _NOTHING_READS,
-    "output_logits": _NOTHING_READS,
-    "return_dict_in_generate": _NOTHING_READS,
-    "logprobs": _NOTHING_READS,
-    "prompt_logprobs": _NOTHING_READS,
-    "detokenize": _NOTHING_READS,
-    "typical_p": _OURS,
-    "epsilon_cutoff": _OURS,
-    "eta_cutoff": _OURS,
-    "top_h": _OURS,
-    "watermarking_config": _OURS,
+_WHY_REFUSED = {
+    "it counts the prompt too; set max_completion_length": "max_length",
+    "set num_generations": "n num_return_sequences best_of",
+    "each completion has a seed of its own, made from the argument seed; leave it out": "seed",
+    "it is that of the tokenizer; leave it out": "pad_token_id",
+    "nothing reads it; leave it out": """
+        bos_token_id decoder_start_token_id renormalize_logits output_attentions output_hidden_states output_scores
+        output_logits return_dict_in_generate logprobs prompt_logprobs detokenize
+    """,
+    "tokens are drawn by posttrain's sampler, which has none; set top_p, top_k or min_p": """
+        typical_p epsilon_cutoff eta_cutoff top_h watermarking_config
+    """,
 }
+#: What of generation_kwargs no engine can follow, and what to do instead.
+REFUSED = {name: why for why, names in _WHY_REFUSED.items() for name in names.split()}
 
 
 def refused(args: Any) -> Iterator[str]:
@@ -66,15 +54,11 @@ def refused(args: Any) -> Iterator[str]:
     for name, value in settings_of(args).items():
         if (why := REFUSED.get(name)) and value is not None:
             yield f"generation_kwargs: {name}={value!r} is not taken: {why}"
-        elif args.generation_batch_invariant:
+        elif args.generation_batch_invariant or args.use_transformers_continuous_batching:
+            invariant, continuous = "generation_batch_invariant", "use_transformers_continuous_batching"
             yield (
                 f"generation_kwargs: {name!r} is followed by transformers' generate alone; leave it out, or set "
-                "generation_batch_invariant=False"
-            )
-        elif args.use_transformers_continuous_batching:
-            yield (
-                f"generation_kwargs: {name!r} is not followed by transformers' continuous batching; leave it out, or "
-                "set use_transformers_continuous_batching=False"
+                f"{invariant if args.generation_batch_invariant else continuous}=False"
             )
 
 
@@ -117,16 +101,11 @@ def make_generator(tokenizer: Any, args: Any, example: ImageExample | None = Non
         from posttrain.rl.generation.continuous import ContinuousGenerator
 
         return ContinuousGenerator(tokenizer, args.transformers_continuous_batching_config)
-    local: Generator = LocalGenerator(
-        tokenizer,
-        args.generation_max_rows,
-        args.generation_cache_tokens,
-        example,
-        args.router_replay,
-        args.generation_batch_invariant,
-    )
-    if not shares_prompts(args):
-        local = TransformersGenerator(tokenizer, settings)
+    if settings:
+        local: Generator = TransformersGenerator(tokenizer, settings)
+    else:
+        limits = args.generation_max_rows, args.generation_cache_tokens
+        local = LocalGenerator(tokenizer, *limits, example, args.router_replay, args.generation_batch_invariant)
     return CopiedGenerator(local) if args.max_staleness else local
 
 
@@ -171,8 +150,7 @@ def _vllm(args: Any, settings: dict[str, Any]) -> Generator:
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
-    if args.router_replay:
-        engine["enable_return_routed_experts"] = True
+    engine |= {"enable_return_routed_experts": True} if args.router_replay else {}
     if args.bf16 or args.fp16:  # what the trainer computes in
         engine["dtype"] = "bfloat16" if args.bf16 else "float16"
     return VLLMColocatedGenerator(engine, settings, args.vllm_enable_sleep_mode, args.vllm_tensor_parallel_size)
@@ -195,11 +173,7 @@ class CopiedGenerator:
 
     @torch.no_grad()
     def sync_weights(self, model: nn.Module) -> None:
-        """Copy the weights.
-
-        Raises:
-            ValueError: the model is sharded.
-        """
+        """Copy the weights. Raise ValueError if the model is sharded."""
         model = unwrap(model)
         if is_in_pieces(*model.parameters()):
             raise ValueError(
@@ -207,15 +181,11 @@ class CopiedGenerator:
                 "processes. Set use_vllm=True with vllm_mode='server', or max_staleness=0."
             )
         if self._copy is None:
-            gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-            for parameter, _ in gradients:
-                parameter.grad = None
-            self._copy = copy.deepcopy(model).requires_grad_(False).eval()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            self._copy = copy.deepcopy(model).requires_grad_(False).eval()  # without the gradients
             self.generator.sync_weights(self._copy)
             return
-        for mine, theirs in zip(_tensors(self._copy), _tensors(model), strict=True):
+        tensors = ([*one.parameters(), *one.buffers()] for one in (self._copy, model))
+        for mine, theirs in zip(*tensors, strict=True):
             mine.copy_(theirs, non_blocking=True)
 
     def generate(
@@ -228,7 +198,3 @@ class CopiedGenerator:
         """See `posttrain.rl.generation.local.LocalGenerator.steps`."""
         make = getattr(self.generator, "steps", None)
         return None if make is None else make()
-
-
-def _tensors(model: nn.Module) -> list[Any]:
-    return [*model.parameters(), *model.buffers()]

@@ -18,18 +18,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, text_config, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem, tolerance
 from posttrain.lm.images.image_positions import ImageExample, SeenPrompt
 from posttrain.lm.loss.lm_head import packed_head
-from posttrain.rl.generation.decoder_step import DecoderStep
-from posttrain.rl.generation.group_cache import IMPLEMENTATION, Decoding, HandsNothingOn, decoding_attention
+from posttrain.rl.generation.decoding import IMPLEMENTATION, DecoderStep, Decoding, HandsNothingOn, decoding_attention
 from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_logits, read_prompts
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
-from posttrain.rl.generation.sampling import evaluating, rope_limit
-from posttrain.rl.generation.transformers import TransformersGenerator
+from posttrain.rl.generation.sampling import evaluating, is_float32, rope_limit
+from posttrain.rl.generation.transformers import TransformersGenerator, has_own_generate
 
 if TYPE_CHECKING:
     from posttrain.rl.samples.images import RolloutImages
@@ -81,30 +80,27 @@ class LocalGenerator:
         seeds: Sequence[int] | None = None,
         images: RolloutImages | None = None,
     ) -> Completions:
-        """See `Generator.generate`.
-
-        Args:
-            images: those of the prompts.
-
-        Raises:
-            ValueError: completions are to be written as they are alone, which this model cannot do.
+        """See `Generator.generate`; with the `images` of the prompts. Raise ValueError if completions are to be written
+        as they are alone, which this model cannot do.
         """
         if not prompts:
             return Completions([], [], [])
         why = problem(self.model, None if images is None else self.example)
-        if why is None and max(map(len, prompts)) + sampling.max_new_tokens > (limit := rope_limit(self.model)):
+        limit = rope_limit(self.model) if why is None else math.inf
+        if max(map(len, prompts)) + sampling.max_new_tokens > limit:
             why = f"in a text of more than {limit:,} tokens its rotary embeddings turn all tokens by other angles."
-        if why is not None and self.batch_invariant:
-            raise ValueError(
-                "generation_batch_invariant=True needs the local engine, and these completions would come from "
-                f"transformers' generate: {why} Set generation_batch_invariant=False."
-            )
         if why is not None:
+            if self.batch_invariant:
+                raise ValueError(
+                    "generation_batch_invariant=True needs the local engine, and these completions would come from "
+                    f"transformers' generate: {why} Set generation_batch_invariant=False."
+                )
             if not self._told:
                 logger.info("Completions come from transformers' generate, which is slower: %s", why)
                 self._told = True
             return self.fallback.generate(prompts, n, sampling, seeds, images)
-        with self._steps() as steps, Recorder(self.model) if self.with_routes else contextlib.nullcontext() as recorder:
+        records = Recorder(self.model) if self.with_routes else contextlib.nullcontext()
+        with self._steps(is_fixed=limit == math.inf) as steps, records as recorder:
             call = steps.add(prompts, n, sampling, seeds, images=images)
             if recorder is not None:
                 call.routes = Routes(recorder, prompts, n, sampling.max_new_tokens)
@@ -119,14 +115,16 @@ class LocalGenerator:
         """
         if self.with_routes or problem(self.model) is not None or rope_limit(self.model) < math.inf:
             return None
-        return self._steps(keeps_texts=True)
+        return self._steps(is_fixed=True, keeps_texts=True)
 
     @contextlib.contextmanager
-    def _steps(self, keeps_texts: bool = False) -> Iterator[LocalSteps]:
+    def _steps(self, is_fixed: bool, keeps_texts: bool = False) -> Iterator[LocalSteps]:
+        """`is_fixed`: its rotary embeddings turn each token by its position alone."""
         model = self.model
         with torch.no_grad(), evaluating(model), decoding_attention(model), packed_head(model):
             most = self.max_rows, self.max_tokens or sys.maxsize
-            steps = LocalSteps(model, self.tokenizer, _step_of(model), *most, self.batch_invariant)
+            is_exact = is_fixed and is_float32(model)
+            steps = LocalSteps(model, self.tokenizer, _step_of(model), *most, is_exact, self.batch_invariant)
             steps.texts = {} if keeps_texts and not self.batch_invariant else None
             yield steps
 
@@ -135,9 +133,8 @@ class Routes:
     """The experts of a mixture with which prompts and completions were read, taken down by `recorder`."""
 
     def __init__(self, recorder: Recorder, prompts: Sequence[Sequence[int]], n: int, longest: int) -> None:
-        self.recorder, self.n = recorder, n
+        self.recorder, self.n, self.longest = recorder, n, longest
         self.prompts: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
-        self.longest = longest
         self.tokens: torch.Tensor | None = None
 
     def of_prompts(self, numbers: list[int], lengths: list[int]) -> None:
@@ -165,49 +162,39 @@ class Routes:
 
 
 def problem(model: nn.Module, example: ImageExample | None = None) -> str | None:
-    """Why `model` cannot generate here, as a sentence; None if it can.
+    """Why `model` cannot generate here, as a sentence; None if it can. The answer is kept while the model exists.
 
-    Tests the cache with two prompts and two completions each, of which one leaves: the logits must equal those of the
-    whole texts. The answer is kept while the model exists.
-
-    Args:
-        example: of a model that sees, what the prompts are made of. Without one, such a model has a problem.
+    Tests the cache with two prompts, of a model that sees made of `example`, which it needs then, and two completions
+    each, of which one leaves: the logits must equal those of the whole texts.
     """
     base = base_model(model)
-    name = type(base).__name__
     if not hasattr(base, "set_attn_implementation"):
-        return f"{name} is no model of transformers, whose attention can be replaced."
-    parameter, tried = next(base.parameters()), _TRIED.setdefault(unwrap(model), {})
-    key = parameter.device.type, text_config(base.config)._attn_implementation, example is None
+        return f"{type(base).__name__} is no model of transformers, whose attention can be replaced."
+    device, tried = next(base.parameters()).device, _TRIED.setdefault(model, {})
+    key = device.type, base.config.get_text_config()._attn_implementation, example is None
     if key not in tried:
-        tried[key] = _find_problem(model, base, name, parameter, example)
+        tried[key] = _find_problem(model, base, device, example)
     return tried[key]
-
-
-def _find_problem(
-    model: nn.Module, base: PretrainedModel, name: str, parameter: torch.Tensor, example: ImageExample | None
-) -> str | None:
-    if getattr(base.generate, "__module__", "") != "transformers.generation.utils":
-        return f"{name} overrides generate."
-    if problem := invocation_problem(model):
-        return problem
-    if problem := reading_problem(base, example):
-        return problem
-    reader: Any = text_part(base).config
-    if unknown := sorted({*(getattr(reader, "layer_types", None) or ())} - {*LAYER_TYPES}):
-        return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
-    if parameter.device.type == "meta":
-        return f"{name} is on the meta device, where nothing can be tried."
-    return _try(unwrap(model), name, parameter, _Trial.of(base, example))
 
 
 _TRIED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) -> str | None:
-    base, device = text_part(base_model(model)), parameter.device
-    before = base.config._attn_implementation
+def _find_problem(
+    model: nn.Module, base: PretrainedModel, device: torch.device, example: ImageExample | None
+) -> str | None:
+    name, reader = type(base).__name__, text_part(base)
+    config: Any = reader.config
+    if has_own_generate(base):
+        return f"{name} overrides generate."
+    if problem := invocation_problem(model) or reading_problem(base, example):
+        return problem
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+        return f"{name} has layers of {', '.join(unknown)}, whose cache cannot be shared."
+    if device.type == "meta":
+        return f"{name} is on the meta device, where nothing can be tried."
+    trial = _Trial.of(base, example)
     try:
         with evaluating(model):
             expected = []
@@ -215,18 +202,15 @@ def _try(model: nn.Module, name: str, parameter: torch.Tensor, trial: _Trial) ->
                 inputs = {name: tensor.to(device) for name, tensor in text.items()}
                 expected.append(model(**inputs, use_cache=False).logits[0, -_NEW - 1 :].float())
             with decoding_attention(model):
-                if base.config._attn_implementation != IMPLEMENTATION:
+                if config._attn_implementation != IMPLEMENTATION:
                     return f"{name} does not look its attention up in transformers' AttentionInterface."
                 found = _written(model, trial, device)
     except HandsNothingOn:
         return f"the layers of {name} do not hand on what the model is called with, such as a cache of another kind."
     except Exception as error:  # any model may fail here; the fallback is its own generate
         return f"{name} could not be tried: {type(error).__name__}: {error}"
-    finally:
-        if base.config._attn_implementation != before:
-            base.set_attn_implementation(before)
-    gap, limit = _gap({place: expected[place[0]][place[1]] for place in found}, found), tolerance(base)
-    if not gap < limit:
+    gap = _gap({place: expected[place[0]][place[1]] for place in found}, found)
+    if not gap < tolerance(reader):
         return f"the logits of {name} differ by {gap:.2g} of the largest from those of the whole text."
     return None
 
@@ -237,25 +221,20 @@ def _step_of(model: nn.Module) -> DecoderStep | None:
 
     Whether they are is tried once for each precision, as in `problem`.
     """
-    parameter = next(base_model(model).parameters())
+    base, tried = base_model(model), _HAVE_STEPS.setdefault(model, {})
+    parameter = next(base.parameters())
     device = parameter.device.type
     key = device, parameter.dtype, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    tried = _HAVE_STEPS.setdefault(unwrap(model), {})
     if not tried.get(key, True):
         return None
     try:
         step = DecoderStep.of(model)
         if step is not None and key not in tried:
-            trial = _Trial.of(base_model(model))
-            gap = _gap(_written(model, trial, parameter.device), _written(model, trial, parameter.device, step))
-            tried[key] = gap < tolerance(base_model(model))
+            ways = (_written(model, _Trial.of(base), parameter.device, way) for way in (None, step))
+            tried[key] = _gap(*ways) < tolerance(base)
     except Exception as error:  # its modules are called instead, which know what they hold
-        name = type(base_model(model)).__name__
-        logger.info(
-            "The modules of %s are called for each token, which is slower: its weights could not be read (%s).",
-            name,
-            error,
-        )
+        slower = "The modules of %s are called for each token, which is slower: its weights could not be read (%s)."
+        logger.info(slower, type(base).__name__, error)
         tried[key] = False
     return step if tried.get(key) else None
 

@@ -1,15 +1,14 @@
 """Steps of the local engine: completions that are written together, and join and leave at any token.
 
 Each prompt is read once and its keys and values are shared by its completions. Rows that were read together are a
-block of the cache, see `posttrain.rl.generation.group_cache`.
+block of the cache, see `posttrain.rl.generation.decoding`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +21,12 @@ from posttrain.core.distributed.expert_parallel import config_problem
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
-from posttrain.rl.generation.group_cache import Decoding, Known
+from posttrain.rl.generation.decoding import DecoderStep, Decoding, Known, StepGraph
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import (
-    check_logps,
-    ends_with_stop,
-    is_float32,
-    rope_limit,
-    sample,
-    stop_window,
-    uniforms,
-)
-from posttrain.rl.generation.step_graph import StepGraph
+from posttrain.rl.generation.sampling import check_logps, ends_with_stop, sample, stop_window, uniforms
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.block import Block, Text
-    from posttrain.rl.generation.decoder_step import DecoderStep
     from posttrain.rl.generation.local import Routes
     from posttrain.rl.samples.images import RolloutImages
 
@@ -62,8 +51,8 @@ class LocalSteps:
                 ids, logps, finished = call.completion(rows[0])
 
     Args:
-        step: reads one token of each row, instead of `model`. max_rows, max_tokens, batch_invariant: see
-            `posttrain.rl.generation.local.LocalGenerator`.
+        step: reads one token of each row, instead of `model`. is_exact: see `Completions`. max_rows, max_tokens,
+            batch_invariant: see `posttrain.rl.generation.local.LocalGenerator`.
 
     Attributes:
         tile: rows that are read at a time, each with a block of its own; 0: all.
@@ -79,15 +68,14 @@ class LocalSteps:
         step: DecoderStep | None,
         max_rows: int,
         max_tokens: int,
+        is_exact: bool,
         batch_invariant: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.max_rows, self.max_tokens = model, tokenizer, max_rows, max_tokens
         self.texts: dict[tuple[int, ...], Text] | None = None
-        self.num_read = 0
-        self.is_exact = is_float32(model) and rope_limit(model) == math.inf
+        self.num_read, self.is_exact, self.tile = 0, is_exact, 0
         self._step: DecoderStep | StepGraph | None = step
         self.decoding = Decoding(next(model.parameters()).device)
-        self.tile = 0
         if batch_invariant:  # as many tokens as choose an expert are one product
             has_experts = config_problem(base_model(model).config, size=1) is None
             self.tile, self.decoding.is_fixed = 1 if has_experts else TILE, False
@@ -108,10 +96,8 @@ class LocalSteps:
         most: Sequence[int] | None = None,
         images: RolloutImages | None = None,
     ) -> Call:
-        """Begin `n` completions of each prompt.
-
-        Args:
-            seeds: see `Generator.generate`. most: tokens of each completion at most; None: ``max_new_tokens``.
+        """Begin `n` completions of each prompt, of `most` tokens each; None: ``max_new_tokens``. For `seeds` see
+        `Generator.generate`.
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
@@ -128,14 +114,14 @@ class LocalSteps:
         for call in self._calls:
             while call.waiting and (most := self._most(call)):
                 self._read(call, most)
-        if going := [call for call in self._calls if call.rows]:
+        if going := [call for call in self._calls if call.parts]:
             self._go_on(going)
         ended = [(call, call.ended) for call in self._calls if call.ended]
         for call, _ in ended:
             call.ended = []
         if self.texts:
             self._bound_texts()
-        self._calls = [call for call in self._calls if call.waiting or call.rows]
+        self._calls = [call for call in self._calls if call.waiting or call.parts]
         return ended
 
     def _most(self, call: Call) -> int:
@@ -149,13 +135,11 @@ class LocalSteps:
 
     def _read(self, call: Call, most: int) -> None:
         """Read up to `most` of the prompts that wait, and write the first token of each of their completions."""
-        numbers = [call.waiting.pop()]
-        longest = len(call.prompts[numbers[0]])
-        most = 1 if self.tile else most
-        while call.waiting and len(numbers) < most and (len(numbers) + 1) * longest <= MAX_TOKENS_READ:
-            if longest > PADDING * len(call.prompts[call.waiting[-1]]):
-                break
-            numbers.append(call.waiting.pop())
+        longest = len(call.prompts[call.waiting[-1]])
+        most = 1 if self.tile else min(most, max(MAX_TOKENS_READ // longest, 1))
+        some = call.waiting[: -most - 1 : -1]  # which become shorter
+        numbers = [number for number in some if longest <= PADDING * len(call.prompts[number])]
+        del call.waiting[-len(numbers) :]
         lengths = [len(call.prompts[number]) for number in numbers]
         known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
@@ -184,7 +168,7 @@ class LocalSteps:
     def _go_on(self, calls: list[Call]) -> None:
         """Write one more token of each row of these calls."""
         tokens, positions = zip(*(call.newest() for call in calls), strict=True)
-        read = _joined([*tokens]), _joined([*positions])
+        read = _joined(tokens), _joined(positions)
         logits = self._in_tiles(*read) if self.tile else next_logits(self.model, self._step, self.decoding, *read)
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
@@ -204,14 +188,24 @@ class LocalSteps:
     def _look(self) -> None:
         """Let rows leave that are done, of all calls at once: each reading waits for the device."""
         if any(call.is_due for call in self._calls):
-            parts = iter(_lists([part for call in self._calls for part in call.unseen()]))
+            unseen = iter(_lists([tokens for call in self._calls for tokens in call.unseen()]))
             for call in self._calls:
-                call.see([next(parts) for _ in call.blocks])
+                call.see([next(unseen) for _ in call.parts])
             if self.texts is not None:  # so that each is taken as it ends
                 _read_ended([call for call in self._calls if call.unread])
             for call in self._calls:
                 call.leave()
-        self.decoding.blocks = [block for call in self._calls for block in call.blocks]
+        self.decoding.blocks = [part.block for call in self._calls for part in call.parts]
+
+
+@dataclass
+class _Part:
+    """The rows of a block: which completions they are, how many of their tokens were checked, and those that go on."""
+
+    block: Block
+    rows: list[int]
+    looked: int = 0
+    left: list[int] = field(default_factory=list)
 
 
 class Call:
@@ -219,8 +213,7 @@ class Call:
 
     Attributes:
         waiting: numbers of the prompts that are not read yet; the last is the next.
-        blocks: of the rows that are written. rows: of each block, which completions its rows are.
-        looked: of each block, the number of their tokens that were checked. left: and its rows that go on.
+        parts: the rows that are written, by their blocks. index: (R,) which completions they are.
         ended: the completions that have ended since the last step.
         window: tokens before those that were not looked at, in which a stop string may begin.
         unread: the completions that have ended, and that `read` has no tokens and log-probabilities of.
@@ -262,10 +255,7 @@ class Call:
         self.routes: Routes | None = None  # None: not asked for
         # The longest first, so that those that are read last take least memory.
         self.waiting = sorted(range(len(prompts)), key=[*map(len, prompts)].__getitem__)
-        self.blocks: list[Block] = []
-        self.rows: list[list[int]] = []
-        self.looked: list[int] = []
-        self.left: list[list[int]] = []
+        self.parts: list[_Part] = []
         self.ended: list[int] = []
         self.unread: list[int] = []
         self.read: dict[int, tuple[list[Any], ...]] = {}
@@ -273,8 +263,8 @@ class Call:
 
     def completions(self) -> Completions:
         """All of them, once they have ended."""
-        ids = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths, strict=True)]
-        logps = [row[:length] for row, length in zip(self.logps.tolist(), self.lengths, strict=True)]
+        read = self.tokens.tolist(), self.logps.tolist()
+        ids, logps = ([row[:end] for row, end in zip(rows, self.lengths, strict=True)] for rows in read)
         check_logps(logps)
         routes = None if self.routes is None else self.routes.of(self.lengths)
         return Completions(ids, logps, self.finished, self.is_exact, routes=routes)
@@ -291,17 +281,16 @@ class Call:
         if self.routes is not None:
             self.routes.of_prompts(numbers, lengths)
         rows = iter([number * self.n + copy for number in numbers for copy in range(self.n)])
-        self.blocks += blocks
-        self.rows += [[*islice(rows, len(block.owners))] for block in blocks]
-        self.looked += [0] * len(blocks)
+        self.parts += [_Part(block, [*islice(rows, len(block.owners))]) for block in blocks]
         self._place()
-        index = _joined([*self._indices[-len(blocks) :]])
-        self._draw(logits[_joined([block.owners for block in blocks])], index, torch.zeros_like(index))
+        owners = _joined([block.owners for block in blocks])
+        index = self.index[-len(owners) :]
+        self._draw(logits[owners], index, torch.zeros_like(index))
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
-        found = [block.newest for block in self.blocks]
-        self._steps, positions = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        steps, places = zip(*(part.block.newest for part in self.parts), strict=True)
+        self._steps, positions = _joined(steps), _joined(places)
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         return self.tokens[self.index, self._steps], positions
@@ -310,7 +299,7 @@ class Call:
         """Write the tokens behind the `newest`: (R, V) logits."""
         if self.routes is not None:
             self.routes.of_tokens(self.index, self._steps)
-        self._draw(logits, self.index, _joined([block.advance() for block in self.blocks]))
+        self._draw(logits, self.index, _joined([part.block.advance() for part in self.parts]))
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
         numbers = self.numbers[rows, steps] if self.sampling.temperature else None
@@ -324,62 +313,53 @@ class Call:
     def is_due(self) -> bool:
         """Whether what was written and not looked at is worth a wait for the device."""
         longest, every = max(self.most), 1 if self.device.type == "cpu" else LOOK_EVERY
-        pairs = [(block.step + 1, looked) for block, looked in zip(self.blocks, self.looked, strict=True)]
+        pairs = [(part.block.step + 1, part.looked) for part in self.parts]
         return any(written > looked and (written >= longest or written - looked >= every) for written, looked in pairs)
 
     def unseen(self) -> list[torch.Tensor]:
-        """Of each block, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
-        blocks = zip(self.blocks, self._indices, self.looked, strict=True)
-        return [self.tokens[rows, max(looked - self.window, 0) : block.step + 1] for block, rows, looked in blocks]
+        """Of each part, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
+        pairs = zip(self.parts, self.index.split([len(part.rows) for part in self.parts]), strict=True)
+        return [self.tokens[rows, max(part.looked - self.window, 0) : part.block.step + 1] for part, rows in pairs]
 
     def see(self, unseen: list[list[list[int]]]) -> None:
         """Find the rows that are done, of what is `unseen`."""
-        self.left = []
-        for place, (block, rows, new) in enumerate(zip(self.blocks, self.rows, unseen, strict=True)):
-            looked, self.looked[place] = self.looked[place], block.step + 1
-            ended = {i for i, tokens in enumerate(new) if self._ends(rows[i], looked, tokens)}
-            self.left.append([i for i in range(len(rows)) if i not in ended])
-            self.ended += (numbers := [rows[i] for i in sorted(ended)])
+        for part, new in zip(self.parts, unseen, strict=True):
+            ends = [self._ends(row, part.looked, tokens) for row, tokens in zip(part.rows, new, strict=True)]
+            part.looked, part.left = part.block.step + 1, [i for i, ended in enumerate(ends) if not ended]
+            self.ended += (numbers := [row for row, ended in zip(part.rows, ends, strict=True) if ended])
             self.unread += numbers
 
     def leave(self) -> None:
         """Let them go."""
-        changed = False
-        for place, (block, rows, left) in enumerate(zip(self.blocks, self.rows, self.left, strict=True)):
-            if len(left) < len(rows):
-                if self.texts is not None:
-                    going = {*left}
-                    self._keep(self.texts, block, {i: row for i, row in enumerate(rows) if i not in going})
-                order, changed = block.keep(left), True
-                self.rows[place] = [rows[i] for i in order]
+        changed = [part for part in self.parts if len(part.left) < len(part.rows)]
+        for part in changed:
+            if self.texts is not None:
+                self._keep(self.texts, part)
+            part.rows = [part.rows[i] for i in part.block.keep(part.left)]
         if changed:
-            places = [place for place, rows in enumerate(self.rows) if rows]
-            self.blocks = [self.blocks[place] for place in places]
-            self.rows, self.looked = [self.rows[i] for i in places], [self.looked[i] for i in places]
+            self.parts = [part for part in self.parts if part.rows]
             self._place()
 
-    def _keep(self, texts: dict[tuple[int, ...], Text], block: Block, ended: dict[int, int]) -> None:
-        """Keep in `texts` what completions that have ended, by their places in `block`, have read."""
-        for place, row in ended.items():
+    def _keep(self, texts: dict[tuple[int, ...], Text], part: _Part) -> None:
+        """Keep in `texts` what the completions that leave have read."""
+        for place in sorted({*range(len(part.rows))} - {*part.left}):
+            row = part.rows[place]
             if self.most[row]:  # else no one waits for it
-                step = min(block.step, self.lengths[row])
+                step = min(part.block.step, self.lengths[row])
                 read = (*self.prompts[row // self.n], *self.read[row][0][:step])
-                texts[read] = block.text(place, step)
+                texts[read] = part.block.text(place, step)
 
     def _place(self) -> None:
-        index = torch.tensor([row for rows in self.rows for row in rows], dtype=torch.long)
+        index = torch.tensor([row for part in self.parts for row in part.rows], dtype=torch.long)
         self.index = index.to(self.device, non_blocking=True)
-        self._indices = torch.split(self.index, list(map(len, self.rows)))
 
     def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
         """Whether completion `row` ends within `tokens`, the last of its `unseen`; takes down where."""
         stop, before = self.sampling.stop, min(looked, self.window)
         for place in range(before, len(tokens)):
             self.lengths[row] = looked + place - before + 1
-            if tokens[place] in self.sampling.eos_token_ids or (
-                stop and ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
-            ):
-                self.finished[row] = True
+            is_last = tokens[place] in self.sampling.eos_token_ids
+            self.finished[row] = is_last or bool(stop and ends_with_stop(self.tokenizer, tokens[: place + 1], stop))
             if self.finished[row] or self.lengths[row] >= self.most[row]:
                 return True
         return False
@@ -405,7 +385,7 @@ def _lists(tensors: Sequence[torch.Tensor]) -> list[list[list[Any]]]:
     return [[[*islice(numbers, tensor.shape[1])] for _ in range(len(tensor))] for tensor in tensors]
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -451,10 +431,8 @@ class PromptsRead:
         return send(torch.tensor(found).repeat_interleave(copies), device)
 
     def inputs(self, numbers: Sequence[int], known: Sequence[int] = ()) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """(tokens of each of these prompts, inputs of the model that reads them in one row).
-
-        Args:
-            known: of each prompt, without images, how many tokens are not read.
+        """(tokens of each of these prompts, inputs of the model that reads them in one row). `known`: of each prompt,
+        without images, how many tokens are not read.
         """
         some = [self.prompts[number] for number in numbers]
         new = list(zip(known or [0] * len(some), some, strict=True))

@@ -53,14 +53,13 @@ class Completions:
     Attributes:
         ids: the tokens of each, with the one that ended it, without padding.
         logps: log-probability of each of these tokens under softmax(logits / temperature), before any filter, as the
-            trainer computes them; None if the engine does not return them.
+            trainer computes them. This, `versions` and `routes` are None if the engine does not return them.
         finished: whether each ended before `max_new_tokens`.
         is_exact: `logps` come from the trainer's weights in its precision, up to float32 rounding, so no second pass is
             needed.
-        versions: for each token the `version` of the engine that wrote it; None if the engine does not return them, and
-            the weights count as those with which the call began.
+        versions: for each token the `version` of the engine that wrote it; None: that with which the call began.
         routes: of each, (P + C - 1, layers, k) int16: with which experts of a mixture each of the P tokens of its
-            prompt and of its own, but the last, was read; None if the engine does not return them.
+            prompt and of its own, but the last, was read.
     """
 
     ids: list[list[int]]
@@ -81,9 +80,8 @@ NO_IMAGES = (
 class Pictured:
     """A prompt with images, as engines take it that read them with a processor of their own.
 
-    Attributes:
-        ids: its tokens, with one that stands for each image. images: decoded PIL images, in their order.
-        whole: the tokens that the model reads, with those of the images.
+    ids: its tokens, with one that stands for each image. images: decoded PIL images, in their order. whole: the tokens
+    that the model reads, with those of the images.
     """
 
     ids: list[int]
@@ -97,23 +95,19 @@ class Pictured:
     @functools.cached_property
     def urls(self) -> list[str]:
         """The images as data URLs, without loss."""
-        return [f"data:image/png;base64,{base64.b64encode(_png(image)).decode()}" for image in self.images]
+        found = [io.BytesIO() for _ in self.images]
+        for image, held in zip(self.images, found, strict=True):
+            image.save(held, "png", compress_level=1)
+        return [f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}" for held in found]
 
     def check(self, read: Sequence[int] | None, who: str) -> None:
         """Raise ValueError where the engine `who` has read other tokens than `whole`."""
-        if read is not None and list(read) == self.whole:
-            return
-        raise ValueError(
-            f"{who} reads a prompt with {len(self.images)} images as {len(read or ())} tokens, and the trainer as "
-            f"{len(self.whole)} (they differ): its processor has other settings. Serve the model's own folder with the "
-            "processor that is passed as processing_class."
-        )
-
-
-def _png(image: Any) -> bytes:
-    held = io.BytesIO()
-    image.save(held, "png", compress_level=1)
-    return held.getvalue()
+        if read is None or list(read) != self.whole:
+            raise ValueError(
+                f"{who} reads a prompt with {len(self.images)} images as {len(read or ())} tokens, and the trainer as "
+                f"{len(self.whole)} (they differ): its processor has other settings. Serve the model's own folder with "
+                "the processor that is passed as processing_class."
+            )
 
 
 Prompt = Sequence[int] | Pictured
@@ -132,12 +126,10 @@ class Generator(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """Complete each prompt `n` times.
+        """Complete each of the `prompts`, token ids, `n` times.
 
-        Args:
-            prompts: token ids.
-            seeds: one for each completion, ``len(prompts) * n`` in the order of the result. The same seed gives the
-                same completion, whatever else is in the batch. None: random.
+        `seeds` has one for each completion, ``len(prompts) * n`` in the order of the result. The same seed gives the
+        same completion, whatever else is in the batch. None: random.
         """
         ...
 
@@ -148,21 +140,17 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Abilities:
-    """What an engine declares by its optional attributes.
+    """What an engine declares by its optional attributes."""
 
-    Attributes:
-        reads_images: it takes prompts that are `Pictured`.
-        shares_weights: it uses the trainer's own model, so that log-probabilities differ by rounding alone.
-        has_own_weights: it holds a copy of the weights, so that the policy need not be gathered.
-        updates_in_flight: `sync_weights` may be called while another thread is in `generate`, whose completions go on
-            under the new weights.
-        is_concurrent: several threads may be in `generate`, whose completions the engine writes together.
-    """
-
+    #: It takes prompts that are `Pictured`.
     reads_images: bool
+    #: It uses the trainer's own model, so that log-probabilities differ by rounding alone.
     shares_weights: bool
+    #: It holds a copy of the weights, so that the policy need not be gathered.
     has_own_weights: bool
+    #: `sync_weights` may be called while another thread is in `generate`, whose completions go on under new weights.
     updates_in_flight: bool
+    #: Several threads may be in `generate`, whose completions the engine writes together.
     is_concurrent: bool
 
     @classmethod

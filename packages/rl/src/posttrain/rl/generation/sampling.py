@@ -8,7 +8,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -25,29 +24,15 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def uniforms(seeds: Sequence[int], length: int) -> torch.Tensor:
-    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU.
-
-    Row i depends on ``seeds[i]`` alone.
-    """
+    """Numbers in [0, 1), one for each token to come: (N, length), float64 on the CPU; row i of ``seeds[i]`` alone."""
     rows = [torch.rand(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64)
 
 
-def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign taken into account.
-
-    Args:
-        logits: (N, V). seen: (N, V) bool, the tokens in the prompt or the completion so far.
-    """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
 def keep_probable(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p or min-p leave
-    out.
-
-    The most probable token always stays. Top-p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751. Min-p: Nguyen
-    et al. 2024, https://arxiv.org/abs/2407.01082.
+    """(N, V) `logits`, already divided by the temperature, with -inf at the tokens that top-k, top-p (Holtzman et al.
+    2019, https://arxiv.org/abs/1904.09751) or min-p (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082) leave out.
+    The most probable one stays.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         lowest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -69,11 +54,10 @@ BLOCK = 256
 
 
 def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,).
-
-    Inverts the distribution function: one number a row, where `torch.multinomial` draws V.
+    """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,). One
+    number a row, where `torch.multinomial` draws V.
     """
-    return _pick(*_weights(torch.clone(logits.float())), numbers).squeeze(1)
+    return _pick(*_weights(logits.float().clone()), numbers).squeeze(1)
 
 
 def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,23 +90,15 @@ def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor)
 
 
 def check_logps(completions: Sequence[Sequence[float]]) -> None:
-    """Reject completions of a model that returned NaN.
-
-    Args:
-        completions: the log-probability of each token of each.
-
-    Raises:
-        NonFiniteError: one is NaN.
-    """
-    for number, logps in enumerate(completions):
-        place = next((place for place, logp in enumerate(logps) if math.isnan(logp)), None)
-        if place is not None:
-            raise NonFiniteError(
-                f"The policy returned NaN instead of probabilities, first for token {place} of completion {number} "
-                "of this generation: its weights hold NaN or infinity, or it overflows in float16. Check loss and "
-                "grad_norm in the last log records, resume from an earlier checkpoint with a lower learning_rate, "
-                "or load the model in bfloat16 or float32."
-            )
+    """Raise NonFiniteError where the log-probability of a token of one of these completions is NaN."""
+    nan = ((i, place) for i, logps in enumerate(completions) for place, logp in enumerate(logps) if math.isnan(logp))
+    for number, place in nan:
+        raise NonFiniteError(
+            f"The policy returned NaN instead of probabilities, first for token {place} of completion {number} "
+            "of this generation: its weights hold NaN or infinity, or it overflows in float16. Check loss and "
+            "grad_norm in the last log records, resume from an earlier checkpoint with a lower learning_rate, "
+            "or load the model in bfloat16 or float32."
+        )
 
 
 def vllm_options(sampling: Sampling) -> dict[str, Any]:
@@ -151,52 +127,39 @@ def prefers_probable(sampling: Sampling) -> bool:
 def sample(
     logits: torch.Tensor, numbers: torch.Tensor | None, sampling: Sampling, seen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the next token of each row.
+    """``(tokens, logps)``, each (N,): the next token of each row, and log-probabilities as in `Completions.logps`.
 
     Args:
         logits: (N, V) of the model; may be overwritten.
         numbers: (N,) in [0, 1), a column of `uniforms`; not read at temperature 0, where it may be None.
-        seen: (N, V) bool, the tokens that the repetition penalty is for; None: no penalty.
-
-    Returns:
-        ``(tokens, logps)``, each (N,): log-probabilities in float32, as `Completions.logps` has them.
+        seen: (N, V) bool, the tokens in the prompt or the completion so far, for the penalty; None: no penalty.
     """
-    logits = logits.float()
-    scaled = logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
-    if numbers is not None and sampling.temperature and not (sampling.never or prefers_probable(sampling)):
+    logits, heat = logits.float(), sampling.temperature or 1
+    scaled = logits / heat if heat != 1 else logits
+    numbers = numbers if sampling.temperature else None
+    if numbers is not None and not (sampling.never or prefers_probable(sampling)):
         weights, cumulated = _weights(scaled)
         tokens = _pick(weights, cumulated, numbers)
         return tokens.squeeze(1), (weights.gather(1, tokens) / cumulated[:, -1:]).log().squeeze(1)
-    if seen is not None:
-        logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
-        kept = logits / sampling.temperature if sampling.temperature else logits
-    else:
-        kept = scaled
+    kept, penalty = scaled, sampling.repetition_penalty
+    if seen is not None:  # Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign
+        kept = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits) / heat
     if sampling.never:
         kept = kept.index_fill(1, torch.tensor(sampling.never, device=kept.device), -torch.inf)
-    if numbers is None or sampling.temperature == 0:
-        tokens = kept.argmax(-1)
-    else:
-        tokens = draw(keep_probable(kept, sampling), numbers)
+    tokens = kept.argmax(-1) if numbers is None else draw(keep_probable(kept, sampling), numbers)
     chosen = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens, chosen - scaled.logsumexp(-1)
 
 
 def cut(rows: list[list[int]], sampling: Sampling, tokenizer: Any) -> tuple[list[list[int]], list[bool]]:
     """Each row up to and including its end token, and whether it has one."""
-    completions, finished = [], []
+    stop, last, ends = sampling.stop, sampling.eos_token_ids, []
     for row in rows:
-        length, ended = len(row), False
-        for place, token in enumerate(row):
-            ended = token in sampling.eos_token_ids or bool(
-                sampling.stop and ends_with_stop(tokenizer, row[: place + 1], sampling.stop)
-            )
-            if ended:
-                length = place + 1
-                break
-        completions.append(row[:length])
-        finished.append(ended)
-    return completions, finished
+        places = (
+            n for n, token in enumerate(row, 1) if token in last or (stop and ends_with_stop(tokenizer, row[:n], stop))
+        )
+        ends.append(next(places, None))
+    return [row[:end] for row, end in zip(rows, ends, strict=True)], [end is not None for end in ends]
 
 
 def stop_window(stop: tuple[str, ...]) -> int:
@@ -229,25 +192,16 @@ def is_float32(model: nn.Module) -> bool:
 
 def rope_limit(model: nn.Module) -> float:
     """Tokens of a text up to which the rotary embeddings of `model` turn each by its position alone: infinity, unless
-    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text. Found out once.
+    they are of a kind, such as dynamic or longrope, whose angles all change in a longer text.
     """
-    if model not in _ROPE_LIMITS:
-        _ROPE_LIMITS[model] = _find_rope_limit(model)
-    return _ROPE_LIMITS[model]
-
-
-_ROPE_LIMITS: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
-
-
-def _find_rope_limit(model: nn.Module) -> float:
     limit = math.inf
     for module in text_part(base_model(model)).modules():  # a vision tower turns its patches by their place alone
-        kind, config = getattr(module, "rope_type", "default"), getattr(module, "config", None)
-        if {*(kind.values() if isinstance(kind, dict) else [kind])} <= {*FIXED_ROPE}:
-            continue
-        own = getattr(config, "rope_parameters", None) or {}
-        parts = [own, *(part for part in own.values() if isinstance(part, dict))]
-        lengths = [part.get("original_max_position_embeddings") for part in parts]
-        lengths.append(getattr(config, "max_position_embeddings", 0))
-        limit = min(limit, *(length for length in lengths if length is not None))
+        kind = getattr(module, "rope_type", "default")
+        if not {*(kind.values() if isinstance(kind, dict) else [kind])} <= {*FIXED_ROPE}:
+            config: Any = module.config
+            parts = [
+                part for part in (config.rope_parameters, *config.rope_parameters.values()) if isinstance(part, dict)
+            ]
+            lengths = [part.get("original_max_position_embeddings") for part in parts]
+            limit = min(limit, config.max_position_embeddings, *(length for length in lengths if length is not None))
     return limit

@@ -29,12 +29,16 @@ class Refused(ConnectionError):
         self.code = code
 
 
+def is_passing(error: Exception) -> bool:
+    """Whether a server may answer yet: it is busy, or cannot be reached."""
+    return isinstance(error, ConnectionError) and not (isinstance(error, Refused) and error.code not in BUSY)
+
+
 class Server:
     """An HTTP server.
 
     Args:
-        url: such as ``http://host:8000``.
-        timeout: seconds within which it must answer a request.
+        url: such as ``http://host:8000``. timeout: seconds within which it must answer a request.
         headers: of every request.
         by_proxy: reach an https address through the proxy that the environment names (``https_proxy``), if any.
     """
@@ -76,7 +80,7 @@ class Server:
             try:
                 return self._call(path, body, empty, timeout)
             except ConnectionError as error:
-                if getattr(error, "code", BUSY[0]) not in BUSY:
+                if not is_passing(error):
                     raise
                 time.sleep(wait)
             if before_retry is not None:
@@ -84,33 +88,31 @@ class Server:
         return self._call(path, body, empty, timeout)
 
     def _call(self, path: str, body: dict[str, Any] | None, empty: bool, timeout: float | None) -> Any:
-        code, said = self._ask(path, None if body is None else json.dumps(body).encode(), timeout or self.timeout)
-        if code >= 400:
-            text = said[:500].decode(errors="replace")
-            raise Refused(f"The server at {self.url} answered {path} with {code}: {text}", code)
-        return None if empty else json.loads(said or b"null")
-
-    def _ask(self, path: str, data: bytes | None, timeout: float) -> tuple[int, bytes]:
-        """(status, answer), over a connection that is kept, or over a new one if the server has closed that."""
-        method = "GET" if data is None else "POST"
+        """Over a connection that is kept, or over a new one if the server has closed that."""
+        timeout, data = timeout or self.timeout, None if body is None else json.dumps(body).encode()
         while True:
             connection, is_kept = self._connection(timeout)
             try:
-                connection.request(method, self._path + path, data, self._headers)
+                connection.request("GET" if data is None else "POST", self._path + path, data, self._headers)
                 answer = connection.getresponse()
-                found = answer.status, answer.read()
+                code, said = answer.status, answer.read()
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if is_kept and isinstance(
-                    error, (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
-                ):
+                if is_kept and isinstance(error, (ConnectionResetError, BrokenPipeError)):  # closed meanwhile
                     continue
-                raise self._lost(path, error, timeout) from error
+                why = f"cannot be reached: {str(error) or type(error).__name__}"
+                if isinstance(error, TimeoutError):
+                    why = f"has not answered {path} within {timeout:g} seconds. If completions take that long, raise "
+                    why += "vllm_request_timeout."
+                raise ConnectionError(f"The server at {self.url} {why}") from error
             if answer.will_close:
                 connection.close()
             else:
                 self._kept.put(connection)
-            return found
+            if code >= 400:
+                text = said[:500].decode(errors="replace")
+                raise Refused(f"The server at {self.url} answered {path} with {code}: {text}", code)
+            return None if empty else json.loads(said or b"null")
 
     def _connection(self, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
         """(a connection, whether it has been used before)."""
@@ -132,14 +134,6 @@ class Server:
         keep_alive(connection.sock)
         return connection, False
 
-    def _lost(self, path: str, error: Exception, timeout: float) -> ConnectionError:
-        if isinstance(error, TimeoutError):
-            return ConnectionError(
-                f"The server at {self.url} has not answered {path} within {timeout:g} seconds. If completions "
-                "take that long, raise vllm_request_timeout."
-            )
-        return ConnectionError(f"The server at {self.url} cannot be reached: {error or type(error).__name__}")
-
     def wait(self, timeout: float) -> None:
         """Wait until it is up, for `timeout` seconds at most."""
         until = time.monotonic() + timeout
@@ -149,7 +143,7 @@ class Server:
             except ConnectionError as error:
                 if time.monotonic() > until:
                     raise ConnectionError(f"{error} (waited {timeout:g} seconds, vllm_server_timeout)") from error
-                time.sleep(min(2.0, timeout / 10))
+            time.sleep(min(2.0, timeout / 10))
 
     def has(self, path: str) -> bool:
         """Whether GET `path` is answered."""
@@ -166,5 +160,5 @@ def keep_alive(connection: socket.socket) -> None:
     """Notice within two minutes that the machine at the other end is gone, also while it is to answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 6}.items():
-        if hasattr(socket, name):  # not every system has all
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if name in vars(socket):  # not every system has all
+            connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)

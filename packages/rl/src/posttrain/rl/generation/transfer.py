@@ -8,6 +8,7 @@ first process sends; where weights are sharded, the others iterate over them mea
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import urllib.parse
@@ -21,18 +22,20 @@ import torch
 
 from posttrain.core.data import accelerator
 from posttrain.core.errors import require
-from posttrain.rl.generation.gloo import GlooGroup, own_address, serve
 from posttrain.rl.generation.server import Server
-from posttrain.rl.generation.weights import Weights
+from posttrain.rl.generation.vllm_plugin import GlooGroup, own_address, serve
+from posttrain.rl.generation.weights import AdapterWeights, Weights
 
 SHARD_BYTES = 2**29
 """Weights in a file of `Folder` at most, unless one alone is larger: so much is held at a time."""
+NAME = "posttrain-policy"
+"""The name under which the servers know the adapter."""
 
 
 class Transport(Protocol):
     """A way to send weights."""
 
-    def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
+    def send(self, weights: Any, servers: Sequence[Server], version: str) -> None:
         """Replace the weights of `servers`, which report them as `version` from then on."""
         ...
 
@@ -133,7 +136,12 @@ class Gloo:
                 self._connect(server)
         groups = [self._groups.pop(server.url) for server in servers]  # a failure leaves none to be used again
         everywhere(servers, "/start_weight_update", {})
-        with meanwhile(servers, "/update_weights", [{"update_info": facts_of(weights)}] * len(servers)) as check:
+        facts = {  # as vLLM's interface takes them
+            "names": [name for name, _, _ in weights.facts],
+            "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
+            "shapes": [list(shape) for *_, shape in weights.facts],
+        }
+        with meanwhile(servers, "/update_weights", [{"update_info": facts}] * len(servers)) as check:
             for _, weight in weights:
                 check()
                 flat = weight.to("cpu").contiguous()
@@ -172,20 +180,38 @@ class Folder:
         everywhere(servers, "/update_weight_version", {"new_version": version})
 
 
-class Given:
-    """A transport of one's own: a function ``(weights, server)``, which may have a ``connect(server)``."""
+class AdapterFolder:
+    """A LoRA adapter as such, for servers on the model below it that read it from a folder.
 
-    def __init__(self, send: Callable[[Weights, Server], None]) -> None:
-        self._send = send
+    They are started with ``--enable-lora --max-lora-rank R`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 
-    def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
-        """See `Transport.send`."""
+    Args:
+        path: the folder, by the same name for trainer and servers. What is in ``adapter`` there is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute() / "adapter"
+
+    def send(self, weights: AdapterWeights, servers: Sequence[Server], version: str) -> None:
+        """Write the adapter, and have the servers load it in the place of the one before. Raise ValueError if a server
+        has had the weights below the adapter replaced.
+        """
+        from safetensors.torch import save_file
+
         for server in servers:
-            if hasattr(self._send, "connect"):
-                self._send.connect(server)
-            server.call("/start_weight_update", {}, empty=True)
-            self._send(weights, server)
-            server.call("/finish_weight_update", {"weight_version": version}, empty=True)
+            if (found := version_of(server)).startswith("posttrain-weights"):
+                raise ValueError(
+                    f"The vLLM server at {server.url} has whole weights of another run ({found}), not the model below "
+                    "the adapter. Start it anew."
+                )
+        self.path.mkdir(parents=True, exist_ok=True)
+        save_file({name: w.to("cpu").contiguous() for name, w in weights}, self.path / "adapter_model.safetensors")
+        config = copy.copy(weights.config)
+        config.inference_mode = True
+        config.save_pretrained(str(self.path))
+        where = {"lora_name": NAME, "lora_path": str(self.path), "load_inplace": True}
+        everywhere(servers, "/v1/load_lora_adapter", where)
+        everywhere(servers, "/update_weight_version", {"new_version": version})
 
 
 def write_shards(weights: Weights, folder: Path) -> None:
@@ -201,15 +227,6 @@ def write_shards(weights: Weights, folder: Path) -> None:
         shard[name] = weight.to("cpu").contiguous()
         size += weight.nbytes
     save_file(shard, folder / f"model-{number:05d}.safetensors")
-
-
-def facts_of(weights: Weights) -> dict[str, list[Any]]:
-    """Names, types and shapes, as vLLM's ``/update_weights`` takes them."""
-    return {
-        "names": [name for name, _, _ in weights.facts],
-        "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in weights.facts],
-        "shapes": [list(shape) for *_, shape in weights.facts],
-    }
 
 
 def everywhere(servers: Sequence[Server], path: str, body: dict[str, Any] | list[dict[str, Any]]) -> None:

@@ -68,29 +68,25 @@ class TransformersGenerator:
         seeds: Sequence[int] | None = None,
         images: RolloutImages | None = None,
     ) -> Completions:
-        """See `Generator.generate`.
-
-        Args:
-            images: those of the prompts.
-        """
+        """See `Generator.generate`. `images`: those of the prompts."""
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         if (model := self.model) is None:
             raise RuntimeError("There is no model yet: call sync_weights before generate.")
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-        groups = [list(some) for _, some in itertools.groupby(order, key=lambda number: len(prompts[number]))]
+        length = lambda row: len(prompts[row // n])  # noqa: E731
+        order = sorted(range(len(prompts) * n), key=length)
+        groups = [list(rows) for _, rows in itertools.groupby(order, key=length)]
         if len(groups) > 1 and self._reads_padding(model):
-            groups = [list(range(len(prompts)))]
+            groups = [list(range(len(order)))]
         done: dict[int, tuple[list[int], list[float] | None, bool]] = {}
-        for numbers in groups:
-            rows = [number * n + copy for number in numbers for copy in range(n)]
-            found = self._write(model, prompts, rows, n, sampling, seeds, images)
-            done |= dict(zip(rows, found, strict=True))
+        for rows in groups:
+            done |= zip(rows, self._write(model, prompts, rows, n, sampling, seeds, images), strict=True)
         ids, logps, finished = zip(*(done[row] for row in range(len(done))), strict=True)
         known = [row for row in logps if row is not None]
         check_logps(known)
-        is_exact = len(known) == len(ids) and is_float32(model) and rope_limit(model) == math.inf
-        return Completions([*ids], known if len(known) == len(ids) else None, [*finished], is_exact)
+        are_known = len(known) == len(ids)
+        is_exact = are_known and is_float32(model) and rope_limit(model) == math.inf
+        return Completions([*ids], known if are_known else None, [*finished], is_exact)
 
     def _write(
         self,
@@ -120,13 +116,12 @@ class TransformersGenerator:
         with evaluating(model), raw, features_once(model, more.get("image_copies"), inputs) as shown:
             output = self._generate(model, shown, sampling, drawing)
         completions, finished = cut(output[:, width:].tolist(), sampling, self.tokenizer)
-        logps: Sequence[list[float] | None] = drawing.logps_of(completions) or [None] * len(completions)
-        return list(zip(completions, logps, finished, strict=True))
+        return list(zip(completions, drawing.logps_of(completions), finished, strict=True))
 
     def _reads_padding(self, model: PretrainedModel) -> bool:
         """Whether a prompt that is padded on the left is continued as alone. Tried once for each model."""
-        if getattr(base_model(model).generate, "__module__", "") != "transformers.generation.utils":
-            return True  # a generate of the user's own, which returns no log-probabilities
+        if has_own_generate(base_model(model)):
+            return True  # which returns no log-probabilities
         if model not in _READ_PADDING:
             size, greedy = base_model(model).config.get_text_config().vocab_size, Sampling(3, temperature=0)
             some = [[(7 * i + 3) % size for i in range(9)], [(5 * i + 2) % size for i in range(4)]]
@@ -146,15 +141,7 @@ class TransformersGenerator:
 
         beams = self.kwargs.get("num_beams", 1) > 1
         drawn = _drawing_options(sampling) | self.kwargs if beams else self.kwargs | {"do_sample": False}
-        config = GenerationConfig(
-            **{"use_cache": True}
-            | drawn
-            | {
-                "max_new_tokens": sampling.max_new_tokens,
-                "eos_token_id": list(sampling.eos_token_ids) or None,
-                "pad_token_id": self.tokenizer.pad_token_id,
-            }
-        )
+        config = GenerationConfig(**{"use_cache": True} | drawn | _ending_options(sampling, self.tokenizer))
         width, stop = inputs["input_ids"].shape[1], sampling.stop
 
         def ends(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -182,16 +169,21 @@ def generation_config(sampling: Sampling, tokenizer: Any, more: dict[str, Any]) 
     """`sampling` in the words of transformers, with `more` fields, which override."""
     from transformers import GenerationConfig
 
-    ends = sampling.eos_token_ids
-    return GenerationConfig(
-        **{
-            **_drawing_options(sampling),
-            "max_new_tokens": sampling.max_new_tokens,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
-            **more,
-        }
-    )
+    options = _drawing_options(sampling) | _ending_options(sampling, tokenizer)
+    if len(sampling.eos_token_ids) == 1:
+        (options["eos_token_id"],) = sampling.eos_token_ids
+    return GenerationConfig(**options | more)
+
+
+def has_own_generate(base: PretrainedModel) -> bool:
+    """Whether a model below all adapters overrides the ``generate`` of transformers."""
+    return getattr(base.generate, "__module__", "") != "transformers.generation.utils"
+
+
+def _ending_options(sampling: Sampling, tokenizer: Any) -> dict[str, Any]:
+    """The options that say where a completion ends, and what is behind it."""
+    ends = list(sampling.eos_token_ids) or None
+    return {"max_new_tokens": sampling.max_new_tokens, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
 
 
 def _drawing_options(sampling: Sampling) -> dict[str, Any]:
@@ -216,7 +208,10 @@ class _Drawing:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         step = input_ids.shape[1] - self.width
-        seen = self._seen(input_ids, scores) if self.sampling.repetition_penalty != 1 else None
+        seen = None
+        if self.sampling.repetition_penalty != 1:
+            real = nn.functional.pad(self.mask.to(scores.dtype), (0, step), value=1)
+            seen = torch.zeros_like(scores).scatter_add_(1, input_ids, real) > 0
         tokens, logps = sample(scores, self.numbers[:, step], self.sampling, seen)
         if self.raw is not None:
             raw, self.raw = self.raw.float() / (self.sampling.temperature or 1), None
@@ -224,15 +219,9 @@ class _Drawing:
         self.logps.append(logps)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens.unsqueeze(1), 0.0)
 
-    def _seen(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.zeros_like(scores)
-        real = torch.ones_like(input_ids, dtype=scores.dtype)
-        real[:, : self.width] = self.mask.to(scores.dtype)
-        return counts.scatter_add_(1, input_ids, real) > 0
-
-    def logps_of(self, completions: list[list[int]]) -> list[list[float]] | None:
-        """The log-probabilities of the sampled tokens; None if `generate` did not use our sampler."""
+    def logps_of(self, completions: list[list[int]]) -> Sequence[list[float] | None]:
+        """The log-probabilities of the sampled tokens; None of each if `generate` did not use our sampler."""
         if len(self.logps) < max(map(len, completions)):
-            return None
+            return [None] * len(completions)
         columns = torch.stack(self.logps, dim=1).tolist()
         return [row[: len(ids)] for row, ids in zip(columns, completions, strict=True)]

@@ -25,12 +25,11 @@ from torch import nn
 
 from posttrain.core.distributed.environment import rank
 from posttrain.lm.attention.router_replay import layers_of
-from posttrain.rl.generation.lora import NAME, AdapterFolder, AdapterWeights, is_servable
 from posttrain.rl.generation.protocol import NO_IMAGES, Completions, Pictured, Prompt, Sampling
 from posttrain.rl.generation.sampling import prefers_probable, vllm_options
-from posttrain.rl.generation.server import BUSY, RETRIES, Refused, Server
-from posttrain.rl.generation.transfer import Folder, Given, Gloo, Nccl, Transport, everywhere, version_of
-from posttrain.rl.generation.weights import PROBE, Weights, Written, any_prompt, check, completions
+from posttrain.rl.generation.server import RETRIES, Refused, Server, is_passing
+from posttrain.rl.generation.transfer import NAME, AdapterFolder, Folder, Gloo, Nccl, Transport, everywhere, version_of
+from posttrain.rl.generation.weights import PROBE, AdapterWeights, Weights, Written, any_prompt, check, completions
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class VLLMServerGenerator:
         url: such as ``http://host:8000``; several with commas between them share the prompts.
         timeout: seconds to wait for a server to come up, at the first sync.
         group_port: the port for weights. options: further fields of a request.
-        send: ``(weights, server)``, sends weights; by default as the servers were started to receive them.
+        transport: sends weights; by default as the servers were started to receive them.
         folder: where the servers read weights instead, see `transfer.Folder`.
         request_timeout: seconds within which a server must answer a request.
         in_flight: weights are sent while completions are written, which go on under them.
@@ -77,7 +76,7 @@ class VLLMServerGenerator:
         timeout: float = 240.0,
         group_port: int = 51216,
         options: dict[str, Any] | None = None,
-        send: Callable[[Weights, Server], None] | None = None,
+        transport: Transport | None = None,
         folder: str | None = None,
         request_timeout: float = 1800.0,
         in_flight: bool = False,
@@ -87,9 +86,7 @@ class VLLMServerGenerator:
         self._versions: dict[int, int] = {}
         self.servers = [Server(one.strip(), request_timeout) for one in url.split(",")]
         self.timeout, self.group_port, self.folder = timeout, group_port, folder
-        self.options, self._send = dict(options or {}), send
-        self._transport: Transport | None = None
-        self._scaled: bool | None = None
+        self.options, self._transport = dict(options or {}), transport
         self._syncs = self._found_right = 0
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -99,27 +96,26 @@ class VLLMServerGenerator:
             ValueError: a server's log-probabilities are not those of `model`.
             ConnectionError: a server does not come up within the time set.
         """
-        for attempt in range(1, ATTEMPTS + 1):
+        for left in reversed(range(ATTEMPTS)):
             for server in self.servers:
                 server.wait(self.timeout)
             if (error := self._try_sync(model)) is None:
                 return
-            if attempt == ATTEMPTS:
+            if not left:
                 raise error
             logger.warning("A vLLM server was lost while it got weights, and is waited for: %s", error)
 
     def _try_sync(self, model: nn.Module) -> Exception | None:
         """The error of a server that was lost meanwhile, if one was."""
         written: dict[Server, Written] = {}
-        probe: Callable[[], None] = lambda: written.update(self._probe(model))  # noqa: E731
         error = self._lost_in(lambda: self._send_weights(model), model)
         # Servers that were found right twice would answer after all that they write at present.
         skips = error is None and self.updates_in_flight and self._found_right > 1 and self._api.is_writing
         if error is None and _greatest(0 if skips else 1, model):
-            error = self._lost_in(probe, model) or self._lost_in(lambda: self._check(model, written), model)
+            error = self._lost_in(lambda: written.update(self._probe(model)), model)
+            error = error or self._lost_in(lambda: self._check(model, written), model)
             self._found_right += 1
-        if error is not None:
-            self._found_right = 0
+        self._found_right = self._found_right if error is None else 0
         return error
 
     def _send_weights(self, model: nn.Module) -> None:
@@ -152,11 +148,8 @@ class VLLMServerGenerator:
         """
         transport, kind = self._transport, "adapter" if isinstance(weights, AdapterWeights) else "weights"
         assert transport is not None  # `_weights_of`
-        if (
-            self._api.started["--device"] == "cpu"
-            and isinstance(transport, Folder)
-            and weights.base.config.tie_word_embeddings
-        ):
+        on_cpu = self._api.started["--device"] == "cpu"
+        if on_cpu and isinstance(transport, Folder) and weights.base.config.tie_word_embeddings:
             raise ValueError(
                 "vLLM on the CPU keeps an output head that is tied to the embedding as it was when it reads weights "
                 'from a folder. Start the server with --weight-transfer-config \'{"backend": "gloo"}\', and leave '
@@ -171,10 +164,8 @@ class VLLMServerGenerator:
             everywhere(self.servers, "/resume", {})
 
     def _make_transport(self, model: nn.Module) -> Transport:
-        if self._send is not None:
-            return Given(self._send)
         if self.folder is not None:
-            takes_it = is_servable(model, self._api.started["--max-lora-rank"])
+            takes_it = AdapterWeights.are_taken(model, self._api.started["--max-lora-rank"])
             return AdapterFolder(self.folder) if takes_it else Folder(self.folder)
         backend = self._api.started["--weight-transfer-config"]
         if backend == "nccl":
@@ -189,42 +180,33 @@ class VLLMServerGenerator:
 
     def _lost_in(self, call: Callable[[], None], model: nn.Module) -> Exception | None:
         """The error of a server that was lost during `call`, in this process or another one. Others are raised."""
+        error: Exception | None = None
         try:
             call()
-            error = None
         except Exception as found:
             error = found
         own = 0 if error is None else 1 if self._is_lost(error) else 2
         worst = _greatest(own, model)
-        if error is not None and own == worst:
-            if own == 1:
-                return error
-            raise error
         if worst == 2:
-            raise RuntimeError("Another process could not send its weights to the vLLM servers; it says why.")
-        return ConnectionError("Another process has lost a vLLM server.") if worst else None
+            others = RuntimeError("Another process could not send its weights to the vLLM servers; it says why.")
+            raise error if own == 2 and error is not None else others
+        return (error or ConnectionError("Another process has lost a vLLM server.")) if worst else None
 
     def _is_lost(self, error: Exception) -> bool:
         """Whether `error` is that of a server that is gone, or that was started anew meanwhile."""
-        if isinstance(error, ConnectionError) and getattr(error, "code", BUSY[0]) in BUSY:
-            return True
-        return self._syncs > 1 and any(is_fresh(server) for server in self.servers)
+        return is_passing(error) or (self._syncs > 1 and any(is_fresh(server) for server in self.servers))
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`. Log-probabilities are returned if only the temperature changes them, and no
-        further options do.
-
-        The completions of a prompt are one request, and their seeds count up from that of the first.
-
-        Raises:
-            ValueError: a prompt shows images, and the server does not take them or reads them otherwise.
+        """See `Generator.generate`. Log-probabilities are returned if nothing but the temperature changes them. The
+        completions of a prompt are one request, and their seeds count up from that of the first. Raise ValueError if a
+        prompt shows images, and the server does not take them or reads them otherwise.
         """
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         done = self._api.write(prompts, n, sampling, seeds)
-        plain = not (prefers_probable(sampling) or self.options) if self._scaled else sampling.temperature == 1
+        plain = not (prefers_probable(sampling) or self.options) if self._api.is_scaled else sampling.temperature == 1
         found = completions(done, with_logps=plain)
         versions = found.versions and [[self._versions[sync] for sync in row] for row in found.versions]
         return replace(found, versions=versions)
@@ -241,10 +223,9 @@ class VLLMServerGenerator:
     def _check(self, model: nn.Module, written: Mapping[Server, Written]) -> None:
         """Asks no server: of sharded weights, this is done by all processes together."""
         prompt, started = self._prompt(model), self._api.started
-        scaled, in_float32 = started["--logprobs-mode"] == "processed_logprobs", started["--dtype"] == "torch.float32"
         for server, done in written.items():
-            who = f"the vLLM server at {server.url}"
-            self._scaled = check(model, prompt, done, scaled, who, in_float32)
+            in_float32, who = started["--dtype"] == "torch.float32", f"the vLLM server at {server.url}"
+            check(model, prompt, done, self._api.is_scaled, who, in_float32)
 
     @functools.cached_property
     def _api(self) -> VLLMServers:
@@ -285,6 +266,11 @@ class VLLMServers:
         self._lock = threading.Lock()
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether their log-probabilities are those of logits that the temperature divides."""
+        return self.started["--logprobs-mode"] == "processed_logprobs"
+
+    @property
     def is_writing(self) -> bool:
         """Whether completions are under way, and no server has been lost."""
         return len(self._writing) == len(self.servers) and any([*self._writing.values()])
@@ -305,11 +291,7 @@ class VLLMServers:
         return [one for group in done for one in group or ()]
 
     def _leave_out(self, server: Server, why: ConnectionError) -> None:
-        """Ask it no more until the next sync.
-
-        Raises:
-            ConnectionError: no other is left.
-        """
+        """Ask it no more until the next sync. Raise ConnectionError if no other is left."""
         self._writing.pop(server, None)
         if not self._writing:
             raise ConnectionError(
@@ -336,7 +318,7 @@ class VLLMServers:
         try:
             return server, self._ask(server, prompt, n, sampling, seed)
         except ConnectionError as error:
-            if isinstance(error, Refused) and error.code not in BUSY and not is_fresh(server):
+            if not is_passing(error) and not is_fresh(server):
                 raise
             return server, error
         finally:
@@ -351,19 +333,16 @@ class VLLMServers:
             except Refused as error:
                 if error.code not in (FORBIDDEN, UNKNOWN):
                     raise
-                if isinstance(prompt, Pictured):
-                    raise ValueError(NO_IMAGES.format(server.url)) from error
-                if self.layers is not None:
-                    raise ValueError(NO_ROUTES.format(server.url)) from error
+                if isinstance(prompt, Pictured) or self.layers is not None:
+                    why = NO_IMAGES if isinstance(prompt, Pictured) else NO_ROUTES
+                    raise ValueError(why.format(server.url)) from error
                 self._says_versions = False
                 logger.warning(NO_VERSIONS, server.url)
         assert not isinstance(prompt, Pictured)  # whose server answers, or refuses it
         body = self._drawing(server, n, sampling, seed) | {"prompt": list(prompt), "return_token_ids": True}
-        choices = server.call("/v1/completions", body, retries=RETRIES)["choices"]
-        choices.sort(key=lambda choice: choice["index"])
         return [
             Written(one["token_ids"], one["logprobs"]["token_logprobs"], one["finish_reason"] == "stop")
-            for one in choices
+            for one in _choices(server.call("/v1/completions", body, retries=RETRIES))
         ]
 
     def _ask_with_versions(
@@ -375,7 +354,7 @@ class VLLMServers:
         answer = server.call("/inference/v1/generate", body, retries=RETRIES)
         if isinstance(prompt, Pictured):
             prompt.check(answer.get("prompt_token_ids"), f"The vLLM server at {server.url}")
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        choices = _choices(answer)
         if self.has_whole_weights and any(span["version"] == FRESH for choice in choices for span in _spans(choice)):
             raise Restarted(server)  # and it may have got the weights since, so that it is not `is_fresh`
         if self.layers is not None and any(choice.get("routed_experts") is None for choice in choices):
@@ -394,6 +373,10 @@ def _shown(prompt: Prompt) -> dict[str, Any]:
         return {"token_ids": list(prompt)}
     parts = [{"type": "image_url", "url": url} for url in prompt.urls]
     return {"token_ids": prompt.ids, "content_parts": parts, "return_token_ids": True}
+
+
+def _choices(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(answer["choices"], key=lambda choice: choice["index"])
 
 
 def _spans(choice: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,8 +32,7 @@ SHARED_CODE = (
 )
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """The request of one completion, with its own sampling options: processes may be at different turns."""
 
     prompt: Prompt
@@ -77,10 +75,8 @@ class VLLMColocatedGenerator:
         self._has_weights = self._in_session = False
 
     def sync_weights(self, model: nn.Module) -> None:
-        """Load the weights into vLLM, then compare log-probabilities of a few tokens. Every process must call it.
-
-        Raises:
-            ValueError: vLLM's log-probabilities are not those of `model`.
+        """Load the weights into vLLM, then compare log-probabilities of a few tokens. Every process must call it. Raise
+        ValueError if vLLM's log-probabilities are not those of `model`.
         """
         if self._llm is None:
             self._llm = self._start(model)
@@ -89,21 +85,19 @@ class VLLMColocatedGenerator:
 
         prompt = any_prompt(model)
         in_float32 = self.engine.get("dtype", "float32") == "float32"  # by default that of the model
-        (written,) = self._write([_Request(prompt, PROBE, 0)])
-        check(model, prompt, written, True, "the vLLM in this process", in_float32)
+        written = self._write([_Request(prompt, PROBE, 0)]) or []
+        check(model, prompt, written[0], True, "the vLLM in this process", in_float32)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """See `posttrain.rl.generation.protocol.session`.
-
-        Weights freed by sleep are loaded again at its beginning.
-        """
+        """See `Generator`. Weights freed by sleep are loaded again at its beginning."""
         if not self._has_weights:
             self._load()
         self._in_session = True
         try:
             yield
-            self._serve_others()
+            while self._write(None) is not None:  # the requests of the group's other processes
+                pass
         finally:
             self._in_session = False
             if self.sleeps:
@@ -113,17 +107,14 @@ class VLLMColocatedGenerator:
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `Generator.generate`.
-
-        Log-probabilities are returned if only the temperature changes them, and no further options do.
-        """
+        """See `Generator.generate`. Log-probabilities are returned if nothing but the temperature changes them."""
         if not self._in_session:
             with self.session():
                 return self.generate(prompts, n, sampling, seeds)
         if seeds is None:
             seeds = torch.randint(2**31, (len(prompts) * n,)).tolist()
         rows = [prompt for prompt in prompts for _ in range(n)]
-        done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)])
+        done = self._write([_Request(row, sampling, seed) for row, seed in zip(rows, seeds, strict=True)]) or []
         return completions(done, with_logps=not (prefers_probable(sampling) or self.options))
 
     def _start(self, model: nn.Module) -> Any:
@@ -168,42 +159,28 @@ class VLLMColocatedGenerator:
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()  # memory freed by training is for vLLM
             self._llm.wake_up(tags=["weights"])
-        _reload(self._llm, Weights(self._model))
+        weights = Weights(self._model)  # layer by layer, into the layout of its kernels
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if weights.device.type == "cpu":
+            self._llm.apply_model(refresh_tied_head)
         if self.sleeps:
             self._llm.wake_up(tags=["kv_cache"])
         self._llm.reset_prefix_cache()
         self._has_weights = True
 
-    def _write(self, mine: list[_Request]) -> list[Written]:
-        """The requested completions.
+    def _write(self, mine: list[_Request] | None) -> list[Written] | None:
+        """The completions that this process requests, or None where it requests no more and no other does.
 
         Processes that split the model generate for all of them and keep their own.
         """
-        if self._group is None:
-            return self._ask(mine)
-        parts = self._gather(mine)
-        done = self._ask([request for part in parts for request in part or ()])
-        place = torch.distributed.get_rank(self._group)
-        start = sum(len(part or ()) for part in parts[:place])
-        return done[start : start + len(mine)]
-
-    def _serve_others(self) -> None:
-        """Take part in the requests of the group's other processes until none is left."""
-        if self._group is None:
-            return
-        while (parts := self._gather(None)) != [None] * self.group_size:
-            self._ask([request for part in parts for request in part or ()])
-
-    def _gather(self, mine: list[_Request] | None) -> list[list[_Request] | None]:
-        """The requests of each process of the group; None for a process that is done."""
-        parts: list[Any] = [None] * self.group_size
-        torch.distributed.all_gather_object(parts, mine, group=self._group)
-        return parts
-
-    def _ask(self, requests: list[_Request]) -> list[Written]:
-        if not requests:
-            return []
-        outputs = self._llm.generate(
+        parts: list[Any] = [mine] * self.group_size
+        place = 0 if self._group is None else torch.distributed.get_rank(self._group)
+        if self._group is not None:
+            torch.distributed.all_gather_object(parts, mine, group=self._group)
+        if all(part is None for part in parts):
+            return None
+        requests = [request for part in parts for request in part or ()]
+        outputs = requests and self._llm.generate(
             [_prompt_of(request) for request in requests],
             sampling_params=[self._params(request) for request in requests],
             use_tqdm=False,
@@ -211,8 +188,8 @@ class VLLMColocatedGenerator:
         for request, output in zip(requests, outputs, strict=True):
             if isinstance(request.prompt, Pictured):
                 request.prompt.check(output.prompt_token_ids, "The vLLM in this process")
-        layers = layers_of(self._model)
-        return [_written(output.outputs[0], layers) for output in outputs]
+        layers, start = layers_of(self._model), sum(len(part or ()) for part in parts[:place])
+        return [_written(output.outputs[0], layers) for output in outputs[start : start + len(mine or ())]]
 
     def _params(self, request: _Request) -> Any:
         """vLLM's SamplingParams."""
@@ -230,16 +207,9 @@ class VLLMColocatedGenerator:
 def _prompt_of(request: _Request) -> dict[str, Any]:
     """vLLM's prompt."""
     if isinstance(request.prompt, Pictured):
-        pictures = {"image": list(request.prompt.images)} if request.prompt.images else {}
-        return {"prompt_token_ids": request.prompt.ids} | ({"multi_modal_data": pictures} if pictures else {})
+        pictures = {"multi_modal_data": {"image": list(request.prompt.images)}} if request.prompt.images else {}
+        return {"prompt_token_ids": request.prompt.ids} | pictures
     return {"prompt_token_ids": list(request.prompt)}
-
-
-def _reload(llm: Any, weights: Weights) -> None:
-    """Replace the weights of `llm`, layer by layer, in the layout of its kernels."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-    if weights.device.type == "cpu":
-        llm.apply_model(refresh_tied_head)
 
 
 def _written(output: Any, layers: Sequence[int] = ()) -> Written:

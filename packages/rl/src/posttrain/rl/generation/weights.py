@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
 from posttrain.core.distributed.sharding import is_in_pieces, is_sharded, whole, whole_shape
+from posttrain.core.losses import selective_log_softmax
 from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, plain_classes, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import evaluating, is_float32
-
-Value = TypeVar("Value")
 
 LARGEST_GAP = 0.1
 """Mean difference of log-probabilities from which a weight sync counts as failed."""
@@ -25,6 +23,15 @@ LARGEST_GAP_FLOAT32 = 0.01
 """The same where trainer and engine both compute in float32."""
 PROBE = Sampling(8, temperature=2.0)
 """Sampling options of the check: the temperature separates scaled from unscaled log-probabilities."""
+
+
+BESIDE = (
+    *"use_dora modules_to_save trainable_token_indices target_parameters lora_bias alpha_pattern rank_pattern".split(),
+    *"layer_replication exclude_modules".split(),
+)
+"""Options of LoRA that change more than vLLM reads from a file of adapters."""
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the weights below as they are."""
 
 
 class Written(NamedTuple):
@@ -43,19 +50,10 @@ class Written(NamedTuple):
 
 def completions(written: Sequence[Written], with_logps: bool) -> Completions:
     """`written` as an engine returns it; without what one completion does not have."""
-    return Completions(
-        [one.ids for one in written],
-        _of_all([one.logps for one in written]) if with_logps else None,
-        [one.finished for one in written],
-        versions=_of_all([one.syncs for one in written]),
-        routes=_of_all([one.routes for one in written]),
-    )
-
-
-def _of_all(values: list[Value | None]) -> list[Value] | None:
-    """`values`; None where one of them is not known."""
-    known = [value for value in values if value is not None]
-    return known if known and len(known) == len(values) else None
+    columns = ([one[place] for one in written] for place in range(5))
+    known: Any = (None if any(value is None for value in column) else column for column in columns)
+    ids, logps, finished, syncs, routes = known
+    return Completions(ids, logps if with_logps else None, finished, versions=syncs, routes=routes)
 
 
 class OneByOne:
@@ -114,37 +112,70 @@ class Weights(OneByOne):
 
     @torch.no_grad()
     def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in self._whole():
-            yield from self._saved(name, weight)
+        for layer, parts in groupby(self._parts, key=lambda part: part.layer):  # those of one layer are adjacent
+            merged = {} if layer is None else _merged(layer)
+            for part in parts:
+                weight = whole(part.weight).detach() if layer is None else merged[part.of_layer].to(part.weight.dtype)
+                yield from self._saved(part.name, weight)
 
-    def _saved(self, name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _saved(self, name: str, weight: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         """`weight` as a checkpoint holds it: under its name there, or in several parts."""
-        yield from as_saved(self.base, {name: weight}).items() if self._converts else [(name, weight)]
+        return as_saved(self.base, {name: weight}).items() if self._converts else [(name, weight)]
 
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        merged: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
-        for part in self._parts:
-            if part.layer is None:
-                yield part.name, whole(part.weight).detach()
-                continue
-            if merged is None or merged[0] is not part.layer:  # those of one layer are adjacent
-                merged = part.layer, _merged(part.layer)
-            yield part.name, merged[1][part.of_layer].to(part.weight.dtype)
+
+class AdapterWeights(OneByOne):
+    """The LoRA adapter of `model` as peft writes it to a file: megabytes instead of the whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        peft_model = unwrap(model)
+        (active,) = peft_model.active_adapters
+        self.config: Any = peft_model.peft_config[active]
+        self._named = {
+            name.replace(f".{active}.", "."): parameter
+            for name, parameter in peft_model.named_parameters()
+            if any(part.startswith("lora_") for part in name.split(".")) and active in name.split(".")
+        }
+
+    @staticmethod
+    def are_taken(model: nn.Module, max_rank: int | None) -> bool:
+        """Whether servers that take adapters of `max_rank` (None: none) serve that of `model` as it is; else `Weights`
+        are sent, its product with those below.
+        """
+        if max_rank is None or not is_peft_model(model):
+            return False
+        peft_model = unwrap(model)
+        (config, *others) = peft_model.peft_config.values()
+        if others or config.peft_type != "LORA" or config.r > max_rank:
+            return False
+        plain = config.init_lora_weights in PLAIN_STARTS and config.bias == "none"
+        layers: list[Any] = [module for module in peft_model.modules() if hasattr(module, "lora_A")]
+        plain = plain and not any(vars(config)[name] for name in BESIDE)
+        return plain and all(type(layer.get_base_layer()) is nn.Linear for layer in layers)
+
+    @property
+    def are_in_pieces(self) -> bool:
+        """Whether the weights are sharded."""
+        return is_in_pieces(*self._named.values())
+
+    @torch.no_grad()
+    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._named.items():
+            yield name, whole(parameter).detach()
 
 
 def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
     """Raise ValueError if `model` has an adapter that is no change of its weights, which `engine` would leave out."""
-    configs = getattr(unwrap(model), "peft_config", {}).values() if is_peft_model(model) else ()
+    configs = unwrap(model).peft_config.values() if is_peft_model(model) else ()
     names = [type(config).__name__ for config in configs if config.is_prompt_learning]
+    alone = f"{engine} generates with the model's weights alone"
     if names:
         raise ValueError(
-            f"{engine} generates with the model's weights alone, without the virtual tokens of "
-            f"{names[0]}. Use the local engine, or an adapter such as LoRA."
+            f"{alone}, without the virtual tokens of {names[0]}. Use the local engine, or an adapter such as LoRA."
         )
     if invocation_problem(model):
         raise ValueError(
-            f"{engine} generates with the model's weights alone, in which an adapter with alora_invocation_tokens "
-            "cannot begin in the middle of a text. Use the local engine, or leave them out."
+            f"{alone}, in which an adapter with alora_invocation_tokens cannot begin in the middle of a text. Use the "
+            "local engine, or leave them out."
         )
 
 
@@ -157,18 +188,17 @@ def as_saved(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def saved_differently(model: Any, shapes: dict[str, torch.Tensor]) -> bool:
-    """Whether checkpoints of `model` hold its weights under other names or in other shapes.
-
-    Raises:
-        ValueError: they hold several weights as one, so that no weight can be sent by itself.
+    """Whether checkpoints of `model` hold its weights under other names or in other shapes. Raise ValueError if they
+    hold several weights as one, so that no weight can be sent by itself.
     """
-    whole = as_saved(model, shapes)
-    if {name: tensor.shape for name, tensor in whole.items()} == {n: tensor.shape for n, tensor in shapes.items()}:
+    sizes = lambda tensors: {name: tensor.shape for name, tensor in tensors.items()}  # noqa: E731
+    together = sizes(as_saved(model, shapes))
+    if together == sizes(shapes):
         return False
     alone: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         alone |= as_saved(model, {name: shape})
-    if {name: tensor.shape for name, tensor in whole.items()} != {n: tensor.shape for n, tensor in alone.items()}:
+    if together != sizes(alone):
         raise ValueError(
             f"Checkpoints of {type(model).__name__} hold several of its weights as one, and weights are sent to vLLM "
             "one by one. Leave use_vllm out."
@@ -176,8 +206,7 @@ def saved_differently(model: Any, shapes: dict[str, torch.Tensor]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A weight: `of_layer` of the adapter layer `layer`, or the plain tensor."""
 
     name: str
@@ -190,12 +219,9 @@ def _parts(module: nn.Module, name: str = "") -> Iterator[_Part]:
     """The weights below `module`, in the order of ``named_parameters``; tied ones as often as they are used."""
     if any(kind.__name__ == "AuxiliaryTrainingWrapper" for kind in type(module).__mro__):
         module = _in_use(module)  # `modules_to_save`, or trainable tokens: a wrapper of peft that trains a replacement
-    layer, below = None, list(module.named_children())
-    parameters = list(module.named_parameters(recurse=False))
-    if _is_adapted(module):
-        layer, below = module, []
-        parameters = list(module.get_base_layer().named_parameters())
-    for path, weight in parameters:
+    layer = module if _is_adapted(module) else None
+    own = module.named_parameters(recurse=False) if layer is None else layer.get_base_layer().named_parameters()
+    for path, weight in own:
         full_name = f"{name}.{path}".lstrip(".")
         if not weight.is_floating_point():
             raise ValueError(
@@ -203,7 +229,7 @@ def _parts(module: nn.Module, name: str = "") -> Iterator[_Part]:
                 "quantization_config, or leave use_vllm out."
             )
         yield _Part(full_name, weight, layer, path)
-    for child, one in below:
+    for child, one in module.named_children() if layer is None else ():
         yield from _parts(one, f"{name}.{child}".lstrip("."))
 
 
@@ -258,42 +284,27 @@ def any_prompt(model: nn.Module) -> list[int]:
 
 
 @torch.no_grad()
-def check(
-    model: nn.Module, prompt: list[int], written: Written, scaled: bool | None, who: str, in_float32: bool = False
-) -> bool:
+def check(model: nn.Module, prompt: list[int], written: Written, scaled: bool, who: str, in_float32: bool) -> None:
     """Compare an engine's log-probabilities of a few generated tokens with those of `model`.
 
     Args:
         written: the engine's completion of `prompt`, with the options `PROBE`.
-        scaled: whether the engine divides logits by the temperature first; None: detect it.
-        who: the engine, for the message.
-        in_float32: whether the engine computes in float32.
-
-    Returns:
-        `scaled`, as given or detected.
+        scaled: whether the engine divides logits by the temperature first.
+        who: the engine, for the message. in_float32: whether it computes in float32.
 
     Raises:
         ValueError: they differ by `LARGEST_GAP` or more on average, or in float32 by `LARGEST_GAP_FLOAT32`.
     """
-    ids, logps = written.ids, written.logps
+    ids, logps, device = written.ids, written.logps, next(model.parameters()).device
     if logps is None:
         raise ValueError(f"{who} returns no log-probabilities, so the weight sync cannot be verified.")
-    gaps = {way: _gap(model, prompt, ids, logps, PROBE.temperature if way else 1.0) for way in (True, False)}
-    found = gaps[True] <= gaps[False] if scaled is None else scaled
-    if not gaps[found] < (LARGEST_GAP_FLOAT32 if in_float32 and is_float32(base_model(model)) else LARGEST_GAP):
-        raise ValueError(
-            f"After the weights were sent, log-probabilities of {who} differ from the trainer's by {gaps[found]:.2g} "
-            "on average: it has other weights or another model. Serve the model that is being trained."
-        )
-    return found
-
-
-def _gap(model: nn.Module, prompt: list[int], ids: list[int], logps: Sequence[float], temperature: float) -> float:
-    device = next(model.parameters()).device
     with evaluating(model):
         logits = model(input_ids=torch.tensor([prompt + ids], device=device)).logits[0, len(prompt) - 1 : -1]
-    mine = (
-        (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None]).squeeze(1)
-    )
-    gaps = (mine.cpu() - torch.tensor(logps, dtype=torch.float32)).abs()
-    return float(gaps.nanmean()) if len(ids) else math.inf
+    heat = PROBE.temperature if scaled else 1.0
+    mine = selective_log_softmax(logits.float() / heat, torch.tensor(ids, device=device))
+    gap = float((mine.cpu() - torch.tensor(logps, dtype=torch.float32)).abs().nanmean())  # NaN without a token
+    if not gap < (LARGEST_GAP_FLOAT32 if in_float32 and is_float32(base_model(model)) else LARGEST_GAP):
+        raise ValueError(
+            f"After the weights were sent, log-probabilities of {who} differ from the trainer's by {gap:.2g} on "
+            "average: it has other weights or another model. Serve the model that is being trained."
+        )

@@ -36,20 +36,16 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scale: str = "group
     r"""GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.2:
     :math:`(r_i - \bar r) / (\sigma + 10^{-4})`.
 
+    (N,) -> (N,), with a group size of G.
+
     Args:
-        rewards: (N,). group_size: G.
         scale: what the standard deviation is taken over: "group"; "batch", all N (Liu et al. 2025,
             https://arxiv.org/abs/2508.08221); or "none" for no division (Dr. GRPO, https://arxiv.org/abs/2503.20783).
-
-    Returns:
-        (N,).
     """
     groups = rewards.view(-1, group_size)
     centred = groups - groups.nanmean(1, keepdim=True)
-    if scale == "group":
-        centred = centred / (standard_deviation(groups) + EPSILON)
-    elif scale == "batch":
-        centred = centred / (standard_deviation(rewards) + EPSILON)
+    if scale in ("group", "batch"):
+        centred = centred / (standard_deviation(groups if scale == "group" else rewards) + EPSILON)
     elif scale != "none":
         raise ValueError(f"scale={scale!r} is not one of group, batch, none.")
     return centred.flatten().nan_to_num(nan=0.0)
@@ -79,10 +75,8 @@ def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Te
 
 def reinforce_plus_plus_advantages(rewards: torch.Tensor, group_size: int, baseline: bool = True) -> torch.Tensor:
     """REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262: normalised over the whole batch, not in each
-    group.
-
-    Args:
-        baseline: first subtract the mean of the group (the paper's variant for several completions a prompt).
+    group. With `baseline`, the paper's variant for several completions a prompt, less the mean of the group. (N,) ->
+    (N,).
     """
     if baseline:
         groups = rewards.view(-1, group_size)

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.rl.losses.advantages import EPSILON, group_advantages, total_rewards
-from posttrain.rl.samples.samples import Sample, sequences
+from posttrain.rl.samples.samples import Sample
 
 
 @dataclass(frozen=True)
 class TurnRewards:
-    """What a reward function gives a completion of several turns.
-
-    Attributes:
-        turns: of each turn of the policy; None where it has none. outcome: of the whole, beside them.
+    """What a reward function gives a completion of several turns: `turns`, each turn of the policy, None where it has
+    none; `outcome`, the whole, beside them.
     """
 
     turns: Sequence[float | None]
@@ -52,14 +50,11 @@ class Turns:
     def of(cls, trajectories: Sequence[tuple[TurnRewards, list[int]]]) -> Turns:
         """Of the rewards and the states of each trajectory."""
         lengths = [len(states) for _, states in trajectories]
-        longest = max([1, *lengths])
-
-        def padded(rows: list[list[float]]) -> torch.Tensor:
-            return torch.tensor([[*row, *[torch.nan] * (longest - len(row))] for row in rows])
-
-        states = [[*states, *[0] * (longest - len(states))] for _, states in trajectories]
+        rooms = [[None] * (max([1, *lengths]) - length) for length in lengths]
+        turns = [[*rewards.turns, *room] for (rewards, _), room in zip(trajectories, rooms, strict=True)]
+        states = [[*states, *[0] * len(room)] for (_, states), room in zip(trajectories, rooms, strict=True)]
         return cls(
-            padded([[torch.nan if r is None else r for r in rewards.turns] for rewards, _ in trajectories]),
+            torch.tensor([[torch.nan if reward is None else reward for reward in row] for row in turns]),
             torch.tensor([rewards.outcome for rewards, _ in trajectories]),
             torch.tensor(lengths),
             torch.tensor(states),
@@ -75,11 +70,8 @@ class Turns:
         return torch.arange(self.rewards.shape[1]) < self.lengths.unsqueeze(1)
 
     def returns(self, discount: float) -> torch.Tensor:
-        r"""The discounted return of each turn, where the outcome is a reward of the last one:
-        :math:`R_t = r_t + \gamma R_{t+1}`.
-
-        Returns:
-            (N, T); NaN for turns that do not exist, and for trajectories without any reward.
+        r"""(N, T) the discounted return of each turn, where the outcome is a reward of the last one:
+        :math:`R_t = r_t + \gamma R_{t+1}`; NaN for turns that do not exist, and for trajectories without any reward.
         """
         rewards, last = self.rewards.nan_to_num(nan=0.0), (self.lengths - 1).clamp(min=0).unsqueeze(1)
         rewards = rewards.scatter_add(1, last, self.outcomes.nan_to_num(nan=0.0).unsqueeze(1))
@@ -92,40 +84,28 @@ class Turns:
 
 
 def return_advantages(returns: torch.Tensor, group_size: int, scale: str = "group") -> torch.Tensor:
-    r""":math:`(R_{it} - \bar R) / (\sigma + 10^{-4})` over all turns of a group.
-
-    Args:
-        returns: (N, T), see `Turns.returns`. scale: see `group_advantages`.
-
-    Returns:
-        (N, T).
+    r""":math:`(R_{it} - \bar R) / (\sigma + 10^{-4})` over all turns of a group, of (N, T) `Turns.returns`: (N, T). For
+    `scale` see `group_advantages`.
     """
     return group_advantages(returns.flatten(), group_size * returns.shape[1], scale).view_as(returns)
 
 
 def process_advantages(rewards: torch.Tensor, group_size: int, scale: str = "group") -> torch.Tensor:
     r"""GRPO's process supervision, Shao et al. 2024, https://arxiv.org/abs/2402.03300, section 4.1.3:
-    :math:`A_{it} = \sum_{k \ge t} (r_{ik} - \bar r) / \sigma`, normalised over all rewards of turns of a group.
-
-    Args:
-        rewards: (N, T), NaN without one. scale: see `group_advantages`.
-
-    Returns:
-        (N, T).
+    :math:`A_{it} = \sum_{k \ge t} (r_{ik} - \bar r) / \sigma`, normalised over all rewards of turns of a group: (N, T),
+    NaN without one, -> (N, T). For `scale` see `group_advantages`.
     """
     return return_advantages(rewards, group_size, scale).flip(1).cumsum(1).flip(1)
 
 
 def step_advantages(returns: torch.Tensor, states: torch.Tensor, group_size: int, scale: str = "group") -> torch.Tensor:
     r"""GiGPO, Feng et al. 2025, https://arxiv.org/abs/2505.10978, equation 7:
-    :math:`A^S_{it} = (R_{it} - \bar R) / F_{norm}` over the turns of a group that begin in the same state.
+    :math:`A^S_{it} = (R_{it} - \bar R) / F_{norm}` over the turns of a group that begin in the same state: (N, T), 0
+    where no other turn does.
 
     Args:
         returns: (N, T), NaN for turns that do not exist. states: (N, T).
         scale: "none" for :math:`F_{norm} = 1`; else the standard deviation of those turns.
-
-    Returns:
-        (N, T); 0 where no other turn begins in that state.
     """
     known = ~returns.isnan()
     group = (torch.arange(len(returns)) // group_size).unsqueeze(1).expand_as(states)
@@ -173,19 +153,12 @@ def states_of(sample: Sample) -> list[int]:
 
 
 def of_tokens(advantages: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """The advantages of turns at their tokens, 0 elsewhere.
-
-    Args:
-        advantages: (N, T). samples: N trajectories.
-
-    Returns:
-        (sequences of the trajectories, C tokens of the longest).
+    """The (N, T) advantages of turns at their tokens, 0 elsewhere: (sequences of the N trajectories, C tokens of the
+    longest).
     """
-    everyone = sequences(samples)
-    found, row = advantages.new_zeros(len(everyone), max(len(one.ids) for one in everyone)), 0
-    for sample, own in zip(samples, advantages, strict=True):
-        for one in sample.sequences:
-            for number, (start, stop) in one.turn_spans:
-                found[row, start:stop] = own[number]
-            row += 1
+    pairs = [(one, own) for sample, own in zip(samples, advantages, strict=True) for one in sample.sequences]
+    found = advantages.new_zeros(len(pairs), max(len(one.ids) for one, _ in pairs))
+    for row, (one, own) in enumerate(pairs):
+        for number, (start, stop) in one.turn_spans:
+            found[row, start:stop] = own[number]
     return found

@@ -19,10 +19,8 @@ import torch
 
 
 def of_trajectory(values: torch.Tensor, trajectories: torch.Tensor | None) -> torch.Tensor:
-    """(N,) or (N, 1) `values` of sequences, summed over each trajectory, at every one of its sequences.
-
-    Args:
-        trajectories: (N,) the number of the trajectory of each, below N; None where each is one.
+    """(N,) or (N, 1) `values` of sequences, summed over each trajectory, at every one of its sequences. `trajectories`
+    has the number of each one's, (N,), below N; None where each is one.
     """
     if trajectories is None:
         return values
@@ -107,14 +105,11 @@ def vespo_weight(
     negative: tuple[float, float],
 ) -> torch.Tensor:
     r"""VESPO, https://arxiv.org/abs/2602.10693: :math:`\phi(w) = w^k e^{\lambda(1 - w)}` of the whole sequence's ratio
-    w.
+    w, (N, 1), without a gradient; 1 where w is 1.
 
     Args:
         log_ratio: (N, T) of each token. correction: (N, T) or (N, 1) ratios that multiply it, see `engine_correction`.
         positive, negative: (k, lambda) for either sign of the advantage.
-
-    Returns:
-        (N, 1), without a gradient; 1 where w is 1.
     """
     log_w = (log_ratio.clamp(-20, 20) * mask).sum(1, keepdim=True)
     if correction is not None:
@@ -159,16 +154,13 @@ def engine_correction(
     clip_max: float | None = None,
 ) -> torch.Tensor:
     r"""Weights for completions of an engine whose probabilities differ from the trainer's:
-    :math:`\pi_{old} / \pi_{engine}`.
+    :math:`\pi_{old} / \pi_{engine}`, (N, T) for tokens, (N, 1) for sequences.
 
     Yao et al. 2025, https://fengyao.notion.site/off-policy-rl: truncated (TIS) or masked (MIS) importance sampling.
 
     Args:
         mode: "token_" or "sequence_" (the product over a completion), then "truncate" (bounded) or "mask" (0 outside).
         clip_min, clip_max: the bounds; None: none. NaN among the engine's log-probabilities counts as no difference.
-
-    Returns:
-        (N, T) for tokens, (N, 1) for sequences.
     """
     level, _, how = mode.partition("_")
     log_ratio = ((old_logps - sampling_logps) * mask).nan_to_num(nan=0.0)
@@ -183,10 +175,8 @@ def engine_correction(
 
 
 class Policy(NamedTuple):
-    """The inputs of a loss, see the top of this file.
-
-    logps: (N, T) of the policy, with the graph. old_logps: of the policy that made the rollout. ratio: see
-    `importance_ratio`. advantages: (N, 1) or (N, T). mask: (N, T). correction: see `engine_correction`.
+    """The inputs of a loss. logps: (N, T) of the policy, with the graph. old_logps: of that which made the rollout.
+    ratio: see `importance_ratio`. advantages: (N, 1) or (N, T). mask: (N, T). correction: see `engine_correction`.
     """
 
     logps: torch.Tensor
@@ -262,10 +252,8 @@ AVERAGES = {
 def summed(
     of_tokens: torch.Tensor, mask: torch.Tensor, average: str, trajectories: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> ().
-
-    Args:
-        trajectories: see `of_trajectory`.
+    """The sum that `count` of the same window divides: (N, T) or (N, 1), (N, T) -> (). For `trajectories` see
+    `of_trajectory`.
     """
     masked = of_tokens * mask
     if average == "sequences":

@@ -28,10 +28,8 @@ LogitsAt = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Texts(NamedTuple):
-    """Which tokens are of which text; on the CPU, in ascending order.
-
-    at: (S,) the tokens among all with a logit. of: (S,) the text of each. last: (G,) the last token of each in `at`.
-    rows: (G,) the completion that each is of.
+    """Which tokens are of which text; on the CPU, in ascending order. at: (S,) the tokens among all with a logit. of:
+    (S,) the text of each. last: (G,) the last token of each in `at`. rows: (G,) the completion that each is of.
     """
 
     at: torch.Tensor
@@ -119,10 +117,8 @@ def universal_divergence(
     vocabularies: Vocabularies,
     num_rows: int,
 ) -> torch.Tensor:
-    """The mean over the texts of each completion: (N,), 0 for one without any.
-
-    Args:
-        tokens, teacher_tokens: those that the logits predict, (M,) of the student. Both have the same texts.
+    """The mean over the texts of each completion: (N,), 0 for one without any. `tokens` and `teacher_tokens`, (M,) of
+    the student, are those that the logits predict. Both have the same texts.
     """
 
     def some(own: Texts, other: Texts) -> torch.Tensor:

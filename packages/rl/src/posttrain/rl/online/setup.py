@@ -19,7 +19,7 @@ from posttrain.rl.agents.command import AgentCommand
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
-from posttrain.rl.policy.shared_prefix import sharing_problem
+from posttrain.rl.policy.logprobs import sharing_problem
 from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import Rewards, reward_functions, reward_problems

@@ -20,7 +20,7 @@ from posttrain.lm.images.vision import check_model, image_token_id
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import HeadStates, TopK
 from posttrain.rl.generation.server import RETRIES, Server
-from posttrain.rl.policy.logprobs import FOR_THE_MODEL
+from posttrain.rl.policy.logprobs import inputs_of
 from posttrain.rl.policy.reference import FrozenReference
 from posttrain.rl.samples.prompts import PromptCodec
 from posttrain.rl.samples.samples import Rollout, Sample
@@ -43,12 +43,12 @@ class LocalTeacher:
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates | TopK:
         """What is known of the distributions at the labels of a micro-batch, in their order."""
-        inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
+        inputs = inputs_of(batch)
         return self.states(inputs, batch["labels"], batch.get("image_copies"))
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """(M, V) whole logits at the labels, for models whose head cannot be reached."""
-        inputs = {"input_ids": batch["input_ids"], **_inputs(batch)}
+        inputs = inputs_of(batch)
         with self.reference.use() as model, features_once(model, batch.get("image_copies"), inputs) as shown:
             logits = model(**shown).logits
         return logits[:, -batch["labels"].shape[1] :][batch["labels"] != IGNORE_INDEX]
@@ -64,10 +64,6 @@ class LocalTeacher:
         ):
             model(**shown)
         return found[0]
-
-
-def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in FOR_THE_MODEL if name in batch} | batch.get("image_inputs", {})
 
 
 class TranslatedTeacher(LocalTeacher):

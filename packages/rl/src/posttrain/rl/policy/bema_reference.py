@@ -41,11 +41,7 @@ class BEMACallback(bema.BEMACallback):
         self.reference: MovableReference | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """As the base's.
-
-        Raises:
-            ValueError: there is no reference to move.
-        """
+        """As the base's. Raise ValueError if there is no reference to move."""
         if self.update_ref_model and self.reference is None:
             raise ValueError(
                 "BEMACallback(update_ref_model=True) moves a reference, and this trainer holds none. Set beta above 0 "
@@ -65,10 +61,8 @@ class BEMACallback(bema.BEMACallback):
 
 
 def movers(callbacks: Iterable[Any], policy: nn.Module, is_precomputed: bool = False) -> list[BEMACallback]:
-    """Those of `callbacks` that move the reference of `policy`; give them one as `reference`.
-
-    Raises:
-        ValueError: the reference cannot be moved.
+    """Those of `callbacks` that move the reference of `policy`; give them one as `reference`. Raise ValueError if the
+    reference cannot be moved.
     """
     found = [one for one in callbacks if isinstance(one, BEMACallback) and one.update_ref_model]
     if found and wrapping.is_peft_model(policy):

@@ -41,10 +41,8 @@ def cast_head(model: nn.Module) -> None:
 
 
 def router_coefficient(model: nn.Module, given: float | None) -> float:
-    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0.
-
-    Raises:
-        ValueError: `model` is no mixture of experts, and a weight is given.
+    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0. Raise ValueError
+    if `model` is no mixture of experts, and a weight is given.
     """
     config = wrapping.text_config(wrapping.config_of(model))
     if hasattr(config, "output_router_logits"):

@@ -74,22 +74,77 @@ def arguments_of(args: Any) -> ReferenceArguments:
     return args
 
 
-class FrozenReference:
-    """A separate model, never trained.
+ANOTHER = (
+    "The run in {where} had another reference than this one, which is the weights that the model had when the "
+    "trainer was made. Make the trainer from the weights that the run began with, not from its checkpoint, or pass "
+    "ref_model."
+)
+SAMPLED = 512
+
+
+def fingerprint(weights: dict[str, torch.Tensor]) -> str:
+    """A hash of up to `SAMPLED` numbers of each tensor, spread over it, to detect trained weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Reference:
+    """What a policy is compared with.
 
     Attributes:
-        model: called like the policy.
         is_gone: it can no longer be evaluated.
+        moves: its weights change in training.
         another: the message about a checkpoint of a run that had another one.
     """
 
-    is_gone = False
+    is_gone = moves = False
+    adapter: str | None = None  # which stands for it in the policy
+    another = ANOTHER
+    _state: dict[str, Any] | None = None  # that of `state_dict`, where it stays as it is from the beginning
 
-    def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False, another: str = "") -> None:
-        self.another = another or ANOTHER
+    def use(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """The model to call, without gradients and without dropout."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What makes the reference."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The checkpoint's state: the weights of a moving reference, else a fingerprint. Every process must call it."""
+        if self._state is not None:
+            return self._state
+        if not self.moves:
+            return {"fingerprint": fingerprint(self.weights())}
+        return {"weights": {name: whole(own).detach().to("cpu", copy=True) for name, own in self.weights().items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
+        """The inverse of `state_dict`. Raise CheckpointError if this reference is not the one that the run in `where`
+        began with.
+        """
+        own = self.weights() if self._state is None else {}
+        kept = state.get("weights") if self._state is None else None
+        known = {"fingerprint": fingerprint(own)} if self._state is None else self._state
+        if not (state == known if kept is None else kept.keys() == own.keys()):
+            raise CheckpointError(self.another.format(where=where))
+        for name, tensor in (kept or {}).items():
+            fill(own[name], tensor)
+
+
+class FrozenReference(Reference):
+    """A separate model, never trained: `model`, called like the policy."""
+
+    def __init__(self, model: nn.Module, moves: bool = False, is_copy: bool = False, another: str = ANOTHER) -> None:
+        self.another = another
         obey_softcap(model)
         self.model, self.moves, self.is_copy = model.requires_grad_(False).eval(), moves, is_copy
-        self._state = None if moves else _state(self.weights(), moves)
+        self._state = None if moves else self.state_dict()  # before it is sharded
 
     def place(self, dist: Any) -> None:
         """Move it to the policy's device and shard it like the policy; a copy that never changes is cast to the compute
@@ -99,7 +154,6 @@ class FrozenReference:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[nn.Module]:
-        """The model to call, without gradients and without dropout."""
         with torch.no_grad():
             yield self.model
 
@@ -118,29 +172,12 @@ class FrozenReference:
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The checkpoint's state: the weights of a moving reference, else a fingerprint. Every process must call it."""
-        return _state(self.weights(), self.moves) if self._state is None else self._state
 
-    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
-        """The inverse of `state_dict`.
-
-        Raises:
-            CheckpointError: this reference is not the one that the run in `where` began with.
-        """
-        if self._state is None:
-            _restore(self.weights(), state, where)
-        elif state != self._state:
-            raise CheckpointError(self.another.format(where=where))
-
-
-class AdapterReference:
+class AdapterReference(Reference):
     """The policy's own weights with its adapter off, or with the frozen adapter `adapter` in its place.
 
     Calling it is calling the policy so. It costs no second copy of the model.
     """
-
-    is_gone = False
 
     def __init__(self, policy: nn.Module, adapter: str | None = None, moves: bool = False) -> None:
         self.policy, self.adapter, self.moves = wrapping.unwrap(policy), adapter, moves
@@ -176,18 +213,20 @@ class AdapterReference:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[nn.Module]:
-        """The model to call, without gradients and without dropout."""
-        with torch.no_grad(), eval_mode(self.policy):
+        policy = self.policy
+        with torch.no_grad(), eval_mode(policy):
             if self.adapter is None:
-                with self.policy.disable_adapter():
-                    yield self.policy
+                with policy.disable_adapter():
+                    yield policy
                 return
-            active, trained = self.policy.active_adapters, [(p, p.requires_grad) for p in self.policy.parameters()]
-            self.policy.set_adapter(self.adapter)
+            active, trained = policy.active_adapters, [(p, p.requires_grad) for p in policy.parameters()]
+            policy.set_adapter(self.adapter)
             try:
-                yield self.policy
+                yield policy
             finally:
-                _activate(self.policy, active)
+                policy.set_adapter(active[0])
+                if len(active) > 1:
+                    policy.base_model.set_adapter(active)
                 for parameter, requires_grad in trained:  # peft freezes the adapter that is put aside
                     parameter.requires_grad_(requires_grad)
 
@@ -200,24 +239,9 @@ class AdapterReference:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What makes the reference: the frozen adapter, or all that belongs to no adapter."""
-        tuned = [self.adapter] if self.adapter else list(self.policy.peft_config)
-        named = {name: any(part in name.split(".") for part in tuned) for name, _ in self.policy.named_parameters()}
-        return {n: p for n, p in self.policy.named_parameters() if named[n] == bool(self.adapter)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `FrozenReference.state_dict`."""
-        return _state(self.weights(), self.moves)
-
-    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
-        """As `FrozenReference.load_state_dict`."""
-        _restore(self.weights(), state, where)
-
-
-def _activate(policy: Any, adapters: list[str]) -> None:
-    """Make `adapters` of a peft model, which may be several, those that it computes with."""
-    policy.set_adapter(adapters[0])
-    if len(adapters) > 1:
-        policy.base_model.set_adapter(adapters)
+        tuned = {self.adapter} if self.adapter else {*self.policy.peft_config}
+        named = self.policy.named_parameters()
+        return {name: p for name, p in named if bool(tuned & {*name.split(".")}) == bool(self.adapter)}
 
 
 def changes_nothing(policy: nn.Module) -> bool:
@@ -230,17 +254,17 @@ def changes_nothing(policy: nn.Module) -> bool:
     return plain and not others and not any(more) and bool(tuned) and not any(bool(p.any()) for p in tuned)
 
 
-class PolicyAsReference:
+class PolicyAsReference(Reference):
     """The untrained policy itself, to precompute the reference's log-probabilities."""
 
-    is_gone, model = False, None
+    model = None
 
     def __init__(self, policy: nn.Module) -> None:
-        self.policy, self.state = policy, _state(dict(policy.named_parameters()), moves=False)
+        self.policy = policy
+        self._state = {"fingerprint": fingerprint(dict(policy.named_parameters()))}
 
     @contextlib.contextmanager
     def use(self) -> Iterator[nn.Module]:
-        """The model to call, without gradients and without dropout."""
         with torch.no_grad(), eval_mode(self.policy):
             yield self.policy
 
@@ -249,18 +273,8 @@ class PolicyAsReference:
         del self.policy
         self.is_gone = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `FrozenReference.state_dict`."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any], where: Any = "the checkpoint") -> None:
-        """As `FrozenReference.load_state_dict`."""
-        if state != self.state:
-            raise CheckpointError(ANOTHER.format(where=where))
-
 
 MovableReference = FrozenReference | AdapterReference
-Reference = MovableReference | PolicyAsReference
 
 
 def make_reference(
@@ -289,13 +303,8 @@ def make_reference(
 def set_up_reference(
     policy: nn.Module, given: nn.Module | None, fresh_adapter: bool, args: Any, dist: Any, movers: Sequence[Any] = ()
 ) -> MovableReference:
-    """`make_reference` for `args`, placed and sharded like the policy. Every process must call it.
-
-    Args:
-        movers: callbacks that move it, which are given it as `reference`.
-
-    Raises:
-        ValueError: it is to be moved towards the policy, and cannot; see `sync_problem`.
+    """`make_reference` for `args`, placed and sharded like the policy. Every process must call it. It is given to the
+    callbacks that move it, `movers`, as `reference`. Raise ValueError where there is a `sync_problem`.
     """
     if args.sync_ref_model and (problem := sync_problem(policy, given, args.ref_model_mixup_alpha)):
         raise ValueError(problem)
@@ -308,10 +317,8 @@ def set_up_reference(
 
 
 def start_problem(policy: torch.Tensor, reference: torch.Tensor, half: bool) -> str | None:
-    """Why a reference that is the policy's initial weights is not the policy before the first step; None if it is.
-
-    Args:
-        policy, reference: (N,) log-probabilities of completions. half: whether they are computed in 16 bits.
+    """Why a reference that is the policy's initial weights is not the policy before the first step; None if it is. Both
+    are (N,) log-probabilities of completions, computed in 16 bits if `half`.
     """
     half = half or policy.dtype != torch.float32
     gap, scale = (float(values.detach().abs().max()) for values in (policy - reference, policy))
@@ -327,21 +334,20 @@ def start_problem(policy: torch.Tensor, reference: torch.Tensor, half: bool) -> 
 
 def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> str | None:
     """Why the reference cannot be moved towards `policy`, as a sentence; None if it can."""
-    if given is None and wrapping.is_peft_model(policy) and alpha != 1:
+    if given is None:
+        if not wrapping.is_peft_model(policy) or alpha == 1:
+            return None
         return (
             f"sync_ref_model=True with ref_model_mixup_alpha={alpha} and an adapter: the mean of two adapters' "
             "factors is not the adapter of the mean. Set ref_model_mixup_alpha=1, or train without peft_config."
         )
-    if given is not None and wrapping.is_peft_model(policy):
+    if wrapping.is_peft_model(policy):
         return "sync_ref_model=True cannot move a ref_model towards a policy with an adapter. Leave ref_model out."
-    if given is not None:
-        own = {name: p.shape for name, p in given.named_parameters()}
-        if own != {name: p.shape for name, p in wrapping.unwrap(policy).named_parameters()}:
-            return (
-                "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, "
-                "or set False."
-            )
-    return None
+    own, its = ({n: p.shape for n, p in model.named_parameters()} for model in (given, wrapping.unwrap(policy)))
+    differs = (
+        "sync_ref_model=True needs a ref_model of the policy's architecture and sizes. Leave ref_model out, or set "
+    )
+    return None if own == its else differs + "False."
 
 
 def create_reference_model(model: nn.Module) -> nn.Module:
@@ -372,42 +378,3 @@ class SyncReference(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step % self.every == 0:
             self.reference.sync(model, self.alpha)
-
-
-# --------------------------------------------------------------------------------------------------- in the checkpoint
-
-SAMPLED = 512
-
-
-def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """A hash of up to `SAMPLED` numbers of each tensor, spread over it, to detect trained weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()
-
-
-ANOTHER = (
-    "The run in {where} had another reference than this one, which is the weights that the model had when the "
-    "trainer was made. Make the trainer from the weights that the run began with, not from its checkpoint, or pass "
-    "ref_model."
-)
-
-
-def _state(weights: dict[str, torch.Tensor], moves: bool) -> dict[str, Any]:
-    if moves:
-        return {"weights": {name: whole(tensor).detach().to("cpu", copy=True) for name, tensor in weights.items()}}
-    return {"fingerprint": fingerprint(weights)}
-
-
-def _restore(own: dict[str, torch.Tensor], state: dict[str, Any], where: Any) -> None:
-    kept = state.get("weights")
-    same = state["fingerprint"] == fingerprint(own) if kept is None else kept.keys() == own.keys()
-    if not same:
-        raise CheckpointError(ANOTHER.format(where=where))
-    with torch.no_grad():
-        for name, tensor in (kept or {}).items():
-            fill(own[name], tensor)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, padded_rows, reorder, shared_rows
+from posttrain.core.data.samplers import columns_of, has_length
+from posttrain.rl.policy.logprobs import CompletionScores, Encoder, padded_rows, reorder, shared_rows
 from posttrain.rl.preference.rows import PAIR, REFERENCE_COLUMNS
 
 
@@ -45,11 +46,8 @@ class Completions:
 def pair_metrics(
     chosen: Completions, rejected: Completions, rewards: torch.Tensor, logp_of: Callable[[Completions], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | int]]:
-    """(name, sum, count) of what is logged of B pairs with rewards (B, 2). The token statistics are those of
-    `posttrain.rl.preference.trainer.PreferenceTrainer`.
-
-    Args:
-        logp_of: gives the log-probabilities that are logged of a side, (B,).
+    """(name, sum, count) of what is logged of B pairs with rewards (B, 2). `logp_of` a side gives the log-probabilities
+    that are logged, (B,).
     """
     pairs, totals = len(rewards), rewards.sum(0)
     for i, (name, side) in enumerate((("chosen", chosen), ("rejected", rejected))):
@@ -64,19 +62,23 @@ def pair_metrics(
     yield "rewards/margins", totals[0] - totals[1], pairs
 
 
+def column_at_hand(dataset: Any, name: str) -> list[Any]:
+    """The values of a column; none where not all rows have one, or it takes to read a stream, or to make rows."""
+    if isinstance(dataset, list):
+        values = [row[name] for row in dataset if isinstance(row, Mapping) and name in row]
+        return values if len(values) == len(dataset) else []
+    return list(dataset[name]) if has_length(dataset) and name in columns_of(dataset) else []
+
+
 def read_lengths(
     dataset: Any, columns: Sequence[str], completions: int, shared: bool, flat: bool = False, most: int | None = None
 ) -> list[int]:
-    """Tokens that a model reads of each prepared row in one pass, see `read_length`.
-
-    Args:
-        columns: that the collator reads; those of tokens end in ``_ids``.
-        completions: how many of them are read.
+    """Tokens that a model reads of each prepared row in one pass, see `read_length`: of the prompt and the first
+    `completions` among `columns`, those of the collator, of which those of tokens end in ``_ids``.
     """
-    read = [name for name in columns if name.endswith("_ids")]
-    prompts = dataset["prompt_ids"] if "prompt_ids" in read else [()] * len(dataset)
-    sides = [dataset[name] for name in [name for name in read if name != "prompt_ids"][:completions]]
-    rows = zip(prompts, *sides, strict=True)
+    read = [name for name in columns if name.endswith("_ids") and name != "prompt_ids"][:completions]
+    prompts = dataset["prompt_ids"] if "prompt_ids" in columns else [()] * len(dataset)
+    rows = zip(prompts, *(dataset[name] for name in read), strict=True)
     return [read_length(len(prompt), list(map(len, texts)), shared, flat, most) for prompt, *texts in rows]
 
 
@@ -111,27 +113,19 @@ class SidedBatch(dict):
     sides: int = 2
 
     def halves(self) -> tuple[SidedBatch, SidedBatch]:
-        """The first and second half of the pairs, each with all its completions.
-
-        Raises:
-            ValueError: it has one pair, or its rows do not lie one below the other.
+        """The first and second half of the pairs, each with all its completions. Raise ValueError if it has one pair,
+        or its rows do not lie one below the other.
         """
         pairs, rest = divmod(max(map(len, self.values())), self.sides)
-        wrong = [name for name, value in self.items() if len(value) not in (pairs, pairs * self.sides)]
-        if rest or wrong:
+        if rest or any(len(value) not in (pairs, pairs * self.sides) for value in self.values()):
             raise ValueError("the batch holds prompts once for several completions, and cannot be cut by rows")
         if pairs < 2:
             raise ValueError("the batch has one pair, and cannot be cut any more")
-        middle = (pairs + 1) // 2
-        return self._part(pairs, slice(0, middle)), self._part(pairs, slice(middle, pairs))
-
-    def _part(self, pairs: int, rows: slice) -> SidedBatch:
-        part = SidedBatch()
-        part.sides = self.sides
-        for name, value in self.items():
-            sides = [value[start : start + pairs][rows] for start in range(0, len(value), pairs)]
-            part[name] = torch.cat(sides)
-        return part
+        halves = SidedBatch(), SidedBatch()
+        for half, rows in zip(halves, torch.arange(pairs).chunk(2), strict=True):
+            half.sides = self.sides
+            half |= {n: torch.cat([side[rows] for side in value.split(pairs)]) for n, value in self.items()}
+        return halves
 
 
 def positions_of(rows: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:

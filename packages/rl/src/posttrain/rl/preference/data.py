@@ -23,11 +23,9 @@ from posttrain.rl.preference.rows import PreferencePreparation, to_pairs
 
 @dataclass
 class PreferenceReport(TokenReport):
-    """Counts of kept, truncated and dropped rows of a dataset.
-
-    kept: fault -> (count, first rows), of rows kept in spite of it. prompts_cut: truncated rows that lost the beginning
-    of their prompt. prompt_tokens, completion_tokens: of the kept rows. longest: tokens of the longest prompt with its
-    completion.
+    """Counts of kept, truncated and dropped rows of a dataset. kept: fault -> (count, first rows), of rows kept in
+    spite of it. prompts_cut: truncated rows that lost the beginning of their prompt. prompt_tokens, completion_tokens:
+    of the kept rows. longest: tokens of the longest prompt with its completion.
     """
 
     remedies: ClassVar[Mapping[str, str]] = {
@@ -109,7 +107,11 @@ def prepare_preferences(
         if not isinstance(dataset, Dataset):
             dataset = _from_list([dataset[i] for i in range(len(dataset))], name)
         if prepare.kind == "preference" and prepare.format_of(dataset.column_names, name) != prepare.kind:
-            dataset = _paired(dataset.with_format(None), name)
+            rows = dataset.with_format(None)
+            pairs = to_pairs({k: v for k, v in row.items() if not k.startswith("ref_")} for row in rows)
+            if not pairs:
+                raise DataError(f"{name}: no prompt has a good and a bad completion, so there are no pairs.")
+            dataset = _from_list(pairs, name)
     how: dict[str, Any] = {"num_proc": num_proc, "limits": limits, "on_bad_rows": on_bad_rows}
     return prepare_rows(dataset, prepare, report, what="preference", **how), report
 
@@ -117,9 +119,9 @@ def prepare_preferences(
 def _from_list(rows: list[Any], name: str) -> Any:
     from datasets import Dataset
 
-    wrong = next((i for i, row in enumerate(rows) if not isinstance(row, Mapping)), None)
-    if wrong is not None:
-        raise DataError(f"{name}: row {wrong} is not a dict but of type {type(rows[wrong]).__name__}")
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{name}: row {i} is not a dict but of type {type(row).__name__}")
 
     def fault(number: int, columns: Collection[str]) -> Exception | None:
         """Arrow's error for these columns of the rows up to `number`: several types, or half of a surrogate pair."""
@@ -139,11 +141,3 @@ def _from_list(rows: list[Any], name: str) -> Any:
             f"{name}: row {number} does not form a table with those before it ({said}). Give each column one "
             "type, and texts of whole characters."
         ) from None
-
-
-def _paired(dataset: Any, name: str) -> Any:
-    """The pairs of unpaired rows."""
-    pairs = to_pairs({k: v for k, v in row.items() if not k.startswith("ref_")} for row in dataset)
-    if not pairs:
-        raise DataError(f"{name}: no prompt has a good and a bad completion, so there are no pairs.")
-    return _from_list(pairs, name)

@@ -41,21 +41,16 @@ COLUMNS = ("prompt", "completion", "label", OTHER_ROW)
 
 
 def check_images(args: Any, processor: Any, model: nn.Module) -> None:
-    """Raise ConfigError for settings of a trainer of preferences that do not support images, TypeError for a processor
-    or a model that does not.
-    """
+    """Raise ConfigError for settings that do not support images, TypeError for a processor or a model that does not."""
     check_processor(processor)
     check_model(model)
-    problems = [
-        f"{name}={value!r} is not supported for vision datasets (rows with images), {reason}; leave it out"
-        for name, reason in (
-            ("precompute_ref_log_probs", "which are read while batches are made"),
-            ("num_eval_samples", "whose prompts are not answered"),
-        )
-        if (value := getattr(args, name, None))
-    ]
-    if problems:
-        raise ConfigError(type(args).__name__, problems)
+    reasons = {
+        "precompute_ref_log_probs": "which are read while batches are made",
+        "num_eval_samples": "whose prompts are not answered",
+    }
+    if given := [name for name in reasons if vars(args).get(name)]:
+        said = "{}={!r} is not supported for vision datasets (rows with images), {}; leave it out"
+        raise ConfigError(type(args).__name__, [said.format(name, vars(args)[name], reasons[name]) for name in given])
 
 
 class Unpaired(Dataset):
@@ -94,24 +89,23 @@ class WithOthers(Dataset):
 
 
 def rows_with_images(dataset: Any, kind: str, name: str) -> Any:
-    """The rows of `dataset`, numbered; pairs as unpaired rows where `kind` is of those, each with another.
-
-    Raises:
-        DataError: no rows, or unpaired rows where pairs are wanted.
+    """The rows of `dataset`, numbered; pairs as unpaired rows where `kind` is of those, each with another. Raise
+    DataError if there are none, or unpaired ones where pairs are wanted.
     """
     if isinstance(dataset, (WithOthers, NumberedRows)):
         return dataset  # they are prepared
     check_dataset(dataset, f"{name}_dataset")
     dataset = numbered(dataset)
     columns = dataset[0] if (sized := has_places(dataset)) else columns_of(dataset)
-    if kind == "unpaired_preference" and set(PAIR) <= set(columns):
-        return WithOthers(Unpaired(dataset), each=2)
-    if kind != "unpaired_preference" and columns and not set(PAIR) <= set(columns):
+    are_pairs = set(PAIR) <= set(columns)
+    if kind == "unpaired_preference":
+        return WithOthers(Unpaired(dataset), each=2) if are_pairs else WithOthers(dataset) if sized else dataset
+    if columns and not are_pairs:
         raise DataError(
             f"{name}: rows with images need the columns chosen and rejected; found {', '.join(columns)}. Unpaired "
             "rows with images are not paired; train on them with KTOTrainer."
         )
-    return WithOthers(dataset) if sized and kind == "unpaired_preference" else dataset
+    return dataset
 
 
 class EmptyBatch(CountedBatch, Filler):
@@ -232,27 +226,18 @@ class ImageCollator:
 def row_lengths(
     dataset: Any, collate: Any, columns: Sequence[str], completions: int, shared: bool, flat: bool = False
 ) -> list[int]:
-    """Tokens that a model reads of each row, those of its images among them. The completion that KTO lends a row for
-    its KL is not counted where there are images.
-
-    Args:
-        dataset: prepared rows; or numbered ones where `collate` is an `ImageCollator`, which prepares them.
-        columns, completions, shared, flat: as for `posttrain.rl.preference.batches.read_lengths`.
+    """`read_lengths` of a `dataset` of prepared rows; or of numbered ones where `collate` is an `ImageCollator`, which
+    prepares them: with the tokens of images, and without the completion that KTO lends a row for its KL.
     """
     if not isinstance(collate, ImageCollator):
         return read_lengths(dataset, columns, completions, shared, flat)
     most = collate.prepare.max_length
 
-    def lengths(drafts: Sequence[Tokens], numbers: Sequence[int]) -> list[int]:
-        return list(map(length, drafts))
-
     def length(draft: Tokens) -> int:
-        if draft.fault:
-            return 0
         prompt = len(draft.prompt) + (draft.shown.hidden if draft.shown else 0)
-        return read_length(prompt, list(map(len, draft.completions)), shared, flat, most)
+        return 0 if draft.fault else read_length(prompt, list(map(len, draft.completions)), shared, flat, most)
 
-    return image_tokens.row_lengths(dataset, collate.prepare, lengths)
+    return image_tokens.row_lengths(dataset, collate.prepare, lambda drafts, numbers: list(map(length, drafts)))
 
 
 def image_collator(
@@ -264,10 +249,8 @@ def image_collator(
     once: bool,
     shared: bool = False,
 ) -> ImageCollator:
-    """The collator of a trainer of preferences with these arguments, for rows with images.
-
-    Args:
-        collate: of prepared rows. once: see `ImageCollator`. shared: whether `collate` lays prompts out once.
+    """The collator of a trainer of preferences for rows with images. `collate` is that of prepared rows, and `shared`
+    whether it lays prompts out once. For `once` see `ImageCollator`.
     """
     given = VisionProcessor.of_run(processor, model, args), ImageReader.of(args), args.bad_images == "drop"
     options = {"kind": kind, "invocation": invocation_tokens(model)} | preparation_options(args)

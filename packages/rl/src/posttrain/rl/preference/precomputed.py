@@ -48,19 +48,17 @@ def of_model(model: nn.Module) -> str:
         values = flat[:: max(1, len(flat) // SAMPLED)].double()
         sums = torch.stack([flat.sum(dtype=torch.float64), values.dot(values)])
         digest.update(torch.cat([values, sums]).cpu().numpy().tobytes())
-    config: Any = wrapping.config_of(model)
-    digest.update(config.to_json_string().encode() if hasattr(config, "to_json_string") else b"")
-    digest.update(repr(sorted(getattr(model, "peft_config", {}).items(), key=str)).encode())
+    adapters: dict[str, Any] = wrapping.unwrap(model).peft_config if wrapping.is_peft_model(model) else {}
+    digest.update(repr((wrapping.config_of(model), sorted(adapters.items(), key=str))).encode())
     return digest.hexdigest()
 
 
 def of_reference(reference: Any) -> str:
     """A hash of the reference's weights and settings."""
     with reference.use() as model:
-        model = wrapping.unwrap(model)
         if is_in_pieces(*model.parameters()):  # hashed before it was sharded
             return repr(reference.state_dict())
-        return of_model(model) + repr(getattr(reference, "adapter", None))
+        return of_model(wrapping.unwrap(model)) + repr(reference.adapter)
 
 
 def of_rows(dataset: Any) -> str:
@@ -116,11 +114,8 @@ def write(path: Path | None, columns: Mapping[str, torch.Tensor]) -> None:
 def compute(
     size: int, batch_size: int, columns: Sequence[str], ask: Callable[[list[int]], torch.Tensor], dist: Any
 ) -> dict[str, torch.Tensor]:
-    """The columns (size,) of a dataset; each process computes its share.
-
-    Args:
-        ask: ``(rows) -> (columns x rows,)``. Each process calls it equally often, because sharded weights need all
-            processes.
+    """The columns (size,) of a dataset; each process computes its share. `ask`: ``(rows) -> (columns x rows,)``. Each
+    process calls it equally often, because sharded weights need all processes.
     """
     most = -(-size // dist.world_size)
     mine = [min(dist.rank + i * dist.world_size, size - 1) for i in range(most)]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from posttrain.core.data.samplers import is_stream
+from posttrain.core.data.samplers import columns_of, is_stream
 from posttrain.core.errors import DataError
 from posttrain.lm.images.vision import Shown
 from posttrain.lm.preparation.rows import (
@@ -179,9 +179,7 @@ class PreferencePreparation(RowPreparation):
 
     def format_of(self, columns: Iterable[str], name: str) -> str:
         """The format of the rows of dataset `name`, "preference" or "unpaired_preference" in place of one another.
-
-        Raises:
-            DataError: the columns fit no format that can be converted to the `kind` that is prepared.
+        Raise DataError if the columns fit no format that can be converted to the `kind` that is prepared.
         """
         columns = list(columns)
         if seen := {"image", "images"} & set(columns):
@@ -218,23 +216,19 @@ class PreferencePreparation(RowPreparation):
         return vars(draft) | draft.kept | tokens
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Tokens]:
-        """Prepare a batch of rows, the dataset's `indices`.
-
-        Raises:
-            DataError: a row is faulty, and faulty rows are errors.
+        """Prepare a batch of rows, the dataset's `indices`. Raise DataError if a row is faulty, and faulty rows are
+        errors.
         """
         drafts = [draft for row, index in zip(rows, indices, strict=True) for draft in self._read(row, index)]
         for draft in drafts:
             draft.fault = draft.fault or next(filter(None, map(tokenization.unreadable, draft.texts)), "")
-        texts = [
-            (draft, text, start)
-            for draft in drafts
-            if not draft.fault
-            for text, start in zip(draft.texts, draft.starts, strict=True)
-        ]
-        spans = [[(start, len(text))] if start < len(text) else [] for _, text, start in texts]
-        encodings = chat_template.encode_texts(self.tokenizer, [text for _, text, _ in texts], spans)
-        for (draft, _, _), encoding in zip(texts, encodings, strict=True):
+        good = [draft for draft in drafts if not draft.fault]
+        texts = [text for draft in good for text in draft.texts]
+        starts = [start for draft in good for start in draft.starts]
+        owners = [draft for draft in good for _ in draft.texts]
+        spans = [[(start, len(text))] if start < len(text) else [] for text, start in zip(texts, starts, strict=True)]
+        encodings = chat_template.encode_texts(self.tokenizer, texts, spans)
+        for draft, encoding in zip(owners, encodings, strict=True):
             self._add(draft, encoding)
         for draft in drafts:
             if draft.texts and not draft.fault:
@@ -262,25 +256,19 @@ class PreferencePreparation(RowPreparation):
             label = self._label(row) if self.kind == "unpaired_preference" else None
             if "prompt_ids" in row:
                 return self._read_tokens(row, index, label)
-            row = self.with_prompt(row)
-            if any(isinstance(row.get(name), list) for name in ("prompt", *self.names)):
+            row, names = self.with_prompt(row), ("prompt", *self.names)
+            if any(isinstance(row.get(name), list) for name in names):
                 return self._read_chat(row, index, label)
-            for name in ("prompt", *self.names):
+            for name in names:
                 if row.get(name) is None:
                     raise DataError(f"{name} is null")
                 if not isinstance(row[name], str):
-                    raise DataError(
-                        f"{name} is neither a text nor a conversation but of type {type(row[name]).__name__}"
-                    )
-            prompt = row["prompt"]
+                    kind = type(row[name]).__name__
+                    raise DataError(f"{name} is neither a text nor a conversation but of type {kind}")
+            texts, starts = [row["prompt"] + row[name] for name in self.names], [len(row["prompt"])] * len(self.names)
             empty = next((name for name in self.names if not row[name].strip()), None)
-            return Tokens(
-                index,
-                texts=[prompt + row[name] for name in self.names],
-                starts=[len(prompt)] * len(self.names),
-                label=label,
-                oddity=f"{empty} is empty" if empty else "",
-            )
+            oddity = f"{empty} is empty" if empty else ""
+            return Tokens(index, texts=texts, starts=starts, label=label, oddity=oddity)
         except DataError as error:
             return Tokens(index, fault=str(error))
 
@@ -300,25 +288,20 @@ class PreferencePreparation(RowPreparation):
         return bool(row["label"])
 
     def _read_tokens(self, row: Mapping[str, Any], index: int, label: bool | None) -> Tokens:
-        names = ("prompt", *self.names)
-        ids: list[Any] = [row.get(f"{name}_ids") for name in names]
-        for name, value in zip(names, ids, strict=True):
+        ids: dict[str, Any] = {name: row.get(f"{name}_ids") for name in ("prompt", *self.names)}
+        for name, value in ids.items():
             if value is None:
                 raise DataError(f"{name}_ids is null")
-        empty = next((n for n, value in zip(self.names, ids[1:], strict=True) if not len(value)), None)
-        if empty:
-            raise DataError(f"{empty} is empty")
-        numbers = [
-            list(value) and whole_numbers(value, f"{n}_ids").tolist() for n, value in zip(names, ids, strict=True)
-        ]
-        return Tokens(index, prompt=numbers[0], completions=numbers[1:], label=label)
+        for name in self.names:
+            if not len(ids[name]):
+                raise DataError(f"{name} is empty")
+        prompt, *completions = (list(v) and whole_numbers(v, f"{name}_ids").tolist() for name, v in ids.items())
+        return Tokens(index, prompt=prompt, completions=completions, label=label)
 
     def _read_chat(self, row: Mapping[str, Any], index: int, label: bool | None) -> Tokens:
         def messages(name: str, role: str) -> list[chat_template.Message]:
-            value = row[name]
-            return (
-                [{"role": role, "content": value}] if isinstance(value, str) else chat_template.to_messages(value, name)
-            )
+            is_text = isinstance(row[name], str)
+            return [{"role": role, "content": row[name]}] if is_text else chat_template.to_messages(row[name], name)
 
         template = self.template_of(row)
         prompt = messages("prompt", "user")
@@ -351,21 +334,19 @@ class PreferencePreparation(RowPreparation):
 
     def _fit(self, draft: Tokens) -> None:
         """Truncate a row as configured. The completions keep one prompt."""
-        longest = max(map(len, draft.completions))
-        most = self.max_length
-        if most is None or len(draft.prompt) + longest <= most:
+        length, most = len(draft.prompt) + max(map(len, draft.completions)), self.max_length
+        if most is None or length <= most:
             return
         if self.long_rows == "error":
             raise DataError(
-                f"Row {draft.row} has {len(draft.prompt) + longest} tokens, more than max_length={most}. Raise "
-                "max_length, or set long_rows to truncate or drop."
+                f"Row {draft.row} has {length} tokens, more than max_length={most}. Raise max_length, or set long_rows "
+                "to truncate or drop."
             )
         if self.long_rows == "drop":
             draft.fault = f"longer than max_length={most}"
             return
         if self.truncation == "keep_start":
-            room = most - len(draft.prompt)
-            if room < 1:
+            if (room := most - len(draft.prompt)) < 1:
                 draft.fault = f"the prompt alone fills max_length={most}"
                 return
             draft.completions = [ids[:room] for ids in draft.completions]
@@ -412,7 +393,9 @@ def unpair_preference_dataset(
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
     """`unpair_preference_dataset` of a dataset of pairs; any other as it is."""
-    return unpair_preference_dataset(dataset, num_proc, desc) if {*PAIR} <= _columns(dataset) else dataset
+    one = _first(dataset)
+    are_pairs = {*PAIR} <= {*(columns_of(one) or next(iter(one), []))}
+    return unpair_preference_dataset(dataset, num_proc, desc) if are_pairs else dataset
 
 
 def _first(dataset: Any) -> Any:
@@ -420,15 +403,7 @@ def _first(dataset: Any) -> Any:
     return next(iter(dataset.values())) if isinstance(dataset, Mapping) else dataset
 
 
-def _columns(dataset: Any) -> set[str]:
-    one = _first(dataset)
-    return set(one.column_names if one.column_names is not None else next(iter(one)))
-
-
 def _unpaired(pairs: dict[str, list[Any]]) -> dict[str, list[Any]]:
     rows = [dict(zip(pairs, values, strict=True)) for values in zip(*pairs.values(), strict=True)]
-    rows = [dict(maybe_extract_prompt(row)) for row in rows]
-    kept = [name for name in rows[0] if name not in PAIR]
-    made = {name: [row[name] for row in rows] * 2 for name in kept}
-    made["completion"] = [row[name] for name in PAIR for row in rows]
-    return made | {"label": [name == "chosen" for name in PAIR for _ in rows]}
+    made = to_unpaired(map(maybe_extract_prompt, rows))
+    return {name: [row[name] for row in made[::2] + made[1::2]] for name in made[0]}

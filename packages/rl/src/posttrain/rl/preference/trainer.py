@@ -6,7 +6,6 @@ loss for each of B pairs from the `Completions` of both sides.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +37,8 @@ from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy import reference as references
 from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
+from posttrain.rl.policy.logprobs import CompletionScores, Encoder, score_completions, sharing_problem
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
-from posttrain.rl.policy.shared_prefix import CompletionScores, Encoder, score_completions, sharing_problem
 from posttrain.rl.preference import precomputed
 from posttrain.rl.preference.arguments import PreferenceConfig, as_config
 from posttrain.rl.preference.batches import Completions, PreferenceCollator, pair_metrics
@@ -48,6 +47,9 @@ from posttrain.rl.preference.images import COLUMNS, check_images, image_collator
 from posttrain.rl.preference.rows import REFERENCE_COLUMNS, preparation_options
 
 logger = logging.getLogger(__name__)
+
+Losses = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", Callable[[], None]]
+"""(loss of each row, (B,), rewards without a gradient, auxiliary loss of routers, what logs the metrics)."""
 
 
 class PreferenceTrainer(LanguageModelTrainer):
@@ -135,9 +137,27 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def look_at_model(self, parts: checks.Parts) -> None:
         """Makes the reference."""
-        if self.needs_reference:
-            is_fresh = parts.peft_config is not None and not loading.is_adapter(parts.model)
-            self._set_reference(parts.ref_model, fresh_adapter=is_fresh)
+        if not self.needs_reference:
+            return
+        args, given = references.arguments_of(self.args), parts.ref_model
+        is_fresh = parts.peft_config is not None and not loading.is_adapter(parts.model)
+        movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
+        plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
+        self._starts_at_reference = given is None and plain
+        if args.precompute_ref_log_probs and given is None and self.model_init is not None:
+            raise ValueError(
+                "precompute_ref_log_probs=True computes the reference once, and model_init makes another at each "
+                "train; set it to False, or pass ref_model."
+            )
+        if args.precompute_ref_log_probs and given is None and not wrapping.is_peft_model(self.model):
+            self.reference = references.PolicyAsReference(self.model)
+            return
+        reference = references.set_up_reference(self.model, given, is_fresh, args, self.dist, movers)
+        self.reference, self.ref_model = reference, reference.model
+        if args.sync_ref_model:
+            self.remove_callback(references.SyncReference)  # of the model before
+            steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
+            self.add_callback(references.SyncReference(reference, *steps))
 
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model without a head for tokens."""
@@ -190,28 +210,32 @@ class PreferenceTrainer(LanguageModelTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The mean of `preference_loss` over the pairs of the window, shape ().
+        """The mean loss over the rows of the window, shape (), with that of the routers.
 
-        With `return_outputs` also ``{"rewards": (B, 2)}``, of the chosen and the rejected completion of each pair.
+        With `return_outputs` also ``{"rewards": ...}``: (B, 2) of the chosen and the rejected completion of each pair,
+        (B,) of completions that are no pairs.
         """
-        chosen, rejected, aux_loss = self.score(model, inputs)
-        losses = self.preference_loss(chosen, rejected, inputs)
-        loss = self._mean_loss(losses, aux_loss, inputs, num_items_in_batch)
-        rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
-        if not pipeline.is_filler(inputs):
-            for name, total, count in pair_metrics(chosen, rejected, rewards, self.compared_logp):
-                self.metrics.add_sum(name, total, count)
-        return (loss, {"rewards": rewards}) if return_outputs else loss
-
-    def _mean_loss(
-        self, losses: torch.Tensor, aux_loss: torch.Tensor | None, inputs: Any, num_items: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The share of a micro-batch in the mean over the window, with the routers' loss, which is logged: shape ()."""
+        losses, rewards, aux_loss, log = self._losses(model, inputs)
         if aux_loss is not None:
             losses = losses + self.router_aux_loss_coef * aux_loss
-            if not pipeline.is_filler(inputs):
+        if not pipeline.is_filler(inputs):
+            if aux_loss is not None:
                 self.metrics.add_sum("aux_loss", aux_loss.detach() * len(losses), len(losses))
-        return losses.sum() / (len(losses) if num_items is None else num_items)
+            log()
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        return (loss, {"rewards": rewards}) if return_outputs else loss
+
+    def _losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
+        """Of the rows of a batch."""
+        chosen, rejected, aux_loss = self.score(model, inputs)
+        losses = self.preference_loss(chosen, rejected, inputs)
+        rewards = torch.stack([self.rewards(chosen), self.rewards(rejected)], 1).detach()
+
+        def log() -> None:
+            for name, total, count in pair_metrics(chosen, rejected, rewards, self.compared_logp):
+                self.metrics.add_sum(name, total, count)
+
+        return losses, rewards, aux_loss, log
 
     def score(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Completions, Completions, torch.Tensor | None]:
         """(chosen, rejected, auxiliary loss of a mixture of experts) of a batch; the reference without gradients."""
@@ -268,8 +292,8 @@ class PreferenceTrainer(LanguageModelTrainer):
 
     def _weight_of_tokens(self, window: Sequence[Any], side: int) -> torch.Tensor:
         """(), rows of a window for each token of their completions number `side`, over all processes."""
-        batches = [inputs for inputs in window if not pipeline.is_filler(inputs)]
-        sides = [inputs["completion_mask"].chunk(self.completions_per_row)[side] for inputs in batches]
+        masks = [inputs["completion_mask"] for inputs in window if not pipeline.is_filler(inputs)]
+        sides = [mask.chunk(self.completions_per_row)[side] for mask in masks]
         both = sum(map(self.count_items, window)), sum(mask.sum() for mask in sides)
         rows, tokens = self.dist.sum(torch.stack([normalization.scalar(n, self.dist.device).long() for n in both]))
         return rows / tokens.clamp_min(1)
@@ -278,14 +302,12 @@ class PreferenceTrainer(LanguageModelTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss, rewards, labels) of an evaluation batch."""
-        inputs = self.prepare_inputs(inputs)
-        compute_loss = self.evaluation_loss(inputs)
+        inputs, loss_only = self.prepare_inputs(inputs), prediction_loss_only
         options: dict[str, Any] = {"label_names": [], "can_return_loss": True, "ignore_keys": ignore_keys}
+        compute_loss = self.evaluation_loss(inputs)
         with self.compute_loss_context_manager():
-            loss, logits, _ = eval_loop.predict_batch(
-                model, inputs, compute_loss, loss_only=prediction_loss_only, **options
-            )
-        return loss, logits, None if prediction_loss_only else self._verdicts(inputs)
+            loss, logits, _ = eval_loop.predict_batch(model, inputs, compute_loss, loss_only=loss_only, **options)
+        return loss, logits, None if loss_only else self._verdicts(inputs)
 
     def _verdicts(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B,) the label of each pair: the column of its chosen completion, 0."""
@@ -331,27 +353,6 @@ class PreferenceTrainer(LanguageModelTrainer):
         if why_not := lm_head.supports_loss_in_head(model):
             logger.info("The logits of each batch are held whole: %s", why_not)
 
-    def _set_reference(self, ref_model: nn.Module | None, fresh_adapter: bool) -> None:
-        args = references.arguments_of(self.args)
-        movers = bema_reference.movers(self.callback_handler.callbacks, self.model, args.precompute_ref_log_probs)
-        plain = self.args.disable_dropout and not self.args.neftune_noise_alpha
-        self._starts_at_reference = ref_model is None and plain
-        if args.precompute_ref_log_probs and ref_model is None and self.model_init is not None:
-            raise ValueError(
-                "precompute_ref_log_probs=True computes the reference once, and model_init makes another at each "
-                "train; set it to False, or pass ref_model."
-            )
-        if args.precompute_ref_log_probs and ref_model is None and not wrapping.is_peft_model(self.model):
-            self.reference = references.PolicyAsReference(self.model)
-            return
-        reference = references.set_up_reference(self.model, ref_model, fresh_adapter, args, self.dist, movers)
-        self.reference = reference
-        self.ref_model = reference.model
-        if args.sync_ref_model:
-            self.remove_callback(references.SyncReference)  # of the model before
-            steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
-            self.add_callback(references.SyncReference(reference, *steps))
-
     def _check_start(self, model: nn.Module, sides: Sequence[Completions], score: Callable[[], Any]) -> None:
         """Check once, before the first optimizer step, that policy and reference agree: all margins must be 0."""
         # Without gradients the loss may only be measured, at other weights.
@@ -375,21 +376,18 @@ class PreferenceTrainer(LanguageModelTrainer):
         from transformers import GenerationConfig
 
         config: Any = GenerationConfig
-        rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
-        prompts = [row["prompt_ids"] for row in islice(rows, self.args.num_eval_samples) if len(row["prompt_ids"])]
-        with contextlib.ExitStack() as stack:
-            models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
-            stack.enter_context(self.dist.gathered(*models))
+        prompts = [row["prompt_ids"] for row in islice(dataset, self.args.num_eval_samples) if len(row["prompt_ids"])]
+        models = [model for model in (self.model, self.ref_model) if isinstance(model, nn.Module)]
+        with self.dist.gathered(*models):
             if not self.dist.is_main:
                 return
-            stack.enter_context(self.compute_loss_context_manager())
             greedy = config(do_sample=False, use_cache=True, max_new_tokens=self.args.max_sample_tokens)
             tokenizer, asked = tokenizer_of(self.processing_class), [Prompt("", prompt) for prompt in prompts]
             columns = {"prompt": tokenizer.batch_decode(prompts)}
-            with eval_loop.eval_mode(self.model):
+            with self.compute_loss_context_manager(), eval_loop.eval_mode(self.model):
                 columns["policy"] = complete(self.model, tokenizer, asked, greedy)
             if self.reference is not None and not self.reference.is_gone:
-                with self.reference.use() as model:
+                with self.compute_loss_context_manager(), self.reference.use() as model:
                     columns["reference"] = complete(model, tokenizer, asked, greedy)
         samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         written.append(samples, self.state.global_step, self.args.output_dir)
@@ -420,7 +418,7 @@ class PreferenceTrainer(LanguageModelTrainer):
     @torch.no_grad()
     def _precompute(self, dataset: Any, name: str) -> Any:
         """`dataset` with the reference's log-probability of each completion; every process computes a share of them."""
-        if not hasattr(dataset, "__len__"):
+        if not pipeline.has_length(dataset):
             raise ValueError(precomputed.OF_NO_LENGTH.format(name=name))
         if set(self.reference_columns) <= set(dataset.column_names):
             return dataset
@@ -459,18 +457,14 @@ class PreferenceTrainer(LanguageModelTrainer):
         owners = [next(kind for kind in type(self).__mro__ if method in vars(kind)) for method in methods]
         if not all(owner.__module__.startswith("posttrain.") for owner in (*owners, type(self.data_collator))):
             return None
-        if self._model_hash is None:  # before sharding and before training
-            if self.reference is None or self.reference.is_gone:
-                return None
-            self._model_hash = precomputed.of_reference(self.reference)
-        facts: dict[str, Any] = {
-            "trainer": type(self).__qualname__,
-            "model": self._model_hash,
-            "precision": self.dist.precision,
-        }
-        facts |= {"ld_alpha": getattr(self.args, "ld_alpha", None), "max_length": self.args.max_length}
-        facts["columns"] = self.reference_columns
-        return precomputed.place_of(dataset, self.args.output_dir, facts)
+        if self._model_hash is None and self.reference is not None and not self.reference.is_gone:
+            self._model_hash = precomputed.of_reference(self.reference)  # before sharding and before training
+        if self._model_hash is None:
+            return None
+        args, facts = self.args, dict[str, Any](trainer=type(self).__qualname__, model=self._model_hash)
+        facts |= {"precision": self.dist.precision, "columns": self.reference_columns}
+        facts |= {"ld_alpha": vars(args).get("ld_alpha"), "max_length": args.max_length}
+        return precomputed.place_of(dataset, args.output_dir, facts)
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """As the core's, with the reference."""

@@ -24,7 +24,7 @@ from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models.wrapping import PretrainedModel, text_config
 from posttrain.core.optim import builder
 from posttrain.lm.loading import adapters
-from posttrain.rl.policy.shared_prefix import token_scores
+from posttrain.rl.policy.logprobs import token_scores
 from posttrain.rl.training_server import losses, wire
 
 ALPHA = 32
