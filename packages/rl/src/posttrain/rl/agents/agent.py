@@ -121,7 +121,7 @@ class Episode:
 
     def close(self) -> None:
         """Refuse what is asked from now on."""
-        self._recorder.ended = True
+        self._recorder.end()
         if self._access is not None:
             self._endpoint.shut(self._access)
 

@@ -8,6 +8,7 @@ and the tokens of the new messages go behind them. Where the agent has changed i
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -40,6 +41,7 @@ from posttrain.rl.tools.protocol import QUESTION, behind, identifier
 logger = logging.getLogger(__name__)
 
 REPLIES = itertools.count(1)
+ENDED = "This trajectory has ended."
 FULL = "context_length_exceeded"
 """The code of errors about length, by which agents know them."""
 
@@ -92,7 +94,7 @@ class Recorder:
     Attributes:
         turns: in the order of their ends.
         cut: which bound has ended the trajectory, "turns", "tokens" or "seconds"; None: none has.
-        error: of the engine, which is not the agent's. ended: nothing is recorded any more.
+        error: of the engine, which is not the agent's.
     """
 
     def __init__(
@@ -109,17 +111,19 @@ class Recorder:
         self.turns: list[Written] = []
         self.cut: str | None = None
         self.error: Exception | None = None
-        self.ended = False
-        self._begun = 0
+        self._ended, self._begun = False, 0
+        self._open: set[asyncio.Future[Any]] = set()
         self._numbers: dict[int, Written] = {}
 
     async def reply(self, request: Request) -> Reply:
         """The policy's answer to `request`.
 
         Raises:
-            RequestError: the trajectory has reached a bound, or the chat template refuses the conversation.
+            RequestError: the trajectory has ended or reached a bound, or the chat template refuses the conversation.
         """
         warn_of_ignored(request.ignored)
+        if self._ended:
+            raise RequestError(ENDED, 410)
         if self.max_turns is not None and self._begun >= self.max_turns:
             self.cut = "turns"
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
@@ -132,13 +136,19 @@ class Recorder:
             raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
         sampling = self._with_room(request, before, asked, len(ids))
+        turn = asyncio.ensure_future(self.generate(ids, sampling, mix(self.seed, number) if number else self.seed))
+        self._open.add(turn)
         try:
-            done = await self.generate(ids, sampling, mix(self.seed, number) if number else self.seed)
+            done = await turn
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise RequestError(ENDED, 410) from None
         except Exception as error:
             self.error = error
             raise
-        if self.ended:
-            raise RequestError("This trajectory has ended.", 410)
+        finally:
+            self._open.discard(turn)
         reply = self._read(request, ids, done)
         history = _with_reply(request.history, reply, done.ids)
         num_read = len(ids) - len(asked) - 1 if before is not None else 0
@@ -159,6 +169,12 @@ class Recorder:
         self.turns.append(written)
         self._numbers[reply.number] = written
         return reply
+
+    def end(self) -> None:
+        """Refuse requests from now on, those among them that are being answered: no one may be there to do it later."""
+        self._ended = True
+        for turn in self._open:
+            turn.cancel()
 
     def sequences(self) -> list[list[Written]]:
         """The turns of each sequence of the trajectory: first of that which ends with the last turn."""

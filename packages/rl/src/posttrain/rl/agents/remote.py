@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from posttrain.core.errors import require
@@ -63,18 +63,5 @@ class RemoteAgent:
         self.run, self.__name__ = there.function(AgentThere(run), limit, ASKED), background.name_of(run)
 
     async def __call__(self, episode: Any, row: dict[str, Any]) -> Any:
-        turns: list[asyncio.Task[Any] | None] = []
-
-        async def generate(*args: Any, **kwargs: Any) -> Any:
-            turns.append(asyncio.current_task())
-            return await episode.generate(*args, **kwargs)
-
-        def read(name: str) -> Any:
-            return getattr(episode, name)
-
-        try:
-            return await self.run(row, episode.model, generate=generate, reward=episode.reward, read=read)
-        finally:  # no one waits for them any more
-            for turn in turns:
-                if turn is not None:
-                    turn.cancel()
+        read = partial(getattr, episode)
+        return await self.run(row, episode.model, generate=episode.generate, reward=episode.reward, read=read)
