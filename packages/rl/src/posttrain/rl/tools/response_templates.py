@@ -19,8 +19,7 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text.chat_template import Message, Template
-from posttrain.rl.tools.fields import END
-from posttrain.rl.tools.formats import Form
+from posttrain.rl.tools.formats import END, Form
 from posttrain.rl.tools.protocol import (
     NAME,
     QUESTION,
