@@ -637,7 +637,7 @@ def uneven_vllm(out, **changes):
             samples = super().generate(samples, sampling)
             for turn in range(3 * self.dist.rank):
                 shorter = replace(sampling, max_new_tokens=turn + 2)
-                some = self.sampler.generate_turn(samples[: turn + 1], shorter, self.logps_temperature)
+                some = self.sampler.generate_turn(samples[: turn + 1], shorter)
                 samples = [*some, *samples[turn + 1 :]]
             return samples
 

@@ -26,7 +26,7 @@ from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
 from posttrain.rl.agents.recorder import Recorder, Written
 from posttrain.rl.agents.remote import RemoteAgent, called
-from posttrain.rl.agents.scheduler import Policy, serve
+from posttrain.rl.agents.scheduler import Opening, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
@@ -208,7 +208,7 @@ class Episodes:
         self,
         samples: Sequence[Sample],
         sampling: Sampling,
-        policy: Policy,
+        open_turns: Opening,
         metrics: Metrics,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
@@ -236,7 +236,7 @@ class Episodes:
         )
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            serve(asked, policy, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
+            serve(asked, open_turns, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
             log(metrics, episodes.result())
         except BaseException:
             episodes.cancel()

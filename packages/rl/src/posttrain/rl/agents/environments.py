@@ -23,7 +23,7 @@ from typing import Any
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.lm.images.images import IMAGE_PARTS
-from posttrain.rl.agents.scheduler import Policy, serve
+from posttrain.rl.agents.scheduler import Opening, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.process import RolloutProcess, is_remote
@@ -210,7 +210,7 @@ class Environments:
         self,
         samples: Sequence[Sample],
         codec: PromptCodec,
-        policy: Policy,
+        open_turns: Opening,
         sampling: Sampling,
         context: int | None = None,
         ended: Callable[[int, Sample], None] | None = None,
@@ -257,7 +257,7 @@ class Environments:
         try:
             for place in range(len(samples)):
                 go_on(place, None)
-            serve(asked, policy, go_on)
+            serve(asked, open_turns, go_on)
         finally:  # where one has failed, the tools of the others end too
             for tools in list(running):
                 tools.cancel()

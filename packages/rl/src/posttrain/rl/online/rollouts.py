@@ -107,12 +107,13 @@ class Rollouts:
         owner, sampler = self.owner, self.owner.sampler
         with nullcontext() if sampler.may_overlap else sampler.generating, sampler.session():
             version = sampler.version if owner.source.background is not None else None
+            sampling = owner.sampling(temperature)
             if samples:
                 with owner.clock("generate"), torch.no_grad(), owner.compute_loss_context_manager():
-                    samples = owner.generate(samples, owner.sampling(temperature))
+                    samples = owner.generate(samples, sampling)
             if samples is None:
                 raise TypeError("generate() returned None. Return the completed samples: they are never changed.")
-            return with_versions(samples, version)
+            return with_versions(samples, version, sampling.temperature == owner.logps_temperature)
 
     def score(self, samples: list[Sample]) -> Scores:
         """The scores of completed samples, once for the processes that have the same ones; logs them."""

@@ -47,7 +47,7 @@ from posttrain.rl.online.asynchronous import NO_WEIGHTS
 from posttrain.rl.online.curriculum import Curriculum, Numbered
 from posttrain.rl.online.reporting import Reporter
 from posttrain.rl.online.rollouts import OldLogps, Rollouts
-from posttrain.rl.online.sampler import Policy, Sampler
+from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.online.source import Source
 from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_coefficient
@@ -280,9 +280,8 @@ class RolloutTrainer(LanguageModelTrainer):
             output = self.rollout_func([sample.prompt for sample in samples], self)
             return take_rollout(samples, output, self.codec)
         if self.episodes is not None:
-            policy = Policy(self.sampler, self.logps_temperature)
-            return self.episodes.run(samples, sampling, policy, self.metrics, self.sampler.ended)
-        return self.sampler.converse(samples, sampling, self.logps_temperature, self.metrics)
+            return self.episodes.run(samples, sampling, self.sampler.open_turns, self.metrics, self.sampler.ended)
+        return self.sampler.converse(samples, sampling, self.metrics)
 
     def score(self, samples: list[Sample]) -> Scores:
         """What the reward functions make of `samples`."""

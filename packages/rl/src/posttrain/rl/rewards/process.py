@@ -298,8 +298,10 @@ class _Worker:
         try:
             name, args, kwargs = pickle.loads(question[8:])
             with self._lock:
-                function = self._waiting[call][1][name]
-            value = function(*args, **kwargs)
+                _, functions = self._waiting.get(call, (None, {}))
+            if name not in functions:
+                raise RuntimeError(f"{name}() was called after the call that it is for had ended")
+            value = functions[name](*args, **kwargs)
             if inspect.iscoroutine(value):
                 answer = asyncio.run_coroutine_threadsafe(value, background.event_loop())
             else:
