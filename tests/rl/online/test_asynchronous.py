@@ -792,4 +792,4 @@ def test_every_background_thread_computes_on_the_device_of_the_thread_that_began
     assert found.result() == [3.0] == background.call_with_limit(device, 5.0)
     worker.end()
     rewards = Rewards([device, device], RewardArguments(reward_concurrency=2))
-    assert rewards(["a"], ["b"], [[1]], {}, {}).rewards.tolist() == [[3.0, 3.0]]
+    assert rewards.of([Sample({}, "a", [1], [1])]).rewards.tolist() == [[3.0, 3.0]]

@@ -19,6 +19,7 @@ from posttrain.rl.rewards import background
 from posttrain.rl.rewards import scoring as rw
 from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
+from posttrain.rl.samples.samples import Sample
 from tests import tiny
 
 PROMPTS, COMPLETIONS, IDS = ["a", "b"], ["x", "yy"], [[1], [2, 2]]
@@ -29,7 +30,13 @@ def options(**changes):
 
 
 def score(*functions, columns=None, extra=None, **changes):
-    return Rewards(functions, options(**changes))(PROMPTS, COMPLETIONS, IDS, columns, extra)
+    return Rewards(functions, options(**changes)).of(samples(columns), **(extra or {}))
+
+
+def samples(columns=None):
+    rows = [{name: values[place] for name, values in (columns or {}).items()} for place in range(len(PROMPTS))]
+    made = zip(rows, PROMPTS, IDS, COMPLETIONS, strict=True)
+    return [Sample(row, prompt, [1], ids, completion=completion) for row, prompt, ids, completion in made]
 
 
 def length(completions):
@@ -105,7 +112,7 @@ def test_a_failure_can_be_masked_or_given_a_value(caplog):
     caplog.set_level(logging.WARNING, "posttrain")
     masked = Rewards([broken, length], options(reward_on_error="mask"))
     for _ in range(3):
-        scores = masked(PROMPTS, COMPLETIONS, IDS)
+        scores = masked.of(samples())
     assert scores.rewards[:, 0].isnan().all() and scores.rewards[:, 1].tolist() == [1, 2]
     assert scores.failed.tolist() == [[True, False]] * 2
     assert len([r for r in caplog.records if "KeyError" in r.message]) == 1

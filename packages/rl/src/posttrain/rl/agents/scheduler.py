@@ -163,8 +163,8 @@ def alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
 
 
 Turns = TurnsApart | TurnsTogether | OpenTurns
-"""Turns of the policy that are being written. `step` writes on where they are true; it and `drop` go by the keys that
-`begin` was given. `quiet`: seconds without a request after which those that wait are begun, while nothing is written."""
+"""Turns that are being written, by the keys that `begin` was given. `step` has something to do where they are true.
+`quiet`: seconds without a request after which those that wait are begun, while nothing is written."""
 Opening = Callable[[Callable[[], None]], AbstractContextManager[Turns]]
 
 

@@ -152,74 +152,52 @@ class Rewards:
         self.weights = torch.tensor(weights or [1.0] * len(self.functions), dtype=torch.float32)
         self._told: set[str] = set()
 
-    def __call__(
-        self,
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        columns: Mapping[str, list[Any]] | None = None,
-        extra: Mapping[str, Any] | None = None,
-        num_turns: Callable[[int], int] | None = None,
-        is_whole: bool = True,
-    ) -> Scores:
-        """Score N completions.
+    def of(self, samples: Sequence[Sample], trainer_state: Any = None, is_whole: bool = True) -> Scores:
+        """Score N completed samples; columns are those of their rows, and what a ``rollout_func`` returned.
 
         Args:
-            prompts, completions: as the dataset has them: texts, or lists of messages.
-            columns: of the dataset, N values each. extra: further arguments for reward functions.
-            num_turns: of the policy in the completion at a place; None: they are not counted.
             is_whole: they are not a part of those that are learned from together.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
                 and ``reward_on_none`` is "raise".
         """
-        if not self.functions:
-            return Scores(torch.zeros(len(completions), 0), torch.zeros(len(completions), 0, dtype=torch.bool), [])
+        scores = None
+        if is_whole and self.groups is not None:
+            groups, self.groups = self.groups, None
+            scores = groups.of(samples)
+        scores = self._scores(samples, trainer_state) if scores is None else scores
+        if is_whole and self.functions and (unknown := scores.rewards.isnan().all(1)).any():
+            self._report_nothing(unknown, samples)
+        return scores
+
+    def _scores(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
+        names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
-        given = {**(columns or {}), "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        shared = {
+        given = {
+            "trainer_state": trainer_state,
+            "environments": [sample.environment for sample in samples],
             "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
             "log_extra": lambda column, values: table.update({column: list(values)}),
-            **(extra or {}),
+            **{name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)},
+            "prompts": [sample.prompt for sample in samples],
+            "completions": [sample.completion for sample in samples],
+            "completion_ids": [sample.ids for sample in samples],
         }
-        calls: list[Callable[[], Any]] = [
-            partial(self._score, number, given, shared, num_turns) for number in range(len(self.functions))
-        ]
+        calls = [partial(self._score, number, samples, given) for number in range(len(self.functions))]
         threads = self.options.reward_concurrency > 1 or any(self._waits)
         # Otherwise here, in the main thread, where signals and the debugger work.
         found = self._run_in_threads(calls) if threads else [call() for call in calls]
-        rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(len(calls), -1).t()
-        failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(len(calls), -1).t()
-        if is_whole and (unknown := rewards.isnan().all(1)).any():
-            self._report_nothing(unknown, prompts, completions)
+        shape = len(calls), len(samples)
+        rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(shape).t()
+        failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(shape).t()
         seconds, turns = [seconds for _, _, seconds, _ in found], [turns for *_, turns in found]
-        of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(completions))]
+        of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(samples))]
         kept = self.names, self.weights
         return Scores(rewards.contiguous(), failed.contiguous(), seconds, metrics, table, of_each, *kept)
 
-    def of(self, samples: Sequence[Sample], trainer_state: Any, is_whole: bool = True) -> Scores:
-        """Score completed samples; columns are those of their rows, and what a ``rollout_func`` returned."""
-        if is_whole and self.groups is not None:
-            groups, self.groups = self.groups, None
-            if (scores := groups.of(samples)) is not None:
-                if (unknown := scores.rewards.isnan().all(1)).any():
-                    self._report_nothing(unknown, [one.prompt for one in samples], [one.completion for one in samples])
-                return scores
-        names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
-        columns = {name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)}
-        return self(
-            [sample.prompt for sample in samples],
-            [sample.completion for sample in samples],
-            [sample.ids for sample in samples],
-            columns,
-            {"trainer_state": trainer_state, "environments": [sample.environment for sample in samples]},
-            lambda place: samples[place].num_turns,
-            is_whole,
-        )
-
-    def _run_in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
+    def _run_in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once, waits = self.options.reward_concurrency, self._waits
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
@@ -229,31 +207,25 @@ class Rewards:
             return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
 
     def _score(
-        self,
-        number: int,
-        given: Mapping[str, list[Any]],
-        shared: Mapping[str, Any],
-        num_turns: Callable[[int], int] | None,
+        self, number: int, samples: Sequence[Sample], given: Mapping[str, Any]
     ) -> tuple[list[float], list[bool], float, dict[int, TurnRewards]]:
         """(rewards, which failed, seconds, rewards of turns by completions) of one function."""
         function, name, started = self.functions[number], self.names[number], time.perf_counter()
-        arguments = asked_for(function, name, {**shared, **given})
-        size = len(given["completions"])
+        arguments, size = asked_for(function, name, given), len(samples)
         turns: dict[int, TurnRewards] = {}
+        cause: Exception | None = None
         try:
-            values, turns = with_totals(self._call(function, name, arguments, size), num_turns)
+            values, turns = with_totals(self._call(function, name, arguments, size), samples)
             failed = [value is not None and not math.isfinite(value) for value in values]
             wrong = sorted({repr(value) for value, bad in zip(values, failed, strict=True) if bad})
             problem = f"returned {' and '.join(wrong)} for {sum(failed)} of {size} completions"
         except Exception as error:
-            values, failed, turns = [None] * size, [True] * size, {}
+            cause, values, failed = error, [None] * size, [True] * size
             problem = f"failed on {size} completions: {type(error).__name__}: {error}"
             if isinstance(error, TimeoutError):
                 problem += ". Mend it, or set reward_timeout to more seconds, or to None for no limit"
-            if self.options.reward_on_error == "raise":
-                raise RewardError(self._message(name, problem, given, failed)) from error
         if any(failed):
-            self._report_problem(name, problem, given, failed)
+            self._report_failure(name, problem, samples[failed.index(True)], cause)
         instead = self.options.reward_error_value if self.options.reward_on_error == "value" else math.nan
         rewards = [
             instead if bad else math.nan if value is None else value for value, bad in zip(values, failed, strict=True)
@@ -277,25 +249,17 @@ class Rewards:
             raise ValueError(f"it returned {len(returned)} rewards for {size} completions; one for each is needed")
         return list(returned)
 
-    def _report_problem(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> None:
-        message = self._message(name, problem, given, failed)
+    def _report_failure(self, name: str, problem: str, sample: Sample, cause: Exception | None) -> None:
+        message = f"The reward function {name!r} {problem}\n{_shown(sample)}"
         if self.options.reward_on_error == "raise":
-            raise RewardError(message)
+            raise RewardError(message) from cause
         if name not in self._told:  # the first failure in full; the share of the later ones is in the log
             self._told.add(name)
             what = "left out" if self.options.reward_on_error == "mask" else f"scored {self.options.reward_error_value}"
             logger.warning("%s\nThese are %s; later failures are counted in rewards/%s/failed.", message, what, name)
 
-    def _message(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> str:
-        first = failed.index(True)
-        return (
-            f"The reward function {name!r} {problem}\n  prompt: {_short(given['prompts'][first])}\n  completion: "
-            f"{_short(given['completions'][first])}"
-        )
-
-    def _report_nothing(self, unknown: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        first = int(unknown.nonzero()[0])
-        which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
+    def _report_nothing(self, unknown: torch.Tensor, samples: Sequence[Sample]) -> None:
+        which = _shown(samples[int(unknown.nonzero()[0])])
         if unknown.all() and self.options.reward_on_none == "raise":
             raise RewardError(
                 f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} "
@@ -313,8 +277,12 @@ class Rewards:
             )
 
 
+def _shown(sample: Sample) -> str:
+    return f"  prompt: {_short(sample.prompt)}\n  completion: {_short(sample.completion)}"
+
+
 def with_totals(
-    returned: Sequence[Any], num_turns: Callable[[int], int] | None
+    returned: Sequence[Any], samples: Sequence[Sample]
 ) -> tuple[list[float | None], dict[int, TurnRewards]]:
     """(the reward of each completion, the rewards of turns of those that have any) of what a function `returned`.
 
@@ -329,10 +297,10 @@ def with_totals(
         if not isinstance(value, TurnRewards):
             values.append(_number(value))
             continue
-        if num_turns is not None and len(value.turns) != num_turns(place):
+        if len(value.turns) != (number := samples[place].num_turns):
             raise ValueError(
-                f"it returned {len(value.turns)} rewards of turns for a completion of {num_turns(place)} turns of the "
-                "policy; give one for each, and None for those without"
+                f"it returned {len(value.turns)} rewards of turns for a completion of {number} turns of the policy; "
+                "give one for each, and None for those without"
             )
         turns[place] = TurnRewards([_number(reward) for reward in value.turns], float(value.outcome))
         values.append(turns[place].total)
@@ -474,7 +442,5 @@ def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> li
             function.__name__ = name  # that of an adapter, and not of its base
         elif isinstance(function, nn.Module):
             function = scorer(function, tokenizer, trust_remote_code)
-        elif not callable(function):
-            raise TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
         made.append(function)
     return made
