@@ -28,6 +28,7 @@ from posttrain.rl.online.asynchronous import Turns, Worker
 from posttrain.rl.online.ledger import audit
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.scoring import RewardArguments, Rewards
+from posttrain.rl.samples.samples import Sample
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 from tests.rl.generation.test_vllm import OpenAI, Server

@@ -19,11 +19,11 @@ import torch
 
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
-from posttrain.rl.agents.chat_api import read_message
 from posttrain.rl.agents.command import AgentCommand
 from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
 from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
+from posttrain.rl.agents.openai_api import read_message
 from posttrain.rl.agents.recorder import Recorder, Written
 from posttrain.rl.agents.remote import RemoteAgent, called
 from posttrain.rl.agents.scheduler import Opening, serve

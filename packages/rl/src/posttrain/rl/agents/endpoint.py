@@ -18,9 +18,8 @@ from typing import Any
 
 from posttrain.core.errors import require
 from posttrain.rl.agents.anthropic_api import MESSAGES
-from posttrain.rl.agents.chat_api import CHAT, COMPLETIONS
 from posttrain.rl.agents.messages import API, Event, Reply, Request, RequestError
-from posttrain.rl.agents.responses_api import RESPONSES
+from posttrain.rl.agents.openai_api import CHAT, COMPLETIONS, RESPONSES
 from posttrain.rl.rewards import background
 
 logger = logging.getLogger(__name__)

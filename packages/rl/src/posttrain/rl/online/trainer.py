@@ -35,7 +35,6 @@ from posttrain.lm.images.vision import check_model, check_processor
 from posttrain.lm.loading import loading
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.agents.agent import Agent, Episodes
-from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
 from posttrain.rl.generation.protocol import Abilities
@@ -67,7 +66,7 @@ from posttrain.rl.samples.prompts import (
     require_prompts,
     with_room,
 )
-from posttrain.rl.samples.samples import Rollout, Sample
+from posttrain.rl.samples.samples import Rollout, Sample, take_rollout
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -100,7 +99,7 @@ class RolloutTrainer(LanguageModelTrainer):
         peft_config: train adapters (LoRA and others) instead of the model's own weights.
         tools: functions that the policy may call, see `posttrain.rl.agents.environments`.
         rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see
-            `posttrain.rl.agents.rollout_functions.take_rollout`.
+            `posttrain.rl.samples.samples.take_rollout`.
         environment_factory: makes environments, see `posttrain.rl.agents.environments`.
         generator: the generation engine; by default as `args` set.
         agent: what makes episodes of rows in place of all these: ``async (episode, row)``, a command, or an

@@ -16,6 +16,7 @@ from posttrain.lm.images.vision import Shown
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.policy.logprobs import lay_out, lay_out_values
 from posttrain.rl.samples.images import RolloutImages
+from posttrain.rl.samples.prompts import PromptCodec
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,57 @@ def room_left(sample: Sample, max_tokens: int, context: int | None) -> int:
     return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
 
 
+def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: PromptCodec) -> list[Sample]:
+    """`samples` with the output of a ``rollout_func``.
+
+    Args:
+        output: ``prompt_ids``, ``completion_ids`` and ``logprobs``, one of each for each sample; ``env_mask``, 0 at
+            tokens that the policy did not choose; all other keys go to the reward functions.
+
+    Raises:
+        ValueError: a key is missing or has the wrong length.
+    """
+    needed = ("prompt_ids", "completion_ids", "logprobs")
+    if missing := [name for name in needed if name not in output]:
+        raise ValueError(f"rollout_func must return {', '.join(needed)} in its dict; {', '.join(missing)} is missing.")
+    others = {name: value for name, value in output.items() if name not in (*needed, "env_mask", "completions")}
+    for name in (*needed[:2], *(["env_mask"] if output.get("env_mask") is not None else [])):
+        if len(output[name]) != len(samples):
+            raise ValueError(
+                f"rollout_func returned {len(output[name])} of {name} for {len(samples)} prompts; one for each is "
+                "needed (a prompt comes num_generations times)."
+            )
+    found, ends = [], {codec.tokenizer.eos_token_id, codec.tokenizer.pad_token_id}
+    for i, sample in enumerate(samples):
+        prompt_ids, ids = list(output["prompt_ids"][i]), list(output["completion_ids"][i])
+        if not prompt_ids or not ids:
+            raise ValueError(
+                f"rollout_func returned no tokens for prompt {i}; a prompt and a completion have at least one."
+            )
+        extra = {
+            name: values[i] if isinstance(values, list) and i < len(values) else values
+            for name, values in others.items()
+        }
+        found.append(
+            replace(
+                sample,
+                prompt_ids=prompt_ids,
+                ids=ids,
+                logps=None if output["logprobs"] is None else _plain_logps(output["logprobs"][i]),
+                learn=None if output.get("env_mask") is None else [bool(m) for m in output["env_mask"][i]],
+                completion=codec.decode(sample.prompt, ids, prompt_ids),
+                finished=ids[-1] in ends,
+                extra=sample.extra | extra,
+            )
+        )
+    return found
+
+
+def _plain_logps(values: Any) -> list[float]:
+    first = [value[0] if isinstance(value, (list, tuple)) else value for value in values]  # top-k lists, best first
+    return [float("nan") if value is None else float(value) for value in first]
+
+
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
 OF_TOKENS = (
     "advantages",
@@ -319,7 +371,18 @@ class Rollout:
         first = edges if self.trajectories is None else torch.searchsorted(self.trajectories, edges)
         found = []
         for start, stop in pairwise(first.tolist()):
-            part = self._part(start, stop, share, pad_token_id, multiple, positions) | whole
+            rows, width = range(start, stop), int(self.completion_lengths[start:stop].max())
+            prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
+            completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
+            layout = prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple
+            part = (lay_out(*layout) if self.images is None else self._with_images(rows, layout, positions)) | whole
+            if self.routes is not None:
+                routes = self.routes[start:stop]
+                part[ROUTES] = lay_out_values(routes, prompts, completions, share, part["input_ids"], OWN)
+            for name in (*OF_TOKENS, *OF_ROWS):
+                if (values := getattr(self, name)) is not None:
+                    values = values[start:stop]
+                    part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
             if self.trajectories is not None:
                 numbers = self.trajectories[start:stop] - self.trajectories[start]
                 firsts = torch.searchsorted(numbers, torch.arange(int(numbers[-1]) + 1))
@@ -327,39 +390,17 @@ class Rollout:
             found.append(part)
         return found
 
-    def _part(
-        self,
-        start: int,
-        stop: int,
-        share: bool,
-        pad_token_id: int,
-        multiple: int | None,
-        positions: ImagePositions | None,
-    ) -> dict[str, Any]:
-        rows = range(start, stop)
-        prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
-        completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
-        width = int(self.completion_lengths[start:stop].max())
-        layout = completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple
-        if self.images is None:
-            part = lay_out(prompts, *layout)
-        elif share:
-            keys = [self.images.prompts[row] for row in rows]
-            shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
-            seen = [self.images.prompt(key, shown[key]) for key in self.images.runs(rows)]
-            part = lay_out(prompts, *layout, keys, None if positions is None else list(map(positions, seen)))
-            part |= self.images.shared_inputs(part["input_ids"], rows)
-        else:
-            part = lay_out(prompts, *layout)
-            part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
-        if self.routes is not None:
-            part[ROUTES] = lay_out_values(self.routes[start:stop], prompts, completions, share, part["input_ids"], OWN)
-        for name in (*OF_TOKENS, *OF_ROWS):
-            values = getattr(self, name)
-            if values is not None:
-                values = values[start:stop]
-                part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
-        return part
+    def _with_images(self, rows: range, layout: tuple[Any, ...], positions: ImagePositions | None) -> dict[str, Any]:
+        images: Any = self.images
+        prompts, _, _, share, *_ = layout
+        if not share:
+            part = lay_out(*layout)
+            return part | images.inputs(part["input_ids"], part["attention_mask"], rows)
+        keys = [images.prompts[row] for row in rows]
+        shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
+        seen = [images.prompt(key, shown[key]) for key in images.runs(rows)]
+        part = lay_out(*layout, keys, None if positions is None else list(map(positions, seen)))
+        return part | images.shared_inputs(part["input_ids"], rows)
 
     def part(self, start: int, stop: int) -> Rollout:
         """The completions `start` to `stop`, of text and each a trajectory."""
