@@ -212,11 +212,9 @@ class Episodes:
         metrics: Metrics,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """The `samples` after an episode of each, in their order. Episodes run on the program's event loop.
-
-        Args:
-            sampling: how tokens are drawn, and how many a sequence may have behind its first prompt.
-            ended: is called in this thread with the place of each episode that has ended, and with the sample.
+        """The `samples` after an episode of each, in their order; in each a sequence has so many tokens behind its
+        first prompt as `sampling` says. Episodes run on the program's event loop. `ended` is called in this thread with
+        the place of each that has ended, and with the sample.
         """
         loop, found = background.event_loop(), list(samples)
         asked: SimpleQueue[Any] = SimpleQueue()
@@ -320,10 +318,8 @@ def _answer(future: asyncio.Future[Any], sample: Sample) -> None:
 
 
 def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float | None, dict[str, Any]]:
-    """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions).
-
-    Raises:
-        TypeError: it returned something else.
+    """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions). Raises
+    TypeError where it returned something else.
     """
     columns = dict(returned) if isinstance(returned, Mapping) else {}
     value = columns.pop("reward", None) if isinstance(returned, Mapping) else returned
@@ -349,10 +345,8 @@ def turn_rewards(total: float | None, given: Sequence[tuple[int, float]], number
 
 
 def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequence[Written]) -> Sample:
-    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before.
-
-    Args:
-        written: all turns of the trajectory.
+    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before;
+    `written` are all turns of the trajectory.
     """
     own = next(i for i, turn in enumerate(turns) if id(turn) not in seen)
     seen.update(map(id, turns))

@@ -134,13 +134,9 @@ class Environments:
             self._busy.difference_update(id(sample.environment) for sample in samples)
 
     def check(self, codec: PromptCodec, row: Mapping[str, Any] | None = None) -> set[int]:
-        """Test the chat template with every tool before sampling. Returns the tokens that end a turn with calls.
-
-        Args:
-            row: the first of the dataset, where it is known.
-
-        Raises:
-            ValueError: the template does not support tools, see `ToolProtocol`; or the row has no conversation.
+        """Test the chat template with every tool before sampling. Returns the tokens that end a turn with calls. Raises
+        ValueError where the template does not support tools, see `ToolProtocol`, or `row`, the first of the dataset,
+        has no conversation.
         """
         everyone = [Sample({}, None, [], environment=pool[0]) for pool in self.pools.values()] or [Sample({}, None, [])]
         tried = [codec.protocol(schemas) for schemas in map(self.schemas_of, everyone) if schemas]
@@ -149,11 +145,7 @@ class Environments:
         return {token for protocol in tried for token in protocol.end_ids}
 
     def check_prompt(self, sample: Sample, schemas: Sequence[dict[str, Any]], codec: PromptCodec) -> None:
-        """Reject a prompt that does not describe the tools to the policy.
-
-        Raises:
-            DataError: the prompt is a text, or neither the template nor the prompt names the tools.
-        """
+        """Raise DataError where the prompt is a text, or neither the template nor the prompt names the tools."""
         if not schemas:
             return
         _require_messages(sample.prompt)
@@ -186,13 +178,10 @@ class Environments:
     def answers(
         self, sample: Sample, calls: Sequence[Call], example: str = ""
     ) -> Generator[list[Any], list[Any], list[dict[str, Any]]]:
-        """Make the calls of one turn, in their order: the messages of their tools.
-
-        Plain functions run in the thread that goes on with this generator. It yields awaitables of async ones, which
-        run side by side where they follow each other, and of those in another process; and is sent their results.
-
-        Args:
-            example: how a call is written, for one that could not be read.
+        """Make the calls of one turn, in their order: the messages of their tools. Plain functions run in the thread
+        that goes on with this generator. It yields awaitables of async ones, which run side by side where they follow
+        each other, and of those in another process; and is sent their results. `example` shows how a call is written,
+        for one that could not be read.
         """
         tools, results = self.tools_of(sample), []
         for is_async, some in groupby(calls, lambda call: background.is_async(tools.get(call.name, len))):
@@ -307,10 +296,8 @@ def _joined(sample: Sample, turn: Sample) -> Sample:
 
 
 def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
-    """What its ``reset(**row)`` returns.
-
-    Raises:
-        RuntimeError: it could not reach something. The engine's errors of that kind are not those of environments.
+    """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
+    engine's.
     """
     try:
         return background.call(partial(environment.reset, **row))
@@ -323,11 +310,7 @@ def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a tool, from its type hints and docstring.
-
-    Raises:
-        TypeError: they are incomplete.
-    """
+    """The schema of a tool, from its type hints and docstring; a TypeError where they are incomplete."""
     from transformers.utils import get_json_schema
 
     try:
@@ -374,10 +357,8 @@ async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Map
 
 
 def _as_text(name: str, result: Any) -> str:
-    """What a tool returned, as the policy reads it: of parts of a message, their texts.
-
-    Raises:
-        TypeError: it shows an image, or an object of which a text would say its address alone.
+    """What a tool returned, as the policy reads it: of parts of a message, their texts. Raises TypeError where it shows
+    an image, or an object of which a text would say its address alone.
     """
     if isinstance(result, list) and result and all(isinstance(part, Mapping) and "text" in part for part in result):
         if all(part.get("type") == "text" for part in result):

@@ -112,11 +112,7 @@ class API:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """The conversation of a request.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """The conversation of a request; a RequestError where there is none."""
     found = body.get("messages")
     if not isinstance(found, list) or not found:
         raise RequestError("messages is missing or empty: send the conversation.")
@@ -124,11 +120,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
 
 
 def functions_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The tools of a request of OpenAI's APIs.
-
-    Raises:
-        RequestError: one is no function.
-    """
+    """The tools of a request of OpenAI's APIs; a RequestError where one is no function."""
     tools = tuple(body.get("tools") or ())
     if kinds := {tool.get("type") for tool in tools} - {"function"}:
         raise RequestError(f"tools has the type {kinds.pop()!r}; the policy calls functions alone.")
@@ -145,10 +137,8 @@ def fields(body: Mapping[str, Any], used: Sequence[str], neutral: Mapping[str, A
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
-    """The text of a message's content, which is a text, nothing, or a list of parts of these `kinds`.
-
-    Raises:
-        RequestError: it has other parts, such as images.
+    """The text of a message's content, which is a text, nothing, or a list of parts of these `kinds`; a RequestError
+    where it has other parts, such as images.
     """
     if content is None or isinstance(content, str):
         return content or ""

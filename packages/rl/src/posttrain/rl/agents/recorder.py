@@ -116,10 +116,8 @@ class Recorder:
         self._numbers: dict[int, Written] = {}
 
     async def reply(self, request: Request) -> Reply:
-        """The policy's answer to `request`.
-
-        Raises:
-            RequestError: the trajectory has ended or reached a bound, or the chat template refuses the conversation.
+        """The policy's answer to `request`; a RequestError where the trajectory has ended or reached a bound, or the
+        chat template refuses the conversation.
         """
         warn_of_ignored(request.ignored)
         if self._ended:
@@ -278,14 +276,9 @@ class Recorder:
 def next_ids(
     codec: PromptCodec, written: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> list[int]:
-    """The tokens of `messages` behind a turn of the policy: the end of its turn, they, and the next beginning.
-
-    Args:
-        written: the tokens of the policy. tools: schemas.
-
-    Raises:
-        DataError: the chat template refuses such messages.
-        ValueError: it does not support tools, whose answers are among the messages.
+    """The tokens of `messages` behind a turn of the policy, whose tokens are `written`: the end of its turn, they, and
+    the next beginning. Raises DataError where the chat template refuses such messages, and ValueError where it does not
+    support tools, whose answers are among them.
     """
     count = next((i for i, message in enumerate(messages) if message["role"] != "tool"), len(messages))
     if count:

@@ -197,10 +197,8 @@ def _nothing() -> None:
 
 
 def _new(asked: SimpleQueue[Any], waits: bool, quiet: float) -> list[Any] | None:
-    """The requests that there are, by their places; None after the last.
-
-    Args:
-        waits: for the first, and for others that come close behind it, such as those of one group.
+    """The requests that there are, by their places; None after the last. It `waits` for the first, and for others that
+    come close behind it, such as those of one group.
     """
     found: list[Any] = []
     is_first = waits

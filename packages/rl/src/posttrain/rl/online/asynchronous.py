@@ -179,10 +179,8 @@ class Background:
         return self._batches
 
     def fill(self, plan: Plan, step: int, left: int) -> None:
-        """Begin the rollouts that may begin at the start of an accumulation window.
-
-        Args:
-            plan: of the run. step: optimizer steps done. left: micro-batches still to come of the present rollout.
+        """Begin the rollouts that may begin at the start of an accumulation window, after so many optimizer steps of
+        `plan`, with so many micro-batches `left` of the present rollout.
         """
         self._plan = plan
         most = min(self.max_staleness, plan.max_steps - step - 1)

@@ -61,10 +61,8 @@ class Curriculum:
         self._reach: torch.Tensor | None = None  # the sum of the weights up to each prompt
 
     def choose(self, rows: list[dict[str, Any]], places: Sequence[int], rollout: int) -> list[dict[str, Any]]:
-        """`rows`, some of which others have taken the place of.
-
-        Args:
-            places: of the prompt of each row in the rollout; the same one takes the place of all rows of a prompt.
+        """`rows`, some of which others have taken the place of: the same one in all rows of a prompt, whose `places` in
+        the rollout are given.
         """
         chosen: dict[int, dict[str, Any]] = {}
         for row, place in zip(rows, places, strict=True):
@@ -91,10 +89,8 @@ class Curriculum:
         return int(torch.searchsorted(self._reach, drawn * total, right=True))
 
     def update(self, passed: Sequence[tuple[int, float]]) -> None:
-        """Count completions of one rollout.
-
-        Args:
-            passed: the number of the prompt of each, and whether it passed, 0 or 1; NaN where that is not known.
+        """Count completions of one rollout: the number of the prompt of each, and whether it passed, 0 or 1; NaN: not
+        known.
         """
         found: dict[int, list[float]] = {}
         for number, value in passed:
@@ -116,11 +112,9 @@ class Curriculum:
         return found | {"curriculum/known": len(known) / len(self.rates)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass rates."""
         return {"rates": self.rates.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         if len(state["rates"]) != len(self.rates):
             logger.warning(
                 "The checkpoint's curriculum has pass rates of %d prompts, and there are %d: they are counted again "

@@ -41,7 +41,6 @@ class Ledger:
         self.path, self.engine = Path(folder) / f"samples-{rank}.jsonl", engine
 
     def began(self, max_staleness: int) -> None:
-        """A run starts from the beginning."""
         self._write([{"began": 0, "max_staleness": max_staleness}])
 
     def resumed(self, step: int, max_staleness: int) -> None:
@@ -49,14 +48,11 @@ class Ledger:
         self._write([{"resumed": step, "max_staleness": max_staleness}])
 
     def dropped(self, rollout: int, why: str) -> None:
-        """A batch of prompts is not learned from."""
         self._write([{"rollout": rollout, "dropped": why}])
 
     def used(self, samples: Sequence[Sample], rewards: Sequence[float], version: int, step: int | None) -> None:
         """`samples` are learned from in the optimizer step `step`, and perhaps later ones; None: they are left out.
-
-        Args:
-            rewards: of each, summed. version: of the weights, where samples have none.
+        `rewards` are summed; `version` is of the weights, where samples have none.
         """
         self._write(
             {

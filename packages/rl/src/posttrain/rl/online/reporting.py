@@ -59,7 +59,6 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
-        """The summary of `samples`."""
         prompts, lengths = torch.tensor([[len(s.prompt_ids), s.num_chosen] for s in samples]).view(-1, 2).unbind(1)
         finished = torch.tensor([one.finished for one in samples])
         return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, scores.names, scores.weights)
@@ -103,11 +102,9 @@ class Summary:
         return {name: (value, 1) for name, value in numbers.items() if not math.isnan(value)} | self._extremes()
 
     def sums(self, group_size: int, threshold: float) -> dict[str, tuple[float, Any]]:
-        """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k``, and of the squares of the
-        last two over prompts, for `with_errors`. As `Metrics.update` takes them.
-
-        Args:
-            threshold: reward of the first function from which a completion passes.
+        """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k`` (of the first function's
+        rewards from `threshold` on), and of the squares of the last two over prompts, for `with_errors`. As
+        `Metrics.update` takes them.
         """
         total, size, names = total_rewards(self.rewards, self.weights), len(self.lengths), self.names
         columns = {"reward": total} if names else {}
@@ -164,10 +161,8 @@ def pass_at_k(num: int, passed: int, k: int) -> float:
 
 
 def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> str | None:
-    """A warning if a log record shows that nothing was learned or that something is wrong; else None.
-
-    Args:
-        from_rewards: what is learned comes from rewards.
+    """A warning if a log record shows that nothing was learned, `from_rewards` perhaps, or that something is wrong;
+    else None.
     """
     if not any(logs.get(f"agent/{name}", 1) for name in ("turns", "failed", "cut/tokens", "cut/seconds")):
         return (
@@ -251,7 +246,6 @@ class Reporter:
         self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on
 
     def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
-        """Show the samples of a rollout."""
         self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
 
     def store(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any) -> None:
@@ -268,7 +262,6 @@ class Reporter:
             self.evaluated += self._rows(samples, scores, advantages, step)
 
     def report_evaluation(self, description: str, prefix: str, step: int) -> None:
-        """Show what was collected."""
         if self.args.log_completions:
             self._show(self.evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
 
@@ -346,11 +339,7 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
-    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where that cannot hold them.
-
-    Returns:
-        the file.
-    """
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where that cannot hold them. Returns the file."""
     import pyarrow
     from pyarrow import parquet
 

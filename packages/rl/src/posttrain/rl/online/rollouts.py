@@ -74,7 +74,6 @@ class Rollouts:
         return (owner.episodes is not None or talks) and owner.sampler.may_overlap
 
     def sync(self) -> None:
-        """Send the weights to the engine, if they have changed."""
         owner = self.owner
         owner.sampler.sync_weights(owner.model, owner.state.global_step, owner.clock)
 
@@ -168,11 +167,7 @@ class Rollouts:
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
-        """The tokens of `samples`, without log-probabilities and advantages.
-
-        Raises:
-            ValueError: experts are replayed, and the engine returned none.
-        """
+        """The tokens of `samples` alone. Raises ValueError where experts are replayed, and the engine returned none."""
         sampler, replays = self.owner.sampler, self.args.router_replay
         routes = [(one.routes, one.num_read) for one in sequences(samples)] if replays else []
         if any(known is None or len(known) < num_read for known, num_read in routes):
@@ -210,7 +205,6 @@ class Rollouts:
             return [values.cpu() for values in whole]
 
     def parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """The micro-batches of `rollout`."""
         owner, multiple = self.owner, self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
         positions = None if owner.image_prompts is None else owner.image_prompts.positions
@@ -220,10 +214,8 @@ class Rollouts:
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, rows: list[dict[str, Any]], models: Sequence[nn.Module]) -> None:
-        """Complete and score a batch of prompts; logs rewards, ``pass@k`` and the policy loss.
-
-        Args:
-            models: whose weights are gathered for the loss. Every process must call it, also one without rows.
+        """Complete and score a batch of prompts; logs rewards, ``pass@k`` and the policy loss. Every process must call
+        it, also one without rows, as the weights of `models` are gathered for the loss.
         """
         owner = self.owner
         samples = self.eval_samples(rows)
@@ -283,17 +275,12 @@ class OldLogps:
         self.begins: torch.Tensor | None = None
 
     def begin_run(self) -> None:
-        """A run begins: its first rollout is compared."""
         self.recomputes = self.compared = False
 
     def of(self, rollout: Rollout, is_exact: bool) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with what the loss reads, (N, C) log-probabilities of the old policy where they are known).
-
-        Args:
-            is_exact: the engine declares its log-probabilities exact.
-
-        Raises:
-            ValueError: completions of earlier weights cannot be weighted.
+        """(`rollout` with what the loss reads, (N, C) log-probabilities of the old policy where they are known). With
+        `is_exact` the engine declares its own exact. Raises ValueError where completions of earlier weights cannot be
+        weighted.
         """
         owner, needs_old = self.owner, self.owner.needs_old_logps
         sampled, stale, quantile = rollout.sampling_logps, rollout.versions is not None, 1 - owner.top_entropy_quantile

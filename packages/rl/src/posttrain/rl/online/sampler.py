@@ -88,11 +88,7 @@ class Sampler:
         return bool(self.environments.tools or self.environments.factories)
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]], check: bool = True) -> list[Sample]:
-        """A sample without a completion for each row.
-
-        Args:
-            check: that prompts describe the tools.
-        """
+        """A sample without a completion for each row; if `check`, prompts must describe the tools."""
         found: list[Sample] = []
         read: Any = None
         before: dict[str, Any] = {}
@@ -115,7 +111,6 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------ the engine
 
     def use(self, generator: Generator) -> None:
-        """Generate with this engine from now on."""
         self.generator, self.can = generator, Abilities.of(generator)
         self.session: Callable[[], contextlib.AbstractContextManager[Any]]
         self.session = getattr(generator, "session", contextlib.nullcontext)
@@ -154,11 +149,9 @@ class Sampler:
         return self.can.is_concurrent and self.can.updates_in_flight
 
     def with_attempts(self, call: Callable[[], Value], again: Callable[[], None]) -> Value:
-        """What `call` returns, also if the engine of any process is lost meanwhile and comes back.
-
-        Args:
-            again: is called by all processes before each further attempt, and sends the weights; raises
-                ConnectionError where the engine stays away.
+        """What `call` returns, also if the engine of any process is lost meanwhile and comes back. Before each further
+        attempt all processes call `again`, which sends the weights, or raises ConnectionError where the engine stays
+        away.
         """
         for _ in range(ATTEMPTS - 1):
             found, lost = None, None
@@ -219,10 +212,8 @@ class Sampler:
 
     @contextlib.contextmanager
     def open_turns(self, wake: Callable[[], None]) -> Iterator[Turns]:
-        """A context in which turns are begun at any time, for this thread alone.
-
-        Args:
-            wake: is called from any thread when `step` of the turns has something to do that it had not before.
+        """A context in which turns are begun at any time, for this thread alone. `wake` is called from any thread when
+        `step` of the turns has something to do that it had not before.
         """
         if self.can.is_concurrent:
             threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
@@ -285,11 +276,7 @@ def encode(
     images: ImagePrompts | None = None,
     keeps_images: bool = False,
 ) -> tuple[list[int], Shown | None]:
-    """(tokens, images) of the prompt of a row.
-
-    Raises:
-        DataError: it is invalid; the message shows the row.
-    """
+    """(tokens, images) of the prompt of a row. Raises DataError, which shows the row, where it is invalid."""
     try:
         if images is None:
             if not isinstance(prompt, str):
@@ -301,10 +288,8 @@ def encode(
 
 
 def with_versions(samples: Sequence[Sample], version: int | None, is_exact: bool) -> list[Sample]:
-    """`samples` with the `version` of the weights where the engine noted none; None: without versions.
-
-    Args:
-        is_exact: their log-probabilities may be exact.
+    """`samples` with the `version` of the weights where the engine noted none; None: without versions. Their
+    log-probabilities may be exact if `is_exact`.
     """
     found = []
     for sample in samples:

@@ -228,10 +228,8 @@ class Source:
             self.ledger.used(samples, scores.totals.tolist(), self.sampler.version, step)
 
     def state_dict(self, dealt: list[int]) -> dict[str, Any]:
-        """The rollout that is being gone through, and the counts.
-
-        Args:
-            dealt: how completions are distributed: on each process, processes, in a micro-batch.
+        """The rollout that is being gone through, the counts, and how completions are `dealt`: on each process,
+        processes, in a micro-batch.
         """
         state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
         state |= {} if self.background is None else self.background.position()

@@ -95,7 +95,6 @@ class TranslatedTeacher(LocalTeacher):
         return replace(rollout.for_teacher(rows, teacher_places=places), loss_mask=places >= 0)
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates:
-        """As `LocalTeacher.known`."""
         read = rows_to_read(batch)
         labels = read.pop("labels")
         return self.states(read, labels)
@@ -147,14 +146,9 @@ def rows_to_read(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def align(
     ids: Sequence[int], student: Any, teacher: Any, ends: Iterable[int] = (), with_end: bool = False
 ) -> tuple[list[int], list[tuple[slice, slice]]]:
-    """A completion in the tokens of `teacher`, and the shortest texts that tokens of both cover.
-
-    Args:
-        ids, ends: as of `translate`. with_end: the end of the completion is one of the texts.
-
-    Returns:
-        (the teacher's ids, ``[(where in ids, where in the teacher's ids), ...]`` in ascending order). A character of
-        which `ids` hold a part alone is in none.
+    """A completion in the tokens of `teacher`, and the shortest texts that tokens of both cover, the end among them if
+    `with_end`: (the teacher's ids, ``[(where in ids, where in the teacher's ids), ...]`` in ascending order). A
+    character of which `ids` hold a part alone is in none.
     """
     made, common = translate(ids, student, teacher, ends)
     is_ended = bool(ids) and ids[-1] in {*ends}
@@ -168,13 +162,9 @@ def align(
 def translate(
     ids: Sequence[int], student: Any, teacher: Any, ends: Iterable[int] = ()
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A completion in the tokens of `teacher`, and the pairs of tokens that begin at the same character.
-
-    Args:
-        ids: in the tokens of `student`. ends: those that end a completion; the teacher's end token stands for one.
-
-    Returns:
-        (the teacher's ids, ``[(place in ids, place in the teacher's ids), ...]`` in ascending order).
+    """A completion in the tokens of `teacher`, and the tokens that begin at the same character: (the teacher's ids,
+    ``[(place in ids, place in the teacher's ids), ...]`` in ascending order). The teacher's end token stands for one of
+    the student's `ends`.
     """
     ends = {*ends}
     is_ended = bool(ids) and ids[-1] in ends
@@ -237,7 +227,6 @@ class ServerTeacher:
         return replace(rollout, teacher_ids=ids, teacher_logps=logps, ref_logps=written)
 
     def known(self, batch: Mapping[str, Any]) -> TopK:
-        """As `LocalTeacher.known`."""
         first, copy = batch["teacher_ids"][..., 0], host_copy(batch["teacher_ids"])
         at = places_of(know(first >= 0, None if copy is None else copy[..., 0] >= 0))
         return TopK(*(batch[name].flatten(0, 1)[at] for name in ("teacher_ids", "teacher_logps")))
@@ -264,11 +253,7 @@ class ServerTeacher:
         ]
 
     def _name(self, sample: Sample) -> str:
-        """Of the teacher of a row.
-
-        Raises:
-            DataError: the row names none of several.
-        """
+        """Of the teacher of a row; a DataError where the row names none of several."""
         if len(self.servers) == 1:
             return next(iter(self.servers))
         name = sample.row.get("teacher_id")

@@ -552,7 +552,6 @@ class RolloutTrainer(LanguageModelTrainer):
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self.source.load_state_dict(state, self._how_dealt(), self.state.global_step)
         self.old_logps.recomputes = state.get("recomputes", False)

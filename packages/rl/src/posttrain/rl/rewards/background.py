@@ -93,14 +93,8 @@ def name_of(function: Any) -> str:
 
 
 def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
-    """``function()``, awaited where it is async.
-
-    Args:
-        timeout: seconds. In the main thread, a function that takes longer is interrupted. Elsewhere it keeps running,
-            and its result is dropped.
-
-    Raises:
-        TimeoutError: after `timeout`.
+    """``function()``, awaited where it is async. Raises TimeoutError after so many seconds: in the main thread, the
+    function is interrupted; elsewhere it keeps running, and its result is dropped.
     """
     if timeout is None:
         result = function()
@@ -165,10 +159,8 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
 
 
 async def outcome(awaitable: Awaitable[Any]) -> Any:
-    """What the user's code gives on `event_loop`, which a ``sys.exit()`` would end, and not the program.
-
-    Raises:
-        RuntimeError: it called that, or was cancelled, itself or what it awaited, while no one has cancelled this.
+    """What the user's code gives on `event_loop`, which a ``sys.exit()`` would end, and not the program. Raises
+    RuntimeError where it called that, or was cancelled, itself or what it awaited, while no one has cancelled this.
     """
 
     async def own() -> Any:

@@ -35,10 +35,8 @@ class GroupScores:
         self._threads = ThreadPoolExecutor(threads, "posttrain-score", background.keep_device())
 
     def ended(self, place: int, sample: Sample) -> None:
-        """The completion at `place` is `sample`: its group is scored if it was the last.
-
-        Raises:
-            RewardError: another group could not be scored.
+        """The completion at `place` is `sample`: its group is scored if it was the last. Raises what another group
+        could not be scored for.
         """
         for scores in self._scores.values():
             if scores.done():
@@ -60,7 +58,6 @@ class GroupScores:
             self.close()
 
     def close(self) -> None:
-        """Begin no more, and drop what waits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

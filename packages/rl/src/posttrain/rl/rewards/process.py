@@ -74,11 +74,9 @@ class RolloutProcess:
     def function(
         self, function: Callable[..., Any], timeout: float | None, asked: Sequence[str] = ()
     ) -> RemoteFunction:
-        """`function`, which runs in the process within `timeout` seconds; None: no limit.
-
-        Args:
-            asked: its keyword arguments that are functions of this process. Where it calls them they run here, plain
-                ones in the thread that reads from the process, and async ones on the event loop.
+        """`function`, which runs in the process within `timeout` seconds; None: no limit. Its keyword arguments `asked`
+        are functions of this process: where it calls them they run here, plain ones in the thread that reads from the
+        process, and async ones on the event loop.
         """
         key = self._keep(function, f"The function {background.name_of(function)!r}")
         is_async = background.is_async(function)
@@ -86,9 +84,8 @@ class RolloutProcess:
         return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async, asked))
 
     def factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
-        """A factory of stand-ins for environments that `make` makes in the process.
-
-        A stand-in has the methods of the environment's class; other attributes are read from the environment.
+        """A factory of stand-ins for environments that `make` makes in the process: they have the methods of the
+        environment's class, and other attributes are read from the environment.
         """
         key = self._keep(make, f"The environment factory {background.name_of(make)!r}")
 

@@ -123,10 +123,8 @@ class ImageRewardModel(RewardModel):
 
 
 def scorer(model: nn.Module, tokenizer: Any = None, trust_remote_code: bool = False) -> RewardModel:
-    """A loaded reward `model` as a reward function. It sees images if its processing class is a processor.
-
-    Args:
-        tokenizer: its tokenizer, or its processor; None: the one next to its weights.
+    """A loaded reward `model` as a reward function. It sees images if its processing class is a processor; None: the
+    tokenizer or processor next to its weights.
     """
     classes = SEEING if sees(model) else READING
     tokenizer = tokenizer or load_tokenizer(model, trust_remote_code, classes[1])

@@ -285,9 +285,7 @@ def with_totals(
     returned: Sequence[Any], samples: Sequence[Sample]
 ) -> tuple[list[float | None], dict[int, TurnRewards]]:
     """(the reward of each completion, the rewards of turns of those that have any) of what a function `returned`.
-
-    Raises:
-        TypeError: a reward is no number. ValueError: there are more or fewer than one for each turn.
+    Raises TypeError where a reward is no number, ValueError where there are more or fewer than one for each turn.
     """
     values: list[float | None] = []
     turns: dict[int, TurnRewards] = {}
@@ -315,10 +313,8 @@ def _number(value: Any) -> float | None:
 
 
 def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``.
-
-    Raises:
-        DataError: it needs one that is not there.
+    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``. Raises
+    DataError where it needs one that is not there.
     """
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -345,17 +341,14 @@ def functions_by_name(args: RewardArguments) -> list[str] | None:
 
 
 def is_function_name(name: str) -> bool:
-    """Whether `name` is that of a function, ``accuracy_reward``, ``module:function`` or ``module.function``, and not of
-    a model."""
+    """Whether `name` is that of a function, such as ``accuracy_reward`` or ``module:function``, and not of a model."""
     dotted = "." in name.strip(".") and not {"/", os.sep} & set(name) and not os.path.exists(name)
     return name in BUILT_IN or ":" in name or dotted
 
 
 def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any]:
-    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder.
-
-    Raises:
-        ValueError: it cannot be imported; the message begins with `what`.
+    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder. Raises
+    ValueError, whose message begins with `what`, where it cannot be imported.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -374,10 +367,8 @@ def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any
 def reward_problems(
     given: Any, weights: Any, environment_factory: Any = None, columns: Sequence[str] = ()
 ) -> Iterator[str | Exception]:
-    """Problems with the names, types, number and parameters of reward functions, without loading a model.
-
-    Args:
-        columns: those of all rows; empty where they are not known beforehand.
+    """Problems with the names, types, number and parameters of reward functions, without loading a model. `columns` are
+    those of all rows; empty where they are not known beforehand.
     """
     functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     available = dict.fromkeys([*PASSED, *(name for name in columns if name not in RESERVED)])

@@ -71,13 +71,8 @@ class ImagePrompts:
     def encode(
         self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any, keeps_images: bool = False
     ) -> tuple[list[int], Shown]:
-        """(tokens, images) of a prompt.
-
-        Args:
-            keeps_images: for engines that read them again, see `posttrain.rl.generation.protocol.Pictured`.
-
-        Raises:
-            DataError: an image cannot be read, or has no place.
+        """(tokens, images) of a prompt; if `keeps_images`, for engines that read them again, see `Pictured`. Raises
+        DataError where an image cannot be read, or has no place.
         """
         placed, values = _placed(row, prompt)
         images, found = read_images(values, self.reader), []

@@ -102,10 +102,8 @@ class Sample:
         versions: Sequence[int] | None = None,
         routes: torch.Tensor | None = None,
     ) -> Sample:
-        """This sample with more tokens behind its completion, which the policy chose or not.
-
-        Args:
-            routes: with which everything up to them was read. Those of tokens that were read before stay as they were.
+        """This sample with more tokens behind its completion, which the policy chose or not. With `routes` everything
+        up to them was read; those of tokens that were read before stay as they were.
         """
         before = self.versions or []  # tokens of others have the version of the last one before them
         versions = None if self.versions is None else [*before, *(versions or before[-1:] * len(ids))]
@@ -134,10 +132,8 @@ def complete_in_room(
     context: int | None,
     complete: Callable[[list[Sample], Sampling], list[Sample]],
 ) -> list[Sample]:
-    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`.
-
-    Args:
-        complete: is called once for all samples with the same room.
+    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`; `complete` is called
+    once for all samples with the same room.
     """
     by_room: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
@@ -151,10 +147,8 @@ def complete_in_room(
 
 
 def room_for(sample: Sample, most: int, context: int | None) -> int:
-    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`.
-
-    Raises:
-        DataError: none.
+    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`; a DataError where
+    none.
     """
     if (room := room_left(sample, most, context)) < 1:
         raise DataError(
@@ -292,11 +286,8 @@ class Rollout:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False, image_token_id: int | None = None) -> Rollout:
-        """The tokens of `samples`, each a trajectory, not yet scored.
-
-        Args:
-            mask_truncated: do not train on truncated completions.
-            image_token_id: the token that stands for a feature of an image.
+        """The tokens of `samples`, each a trajectory, not yet scored; those that were cut do not count if
+        `mask_truncated`. `image_token_id` stands for a feature of an image.
         """
         numbers = [number for number, sample in enumerate(samples) for _ in sample.sequences]
         one_each = len(numbers) == len(samples)

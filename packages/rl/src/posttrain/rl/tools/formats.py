@@ -160,10 +160,8 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Call]]:
-    """Calls in elements like those of XML, with nothing between them; what is no element would be a lost argument.
-
-    Args:
-        functions: a pattern with the groups `name` and `rest`. arguments: one with `key` and `value`, for `rest`.
+    """Calls in elements like those of XML, with nothing between them; what is no element would be a lost argument. The
+    pattern `functions` has the groups `name` and `rest`, and `arguments`, which reads the rest, `key` and `value`.
     """
     function, argument = re.compile(functions, re.DOTALL), re.compile(arguments, re.DOTALL)
 
@@ -274,10 +272,8 @@ def _with_delimiters(delimiter: str) -> Callable[[str, Types], list[Call]]:
 
 
 def _one(opening: str, closing: str, call: Any = None) -> dict[str, Any]:
-    """The field of one call in JSON between two marks.
-
-    Args:
-        call: where its name and arguments stand in the JSON; None: `opening` has a group `name`.
+    """The field of one call in JSON between two marks; `call`: where its name and arguments stand in the JSON; None:
+    `opening` has a group `name`.
     """
     function = {"name": "{name}", "arguments": "{content}"} if call is None else call
     return {

@@ -145,10 +145,8 @@ class ToolProtocol:
         return contents | {"reasoning_content": thoughts} if thoughts else contents
 
     def _thought(self, text: str) -> tuple[int, int]:
-        """Where the thoughts of a turn begin and stop.
-
-        No calls are made in there. A call that can be read ends thoughts that nothing else ends, as in the engines
-        that serve these models.
+        """Where the thoughts of a turn begin and stop; no calls are made in there. A call that can be read ends
+        thoughts that nothing else ends, as in the engines that serve these models.
         """
         for opening, closing in THOUGHTS:
             opened = opening == self._opened or text.lstrip().startswith(opening)
@@ -180,13 +178,9 @@ class ToolProtocol:
         schemas: Sequence[dict[str, Any]],
         following: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """The tokens between a turn of the policy and its next one: the end of its turn, the answers, the next
-        beginning.
-
-        Args:
-            written: the tokens of the policy, or the last of them.
-            answers: messages of the role ``tool``, in the order of the calls.
-            following: messages behind the answers.
+        """The tokens between a turn of the policy and its next one: the end of its turn, the `answers`, messages of the
+        role ``tool`` in the order of the calls, those `following`, and the next beginning. `written`: the tokens of the
+        policy, or the last of them.
         """
         ids, ends = self._encode(self._tail(answers, schemas, following))
         return behind(written, ids, ends, self.tokenizer)
@@ -318,10 +312,8 @@ class ToolProtocol:
 
 
 def behind(written: Sequence[int], ids: list[int], ends: int, tokenizer: Any) -> list[int]:
-    """Those of `ids` that are still to come after what the policy has `written`, which may have ended its turn itself.
-
-    Args:
-        ids: from the end of a turn to the next one's beginning; the first `ends` of them end the turn.
+    """Those of `ids`, from the end of a turn to the next one's beginning, that are still to come after what the policy
+    has `written`, which may have ended its turn itself. The first `ends` of them end the turn.
     """
     added = tokenizer.added_tokens_decoder
     for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):

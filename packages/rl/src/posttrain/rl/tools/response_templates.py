@@ -110,11 +110,7 @@ class ResponseMarks:
     # ------------------------------------------------------------------------------------------------ the template
 
     def checked_template(self) -> dict[str, Any]:
-        """The response template.
-
-        Raises:
-            DataError: it does not parse back what the chat template renders.
-        """
+        """The response template; a DataError where it does not parse back what the chat template renders."""
         made = self.response_template()
         reader = copy.copy(self.tokenizer)
         reader.response_template = made

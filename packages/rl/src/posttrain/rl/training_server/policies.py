@@ -87,10 +87,8 @@ LOSSES: dict[str, Loss] = {
 
 
 def find_loss(name: str, given: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
-    """(the loss `name`, its options, of which a request has `given` some).
-
-    Raises:
-        ValueError: there is no such loss, or an option is unknown, missing, or no number.
+    """(the loss `name`, its options, of which a request has `given` some); a ValueError where there is no such loss, or
+    an option is unknown, missing, or no number.
     """
     if name not in LOSSES:
         raise ValueError(
@@ -166,10 +164,7 @@ def scores(
     model: nn.Module, rows: Sequence[tuple[Sequence[int], torch.Tensor]], most: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """(which rows, (N, T) log-probabilities of their targets, 0 behind a row's end) of some rows of like length at a
-    time.
-
-    Args:
-        rows: the tokens that are read and what each position predicts, (T,). most: see `Base`.
+    time. Each row is the tokens that are read and what each position predicts, (T,); `most`: see `Base`.
     """
     device, pad = next(model.parameters()).device, nn.utils.rnn.pad_sequence
     order = sorted(range(len(rows)), key=lambda place: len(rows[place][0]), reverse=True)
@@ -200,7 +195,6 @@ class Policy:
 
     def forward_backward(self, request: wire.ForwardBackward) -> bytes:
         """Add the gradients of the summed loss to those that are there; the loss and each row's log-probabilities.
-
         Where it fails, there is no step with the other gradients.
         """
         try:
@@ -251,10 +245,8 @@ class Policy:
                 raise ValueError(f"data[{number}] has a token that is none of 0 to {size - 1} of {self.base.name}.")
 
     def optim_step(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a step of AdamW with the gradients since the last one, and the numbers of `ADAM` that are in `params`.
-
-        Raises:
-            ValueError: there are no gradients that a step can be taken with.
+        """Take a step of AdamW with the gradients since the last one, and the numbers of `ADAM` that are in `params`; a
+        ValueError where there are no gradients that a step can be taken with.
         """
         if others := sorted(params.keys() - ADAM.keys()):
             raise ValueError(f"optim_step has no {others[0]!r}; AdamW here takes {', '.join(ADAM)}.")
@@ -324,10 +316,8 @@ def folder_of(output: Path, path: str) -> Path:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint in `folder`, whole: of two, where a save was killed in the last moment, the later one.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    """The checkpoint in `folder`, whole: of two, where a save was killed in the last moment, the later one. Raises
+    CheckpointError where there is none, or it is damaged.
     """
     store = Store(folder)
     store.clean()  # what was killed while it took the place of another gives that its name back

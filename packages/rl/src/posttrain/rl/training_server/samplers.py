@@ -182,10 +182,8 @@ def _kind(config: Any | None) -> str:
 
 
 def read_request(base: Base, ends: tuple[int, ...], body: dict[str, Any]) -> Request:
-    """What a client asks of a sampler; a ValueError where that is not done here.
-
-    Args:
-        ends: the tokens that end an answer, unless the request says otherwise.
+    """What a client asks of a sampler; a ValueError where that is not done here. `ends` are the tokens that end an
+    answer, unless the request says otherwise.
     """
     if asked := [name for name in NOT_DONE if body.get(name)]:
         raise ValueError(f"{asked[0]} is not done by this server; leave it out")
@@ -263,5 +261,4 @@ class Worker:
                     request.answer.set_exception(error)
 
     def close(self) -> None:
-        """Begin nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
