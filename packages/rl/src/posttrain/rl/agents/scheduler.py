@@ -14,12 +14,11 @@ from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.samples.samples import Sample, complete_in_room
+from posttrain.rl.samples.samples import Sample, alike, complete_in_room
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.local_steps import Call, LocalSteps
@@ -150,16 +149,6 @@ class OpenTurns:
                 key, sample = self._open.pop((call, row))
                 found.append((key, self.completed(sample, call.completion(row))))
         return found
-
-
-def alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
-    """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
-    found: dict[int, list[int]] = {}
-    prompts = [(sample.prompt_ids, id(sample.shown)) for sample in samples]
-    for _, run in groupby(range(len(samples)), prompts.__getitem__):
-        places = [*run]
-        found.setdefault(len(places), []).extend(places)
-    yield from found.items()
 
 
 Turns = TurnsApart | TurnsTogether | OpenTurns

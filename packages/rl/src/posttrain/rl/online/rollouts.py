@@ -31,8 +31,7 @@ from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.sampler import with_versions
 from posttrain.rl.policy.logprobs import logp_gaps
 from posttrain.rl.policy.reference import start_problem
-from posttrain.rl.rewards.group_scores import GroupScores
-from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.rewards.scoring import GroupScores, Scores
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
 if TYPE_CHECKING:

@@ -24,14 +24,14 @@ from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
 from posttrain.lm.images.vision import Shown
 from posttrain.rl.agents.environments import Environments
-from posttrain.rl.agents.scheduler import OpenTurns, Turns, TurnsApart, TurnsTogether, alike
+from posttrain.rl.agents.scheduler import OpenTurns, Turns, TurnsApart, TurnsTogether
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import FOLDED
 from posttrain.rl.generation.protocol import Abilities
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.samples import Sample, complete_in_room
+from posttrain.rl.samples.samples import Sample, alike, complete_in_room
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
 from posttrain.rl.policy.shared_prefix import sharing_problem
 from posttrain.rl.rewards.process import RolloutProcess
-from posttrain.rl.rewards.scorers import RewardModel
-from posttrain.rl.rewards.scoring import Rewards, reward_functions, reward_problems
+from posttrain.rl.rewards.scorers import RewardModel, reward_functions, reward_problems
+from posttrain.rl.rewards.scoring import Rewards
 from posttrain.rl.samples.prompts import (
     PromptCodec,
     image_problems,

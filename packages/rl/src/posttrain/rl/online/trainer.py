@@ -53,8 +53,8 @@ from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_c
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, set_up_reference
-from posttrain.rl.rewards.scorers import RewardModel
-from posttrain.rl.rewards.scoring import Scores, functions_by_name
+from posttrain.rl.rewards.scorers import RewardModel, functions_by_name
+from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts, can_see
 from posttrain.rl.samples.prompts import (
     OF_TEXT_ALONE,

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from posttrain.core.config import opt
-from posttrain.core.errors import DataError, MissingModelError, did_you_mean
-from posttrain.core.training.preflight import caught
-from posttrain.lm.loading.loading import missing_folder
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.functions import BUILT_IN
-from posttrain.rl.rewards.group_scores import GroupScores
 from posttrain.rl.rewards.process import RemoteFunction
-from posttrain.rl.rewards.score_heads import load_reward_model
-from posttrain.rl.rewards.scorers import scorer
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -312,6 +302,11 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
+def _short(value: Any, length: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "..."
+
+
 def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``. Raises
     DataError where it needs one that is not there.
@@ -329,109 +324,76 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
     return {name: value for name, value in available.items() if takes_all or name in names}
 
 
-def _short(value: Any, length: int = 300) -> str:
-    text = repr(value)
-    return text if len(text) <= length else text[:length] + "..."
-
-
-def functions_by_name(args: RewardArguments) -> list[str] | None:
-    """The names that a config has, the reward model's first; None where it has none."""
-    model = [args.reward_model_name_or_path] if args.reward_model_name_or_path else []
-    return [*model, *(args.reward_funcs or [])] or None
-
-
-def is_function_name(name: str) -> bool:
-    """Whether `name` is that of a function, such as ``accuracy_reward`` or ``module:function``, and not of a model."""
-    dotted = "." in name.strip(".") and not {"/", os.sep} & set(name) and not os.path.exists(name)
-    return name in BUILT_IN or ":" in name or dotted
-
-
-def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any]:
-    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder. Raises
-    ValueError, whose message begins with `what`, where it cannot be imported.
-    """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    if not {"", os.getcwd()} & set(sys.path):  # programs that pip installs do not look where they are called
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:  # a name without a module is a ValueError
-        raise ValueError(
-            f"{what}{name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
-            "one that is installed."
-        ) from error
-
-
-def reward_problems(
-    given: Any, weights: Any, environment_factory: Any = None, columns: Sequence[str] = ()
-) -> Iterator[str | Exception]:
-    """Problems with the names, types, number and parameters of reward functions, without loading a model. `columns` are
-    those of all rows; empty where they are not known beforehand.
-    """
-    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    available = dict.fromkeys([*PASSED, *(name for name in columns if name not in RESERVED)])
-    for function in functions:
-        if callable(function) or (isinstance(function, str) and is_function_name(function)):
-            yield from caught(_check_function, function, available if columns else None)
-        elif not isinstance(function, (str, os.PathLike)):
-            yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
-        elif (error := missing_folder(function)) is not None:
-            yield ValueError(f"reward_funcs: {error}")
-    if environment_factory is not None:
-        return  # whose get_reward may be one more
-    if not functions:
-        yield ValueError(
-            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
-        )
-    elif weights is not None and len(weights) != len(functions):
-        yield ValueError(
-            f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
-            f"({', '.join(map(_named_as, functions))}). Give one for each."
-        )
-
-
-def _check_function(function: Any, available: Mapping[str, Any] | None) -> None:
-    named = named_function(function) if isinstance(function, str) else function
-    if available is not None and not isinstance(named, nn.Module):
-        asked_for(named, background.name_of(named), available)
-
-
 def distinct(names: list[str]) -> list[str]:
     """`names`, each that stands there several times with its place behind it, so that it has metrics of its own."""
     return [f"{name}_{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
 
 
-def _named_as(function: Any) -> str:
-    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else background.name_of(function)
+READ = ("row", "prompt", "ids", "completion", "extra", "environment")
+"""What reward functions are given of a sample."""
 
 
-def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
-    """`given`, one or several functions, models or names of models, as a list of functions."""
-    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    if tokenizers is None:
-        tokenizers = [None] * len(functions)
-    elif not isinstance(tokenizers, (list, tuple)):  # it belongs to one model, and would misread the texts of another
-        tokenizers = [tokenizers]
-    if len(tokenizers) != len(functions):
-        raise ValueError(
-            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
-            f"({len(functions)}); give None for those that need none."
-        )
-    made: list[Callable[..., Any]] = []
-    for function, tokenizer in zip(functions, tokenizers, strict=True):
-        if isinstance(function, str) and is_function_name(function):
-            function = named_function(function)
-        elif isinstance(function, (str, os.PathLike)):
-            try:
-                model = load_reward_model(os.fspath(function), trust_remote_code=trust_remote_code)
-            except MissingModelError as error:
-                instead = did_you_mean(os.fspath(function), BUILT_IN) or f" ({', '.join(BUILT_IN)})."
-                raise MissingModelError(f"reward_funcs: {error} It is no built-in function{instead}") from error
-            name, function = Path(function).name, scorer(model, tokenizer, trust_remote_code)
-            function.__name__ = name  # that of an adapter, and not of its base
-        elif isinstance(function, nn.Module):
-            function = scorer(function, tokenizer, trust_remote_code)
-        made.append(function)
-    return made
+class GroupScores:
+    """The scores of the completions of a rollout, which end one after the other.
+
+    Args:
+        score: of the completions of a group. groups: of each completion, which one it is of. threads: groups that are
+            scored at a time.
+    """
+
+    def __init__(self, score: Callable[[list[Sample]], Scores], groups: Sequence[int], threads: int) -> None:
+        self._score, self._groups, self._left = score, groups, Counter(groups)
+        self._ended: dict[int, Sample] = {}
+        self._scores: dict[int, Future[Scores]] = {}
+        self._threads = ThreadPoolExecutor(threads, "posttrain-score", background.keep_device())
+
+    def ended(self, place: int, sample: Sample) -> None:
+        """The completion at `place` is `sample`: its group is scored if it was the last. Raises what another group
+        could not be scored for.
+        """
+        for scores in self._scores.values():
+            if scores.done():
+                scores.result()
+        self._ended[place], group = sample, self._groups[place]
+        self._left[group] -= 1
+        if not self._left[group]:
+            members = [self._ended[other] for other, number in enumerate(self._groups) if number == group]
+            self._scores[group] = self._threads.submit(self._score, members)
+
+    def of(self, samples: Sequence[Sample]) -> Scores | None:
+        """The scores of `samples`, waited for; None where they are not those that have ended."""
+        ended, sizes = self._ended, Counter(self._groups)
+        try:
+            if len(samples) != len(ended) or any(_differ(one, ended[place]) for place, one in enumerate(samples)):
+                return None
+            return joined([self._scores[group].result() for group in sizes], [*sizes.values()])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _differ(one: Sample, other: Sample) -> bool:
+    return any(vars(one)[name] is not vars(other)[name] for name in READ)
+
+
+def joined(parts: Sequence[Scores], sizes: Sequence[int]) -> Scores:
+    """The scores of all `parts`, of so many completions each, by the same functions."""
+    metrics: dict[str, list[float]] = {}
+    columns: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, values in part.metrics.items():
+            metrics.setdefault(name, []).extend(values)
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        given: list[Mapping[str, list[Any]]] = [part.columns for part in parts]
+        columns[name] = [v for own, size in zip(given, sizes, strict=True) for v in own.get(name, [None] * size)]
+    return replace(
+        parts[0],
+        rewards=torch.cat([part.rewards for part in parts]),
+        failed=torch.cat([part.failed for part in parts]),
+        seconds=[sum(each) for each in zip(*(part.seconds for part in parts), strict=True)],
+        metrics=metrics,
+        columns=columns,
+        turns=[turns for part in parts for turns in part.turns],
+    )

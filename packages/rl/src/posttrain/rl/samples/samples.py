@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -124,6 +124,16 @@ class Sample:
 def sequences(samples: Sequence[Sample]) -> list[Sample]:
     """The sequences of all trajectories, one after the other."""
     return [one for sample in samples for one in sample.sequences]
+
+
+def alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
+    """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
+    found: dict[int, list[int]] = {}
+    prompts = [(sample.prompt_ids, id(sample.shown)) for sample in samples]
+    for _, run in groupby(range(len(samples)), prompts.__getitem__):
+        places = [*run]
+        found.setdefault(len(places), []).extend(places)
+    yield from found.items()
 
 
 def complete_in_room(
