@@ -790,7 +790,7 @@ def test_every_background_thread_computes_on_the_device_of_the_thread_that_began
     found: Future = Future()
     worker = Worker("test-device")
     worker.submit(found, device)
-    assert found.result() == [3.0] == background.call_with_limit(device, 5.0)
+    assert found.result() == [3.0] == background.in_thread(device).result()
     worker.end()
     rewards = Rewards([device, device], RewardArguments(reward_concurrency=2))
     assert rewards.of([Sample({}, "a", [1], [1])]).rewards.tolist() == [[3.0, 3.0]]

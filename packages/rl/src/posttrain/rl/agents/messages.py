@@ -153,14 +153,20 @@ def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_
     return "".join(texts)
 
 
-def assistant(text: str, calls: Sequence[ReplyCall], thoughts: str = "") -> Message:
-    """A message of the policy, as chat templates read it."""
+def assistant(
+    text: str | None, calls: Sequence[ReplyCall], thoughts: str = "", arguments: Callable[[str], Any] | None = None
+) -> Message:
+    """A message of the policy, as chat templates read it. `arguments` makes those of calls of JSON; None: as dicts."""
     message: Message = {"role": "assistant", "content": text}
     if thoughts:
         message["reasoning_content"] = thoughts
     if calls:
         message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _parsed(c.arguments)}}
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.name, "arguments": (arguments or _parsed)(c.arguments)},
+            }
             for c in calls
         ]
     return message

@@ -122,15 +122,7 @@ def _logprobs(request: Request, reply: Reply) -> dict[str, Any] | None:
 
 
 def _message(reply: Reply) -> Message:
-    message: Message = {"role": "assistant", "content": reply.text if reply.text or not reply.calls else None}
-    if reply.thoughts:
-        message["reasoning_content"] = reply.thoughts
-    if reply.calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in reply.calls
-        ]
-    return message
+    return assistant(reply.text if reply.text or not reply.calls else None, reply.calls, reply.thoughts, str)
 
 
 def answer_chat(request: Request, reply: Reply) -> dict[str, Any]:

@@ -267,11 +267,17 @@ class Reporter:
             self._show(self.evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
 
     def _rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
-        found = rows(samples, scores, advantages, step)
-        if self.images is not None and self.args.log_multimodal:
-            for row, sample in zip(found, samples, strict=True):
+        """A row of the table for each sample: step, prompt, completion, rewards, what functions added, advantage."""
+        made = []
+        for i, sample in enumerate(samples):
+            row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
+            row |= dict(zip(scores.names, scores.rewards[i].tolist(), strict=True))
+            row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
+            row["advantage"] = advantages[i].mean().item()
+            if self.images is not None and self.args.log_multimodal:
                 row["images"] = self.images.pictures(sample.row, sample.prompt)
-        return found
+            made.append(row)
+        return made
 
     def _show(self, rows: list[dict[str, Any]], title: str, stem: str, step: int) -> None:
         """Print, write and track `rows` of all processes."""
@@ -288,17 +294,6 @@ class Reporter:
             path = write(rows, path, args.log_multimodal)
             if repo := getattr(args, "log_completions_hub_repo", None):
                 upload(path, repo, args.hub_token)
-
-
-def rows(samples: Sequence[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
-    """A row of the table for each sample: step, prompt, completion, each reward, what functions added, advantage."""
-    made = []
-    for i, sample in enumerate(samples):
-        row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
-        row |= dict(zip(scores.names, scores.rewards[i].tolist(), strict=True))
-        row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
-        made.append(row | {"advantage": advantages[i].mean().item()})
-    return made
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = None, width: int = 60) -> str:
@@ -358,14 +353,11 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = Tru
 
 def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
     """Send `rows` as the table `name` to trackers with tables and an active run."""
-    cells = [
-        {
-            key: value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
-            for key, value in row.items()
-        }
-        for row in rows
-    ]
-    show_table(cells, name, list(report_to))
+
+    def cell(key: str, value: Any) -> Any:
+        return value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
+
+    show_table([{key: cell(key, value) for key, value in row.items()} for row in rows], name, list(report_to))
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:

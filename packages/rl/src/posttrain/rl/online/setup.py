@@ -23,12 +23,7 @@ from posttrain.rl.policy.shared_prefix import sharing_problem
 from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scorers import RewardModel, reward_functions, reward_problems
 from posttrain.rl.rewards.scoring import Rewards
-from posttrain.rl.samples.prompts import (
-    PromptCodec,
-    image_problems,
-    prompt_problems,
-    rows_listed,
-)
+from posttrain.rl.samples.prompts import PromptCodec, image_problems, prompt_problems, rows_listed
 from posttrain.rl.samples.samples import Sample
 
 if TYPE_CHECKING:

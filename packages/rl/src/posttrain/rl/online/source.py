@@ -140,7 +140,10 @@ class Source:
         kept: list[One] = []
         spare: list[One] = []
         for number in range(1, self.args.dynamic_sampling_rounds + 1):
-            dealt = [one for part in self.dist.gather_object(_one_by_one(samples, scores)) for one in part]
+            alone = [replace(sample, environment=None) for sample in samples]  # it stays here, and its reward is known
+            turns = scores.turns or [{}] * len(samples)
+            ones = list(zip(alone, scores.rewards, scores.failed, turns, strict=True))
+            dealt = [one for part in self.dist.gather_object(ones) for one in part]
             everyone = [dealt[place] for place in layout.dealt().argsort()]
             total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), scores.weights)
             for group, is_equal in enumerate(equal_groups(total, size).tolist()):
@@ -260,9 +263,3 @@ def _differ_in_turns(members: list[One]) -> bool:
     """Whether turns of a group were rewarded differently: then it teaches something though its totals are equal."""
     first, *others = [{of: [*given.turns] for of, given in turns.items()} for *_, turns in members]
     return any(other != first for other in others)
-
-
-def _one_by_one(samples: list[Sample], scores: Scores) -> list[One]:
-    samples = [replace(sample, environment=None) for sample in samples]  # its reward is known, and it stays here
-    turns = scores.turns or [{}] * len(samples)
-    return list(zip(samples, scores.rewards, scores.failed, turns, strict=True))

@@ -102,7 +102,10 @@ def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
         with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
             result = function()
     else:
-        result = call_with_limit(function, timeout)
+        done = in_thread(function)
+        if not wait({done}, timeout).done:
+            raise TimeoutError(too_long(timeout))
+        result = done.result()
     return wait_for(result, timeout) if inspect.isawaitable(result) else result
 
 
@@ -175,14 +178,6 @@ async def outcome(awaitable: Awaitable[Any]) -> Any:
         if (task := asyncio.current_task()) is None or task.cancelling():
             raise
         raise RuntimeError("it cancelled itself, or what it awaited") from error
-
-
-def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
-    """``function()`` in a thread that the program does not wait for when it ends."""
-    done = in_thread(function)
-    if not wait({done}, timeout).done:
-        raise TimeoutError(too_long(timeout))
-    return done.result()
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:

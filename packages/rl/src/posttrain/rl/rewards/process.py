@@ -174,20 +174,13 @@ def is_remote(function: Callable[..., Any]) -> bool:
 
 
 def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    name = function.__name__
-    if inspect.iscoroutinefunction(function):
+    name, is_async = function.__name__, inspect.iscoroutinefunction(function)
 
-        @functools.wraps(function)
-        async def awaited(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
-            return await asyncio.wrap_future(self._worker.call(self._number, name, (args, kwargs), is_async=True))
+    def ask(given: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        environment, *args = given
+        return environment._worker.call(environment._number, name, (args, kwargs), is_async=is_async)
 
-        return awaited
-
-    @functools.wraps(function)
-    def forward(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
-        return self._worker.call(self._number, name, (args, kwargs)).result()
-
-    return forward
+    return functools.wraps(function)(_asking(ask, is_async))
 
 
 class _Worker:
@@ -421,7 +414,7 @@ def _call(
 
 
 def _asking(ask: Callable[..., Future[Any]], is_async: bool) -> Callable[..., Any]:
-    """A function that has the trainer call one of its own."""
+    """A function that has the other process call one of its own."""
 
     async def awaited(*args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(ask(args, kwargs))

@@ -227,18 +227,8 @@ def _plain_logps(values: Any) -> list[float]:
 
 
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
-OF_TOKENS = (
-    "advantages",
-    "old_logps",
-    "ref_logps",
-    "sampling_logps",
-    "correction",
-    "entropy_mask",
-    "teacher_ids",
-    "teacher_logps",
-    "teacher_places",
-    "groups",
-)
+OF_TOKENS = ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask", "teacher_ids")
+OF_TOKENS += ("teacher_logps", "teacher_places", "groups")
 OF_ROWS = ("teacher_rows", "teacher_lengths", "teacher_groups")
 
 
