@@ -26,7 +26,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trajectories import stored
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts
-from posttrain.rl.samples.samples import Rollout, Sample
+from posttrain.rl.samples.samples import Rollout, Sample, lengths_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
-        prompts, lengths = torch.tensor([[len(s.prompt_ids), s.num_chosen] for s in samples]).view(-1, 2).unbind(1)
+        prompts, lengths = lengths_of(samples)
         finished = torch.tensor([one.finished for one in samples])
         return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, scores.names, scores.weights)
 

@@ -225,12 +225,12 @@ class Rewards:
 
     def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
         """What `function` returned, `size` numbers, Nones or rewards of turns."""
-        limit = f"reward_timeout={self.options.reward_timeout} bounds it."
-        with background.naming_slow(f"The reward function {name!r}", limit):
-            # Lists of their own, so that a function that changes them changes nothing here.
-            own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            bounds_itself = isinstance(function, RemoteFunction)
-            returned = background.call(partial(function, **own), None if bounds_itself else self.options.reward_timeout)
+        # Lists of their own, so that a function that changes them changes nothing here.
+        own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
+        timeout = self.options.reward_timeout
+        slow = f"The reward function {name!r}", f"reward_timeout={timeout} bounds it."
+        bounds_itself = isinstance(function, RemoteFunction)
+        returned = background.call(partial(function, **own), None if bounds_itself else timeout, slow)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):

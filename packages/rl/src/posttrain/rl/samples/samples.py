@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -121,19 +121,24 @@ class Sample:
         )
 
 
+def lengths_of(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """((N,) tokens of the prompt, (N,) tokens that the policy chose) of each trajectory."""
+    return torch.tensor([[len(one.prompt_ids), one.num_chosen] for one in samples]).view(-1, 2).unbind(1)
+
+
 def sequences(samples: Sequence[Sample]) -> list[Sample]:
     """The sequences of all trajectories, one after the other."""
     return [one for sample in samples for one in sample.sequences]
 
 
-def alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
+def alike(samples: Sequence[Sample]) -> list[tuple[int, list[int]]]:
     """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
     found: dict[int, list[int]] = {}
     prompts = [(sample.prompt_ids, id(sample.shown)) for sample in samples]
     for _, run in groupby(range(len(samples)), prompts.__getitem__):
         places = [*run]
         found.setdefault(len(places), []).extend(places)
-    yield from found.items()
+    return [*found.items()]
 
 
 def complete_in_room(

@@ -124,10 +124,7 @@ class Samplers:
             self._score(engine.model, new)
             with _turns(engine) as turns:
                 while new or turns:
-                    asked = [(one, number, seed) for one in new for number, seed in enumerate(one.seeds)]
-                    turns.begin(
-                        [((one, n), Sample({}, "", one.prompt, seed=seed), one.sampling) for one, n, seed in asked]
-                    )
+                    turns.begin([turn for request in new for turn in request.turns()])
                     for (request, number), sample in turns.step():
                         request.add(number, sample.ids, sample.logps or [], sample.finished)
                     came = [] if later else take()
