@@ -33,10 +33,8 @@ GONE = 499
 
 @dataclass(frozen=True)
 class Access:
-    """The way of one trajectory to the policy.
-
-    Attributes:
-        url: without a version, as Anthropic's clients take it; OpenAI's take it with ``/v1``.
+    """The way of one trajectory to the policy: `url` without a version, as Anthropic's clients take it; OpenAI's with
+    ``/v1``.
     """
 
     url: str

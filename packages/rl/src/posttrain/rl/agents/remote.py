@@ -14,10 +14,8 @@ ASKED = ("generate", "reward", "read")
 
 
 class RemoteEpisode:
-    """Stands for the trainer's `posttrain.rl.agents.agent.Episode`, whose functions it calls.
-
-    Args:
-        read: gets an attribute of it.
+    """Stands for the trainer's `posttrain.rl.agents.agent.Episode`, whose functions it calls; `read` gets an attribute
+    of it.
     """
 
     def __init__(
@@ -52,10 +50,8 @@ class AgentThere:
 
 
 class RemoteAgent:
-    """Stands for the agent `run`, which runs in the process.
-
-    Args:
-        seconds: that it may take here. After some more it is interrupted there, or the process is ended.
+    """Stands for the agent `run`, which runs in the process, for so many seconds here. After some more it is
+    interrupted there, or the process is ended.
     """
 
     def __init__(self, run: Callable[..., Any], there: process.RolloutProcess, seconds: float | None) -> None:

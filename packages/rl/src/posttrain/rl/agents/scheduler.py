@@ -111,10 +111,8 @@ def _by_kind(asked: Sequence[Asked]) -> Iterator[tuple[Sampling, list[Asked]]]:
 
 
 class OpenTurns:
-    """Turns of the policy that begin and end at any token, written by an engine that batches what is open.
-
-    Args:
-        completed: a sample with the one completion of it. steps: of the engine.
+    """Turns of the policy that begin and end at any token, written by the `steps` of an engine that batches what is
+    open. `completed` makes a sample with the one completion of it.
     """
 
     quiet = QUIET

@@ -143,11 +143,7 @@ class Job:
 
 
 class Background:
-    """The rollouts of one run that are on their way.
-
-    Args:
-        source: begins, samples and scores them.
-    """
+    """The rollouts of one run that are on their way, which `source` begins, samples and scores."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.rollouts, self.max_staleness = source, source.rollouts, source.args.max_staleness

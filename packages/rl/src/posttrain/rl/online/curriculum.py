@@ -49,10 +49,8 @@ class CurriculumArguments:
 
 
 class Curriculum:
-    """The pass rate of each prompt of a dataset, and the prompts that are chosen by them.
-
-    Attributes:
-        rates: (prompts,) float64, NaN for those that were not sampled yet.
+    """The prompts of a dataset that are chosen, by their pass rates: (prompts,) float64, NaN for those not sampled
+    yet.
     """
 
     def __init__(self, dataset: Any, args: CurriculumArguments, seed: int) -> None:

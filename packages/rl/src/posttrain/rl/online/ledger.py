@@ -31,11 +31,7 @@ KEPT_DIGITS = 16
 
 
 class Ledger:
-    """Writes the lines of one process.
-
-    Args:
-        folder: of the run. rank: of the process. engine: its name in the lines.
-    """
+    """Writes the lines of one process, `rank`, into the `folder` of the run. `engine` is its name in the lines."""
 
     def __init__(self, folder: str | Path, rank: int, engine: str) -> None:
         self.path, self.engine = Path(folder) / f"samples-{rank}.jsonl", engine

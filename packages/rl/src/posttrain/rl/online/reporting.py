@@ -236,10 +236,8 @@ def _least(values: torch.Tensor) -> torch.Tensor:
 
 
 class Reporter:
-    """Shows the completions of a run: in the terminal, in files, and at trackers, where ``log_completions`` is set.
-
-    Args:
-        images: reads those of prompts, to show them; None: they are not shown.
+    """Shows the completions of a run: in the terminal, in files, and at trackers, where ``log_completions`` is set;
+    with those of `images` that prompts have.
     """
 
     def __init__(self, args: RolloutConfig, dist: Distributed, images: ImagePrompts | None) -> None:

@@ -53,10 +53,8 @@ NOT_THE_POLICYS = (
 
 
 class Rollouts:
-    """Completes and scores prompts, and makes rollouts of them.
-
-    Args:
-        owner: the trainer, by a weak reference: one that is dropped must free its memory at once.
+    """Completes and scores prompts, and makes rollouts of them, for the `owner`, a trainer, which is held by a weak
+    reference: one that is dropped must free its memory at once.
     """
 
     def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:

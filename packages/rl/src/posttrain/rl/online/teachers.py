@@ -71,11 +71,8 @@ def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TranslatedTeacher(LocalTeacher):
-    """A model with other tokens. It reads the same texts, and is asked where a token of both begins.
-
-    Args:
-        tokenizer: the student's. codec: how the teacher writes prompts. ends: the student's tokens that end a
-            completion.
+    """A model with other tokens. It reads the same texts, and is asked where a token of both begins. `codec` is how it
+    writes prompts, `tokenizer` the student's, of which the tokens `ends` end a completion.
     """
 
     def __init__(self, reference: FrozenReference, tokenizer: Any, codec: PromptCodec, ends: Iterable[int]) -> None:
@@ -102,10 +99,7 @@ class TranslatedTeacher(LocalTeacher):
 
 class AlignedTeacher(TranslatedTeacher):
     """A model with other tokens. It reads the same texts, and is asked of every token of a text that tokens of both
-    cover.
-
-    Args:
-        compares_ends: whether the ends of completions are compared too.
+    cover, the ends of completions among them if it `compares_ends`.
     """
 
     def __init__(self, *args: Any, compares_ends: bool) -> None:

@@ -49,11 +49,8 @@ class RemoteError(Exception):
 
 
 class RolloutProcess:
-    """The process, begun at its first call, and again after it ended.
-
-    Args:
-        seed: of the random numbers of Python and NumPy in it.
-        timeout: seconds for a call of a reward function; after that it is interrupted, or its process is ended.
+    """The process, begun at its first call, and again after it ended. `seed` is of the random numbers of Python and
+    NumPy in it. A call of a reward function is interrupted after `timeout` seconds, or its process is ended.
     """
 
     def __init__(self, seed: int, timeout: float | None) -> None:

@@ -334,11 +334,8 @@ READ = ("row", "prompt", "ids", "completion", "extra", "environment")
 
 
 class GroupScores:
-    """The scores of the completions of a rollout, which end one after the other.
-
-    Args:
-        score: of the completions of a group. groups: of each completion, which one it is of. threads: groups that are
-            scored at a time.
+    """The scores of the completions of a rollout, which end one after the other, by `score` of a group; `groups` says
+    of each completion which one it is of. So many `threads` score groups at a time.
     """
 
     def __init__(self, score: Callable[[list[Sample]], Scores], groups: Sequence[int], threads: int) -> None:

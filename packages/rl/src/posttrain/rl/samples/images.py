@@ -49,11 +49,7 @@ def refuse_images(prompt: Any) -> None:
 
 
 class ImagePrompts:
-    """Makes tokens of prompts with images.
-
-    Attributes:
-        positions: numbers their positions, where the model has several axes of them.
-    """
+    """Makes tokens of prompts with images; `positions` numbers theirs, where the model has several axes of them."""
 
     def __init__(self, processor: Any, model: nn.Module, reader: ImageReader, args: Any = None) -> None:
         self.reader, self.positions = reader, ImagePositions.of(model)

@@ -259,11 +259,7 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 class PromptCodec:
-    """Prompts to tokens and completions to texts.
-
-    Args:
-        limit: tokens that the model knows, from 0 on.
-    """
+    """Prompts to tokens, of which the model knows `limit`, from 0 on, and completions to texts."""
 
     def __init__(
         self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, limit: int | None = None

@@ -93,10 +93,8 @@ class Thoughts:
 
 
 class ResponseMarks:
-    """The marks that a chat template writes around the parts of an assistant's turn.
-
-    Args:
-        tokenizer: knows the special tokens. source: the chat template.
+    """The marks that a chat template, `source`, writes around the parts of an assistant's turn; `tokenizer` knows
+    special tokens.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
