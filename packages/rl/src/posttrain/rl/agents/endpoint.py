@@ -61,7 +61,8 @@ class Endpoint:
     def open(self, reply: Callable[[Request], Awaitable[Reply]]) -> Access:
         """A way to the policy for a trajectory whose requests are answered by `reply`."""
         if self._server is None:
-            self._serve()
+            self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
+            asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
         key = f"sk-posttrain-{secrets.token_urlsafe(24)}"
         access = Access(f"{self._address}/t/{secrets.token_hex(8)}", key, reply)
         self._open[key] = access
@@ -76,10 +77,6 @@ class Endpoint:
         if self._server is not None:
             self._server.should_exit = True
         self._server = None
-
-    def _serve(self) -> None:
-        self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
-        asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
 
     def app(self) -> Any:
         """The application of starlette."""

@@ -67,7 +67,7 @@ class Environments:
             self.factories = {name: process.factory(make) for name, make in self.factories.items()}
         self.by_name = isinstance(factory, Mapping)
         self.pools: dict[Any, list[Any]] = {name: [make()] for name, make in self.factories.items()}
-        self._counts = _Counts()
+        self._counts = threading.local()  # in each thread one rollout is completed at a time
         self.overlaps = False
         self._busy: set[int] = set()
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class Environments:
     @property
     def counts(self) -> dict[str, int]:
         """Tool calls and failed ones of conversations in this thread, since they were last set to 0."""
-        return self._counts.numbers
+        return vars(self._counts).setdefault("numbers", {"calls": 0, "failures": 0})
 
     @property
     def run_beside(self) -> bool:
@@ -276,13 +276,6 @@ class Environments:
             turn = yield asking, replace(sampling, max_new_tokens=room)
             sample, written = _joined(sample, turn), turn.ids
         return sample
-
-
-class _Counts(threading.local):
-    """Numbers of each thread, in which one rollout is completed at a time."""
-
-    def __init__(self) -> None:
-        self.numbers = {"calls": 0, "failures": 0}
 
 
 def _joined(sample: Sample, turn: Sample) -> Sample:

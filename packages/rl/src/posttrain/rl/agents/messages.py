@@ -187,7 +187,8 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
 
 def signature(message: Message) -> tuple[Any, ...]:
     """What of a message must be the same where a conversation goes on: what agents send back as they got it."""
-    calls = [(c["function"]["name"], _sorted(c["function"]["arguments"])) for c in message.get("tool_calls") or ()]
+    made = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = ((one["name"], json.dumps(one["arguments"], sort_keys=True)) for one in made)
     return message["role"], message["content"].strip(), tuple(calls)
 
 
@@ -199,7 +200,3 @@ def _parsed(arguments: Any) -> Any:
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments
-
-
-def _sorted(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)

@@ -148,7 +148,12 @@ class Recorder:
         finally:
             self._open.discard(turn)
         reply = self._read(request, ids, done)
-        history = _with_reply(request.history, reply, done.ids)
+        history: Any = request.history
+        if isinstance(history, str):
+            history += reply.text
+        else:
+            more = done.ids if are_ids(history) else [assistant(reply.text, reply.calls, reply.thoughts)]
+            history = [*history, *more]
         num_read = len(ids) - len(asked) - 1 if before is not None else 0
         written = Written(
             before=before,
@@ -303,12 +308,6 @@ def _key(history: Any) -> str | tuple[Any, ...]:
 def are_ids(history: Any) -> bool:
     """Whether `history` is tokens."""
     return isinstance(history, list) and isinstance(history[0], int)
-
-
-def _with_reply(history: Any, reply: Reply, ids: Sequence[int]) -> Any:
-    if isinstance(history, str):
-        return history + reply.text
-    return [*history, *(ids if are_ids(history) else [assistant(reply.text, reply.calls, reply.thoughts)])]
 
 
 @functools.cache

@@ -170,17 +170,13 @@ def serve(
         answer: ``(key, sample with its turn)``, is called in this thread.
         is_unwanted: whether no one waits for the turn of a key any more.
     """
-    with open_turns(lambda: asked.put(_nothing)) as turns:
+    with open_turns(lambda: asked.put(lambda: None)) as turns:
         while (new := _new(asked, waits=not turns, quiet=turns.quiet)) is not None:
             turns.begin([request[1:] for request in new])
             if is_unwanted is not None:
                 turns.drop(is_unwanted)
             for key, sample in turns.step():
                 answer(key, sample)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _new(asked: SimpleQueue[Any], waits: bool, quiet: float) -> list[Any] | None:

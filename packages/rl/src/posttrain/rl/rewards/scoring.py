@@ -361,7 +361,8 @@ class GroupScores:
         """The scores of `samples`, waited for; None where they are not those that have ended."""
         ended, sizes = self._ended, Counter(self._groups)
         try:
-            if len(samples) != len(ended) or any(_differ(one, ended[place]) for place, one in enumerate(samples)):
+            changes = (vars(one)[x] is not vars(ended[place])[x] for place, one in enumerate(samples) for x in READ)
+            if len(samples) != len(ended) or any(changes):
                 return None
             return joined([self._scores[group].result() for group in sizes], [*sizes.values()])
         finally:
@@ -369,10 +370,6 @@ class GroupScores:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _differ(one: Sample, other: Sample) -> bool:
-    return any(vars(one)[name] is not vars(other)[name] for name in READ)
 
 
 def joined(parts: Sequence[Scores], sizes: Sequence[int]) -> Scores:

@@ -216,7 +216,7 @@ def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: Pr
                 sample,
                 prompt_ids=prompt_ids,
                 ids=ids,
-                logps=None if output["logprobs"] is None else _plain_logps(output["logprobs"][i]),
+                logps=None if output["logprobs"] is None else list(map(_best_logp, output["logprobs"][i])),
                 learn=None if output.get("env_mask") is None else [bool(m) for m in output["env_mask"][i]],
                 completion=codec.decode(sample.prompt, ids, prompt_ids),
                 finished=ids[-1] in ends,
@@ -226,9 +226,9 @@ def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: Pr
     return found
 
 
-def _plain_logps(values: Any) -> list[float]:
-    first = [value[0] if isinstance(value, (list, tuple)) else value for value in values]  # top-k lists, best first
-    return [float("nan") if value is None else float(value) for value in first]
+def _best_logp(value: Any) -> float:
+    value = value[0] if isinstance(value, (list, tuple)) else value  # a top-k list, best first
+    return float("nan") if value is None else float(value)
 
 
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.

@@ -208,7 +208,9 @@ def _python(text: str, types: Types) -> list[Call]:
 def _python_call(call: Any) -> Call:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("arguments have names")
-    return Call(ast.unparse(call.func), {keyword.arg: _literal(keyword.value) for keyword in call.keywords})
+    return Call(
+        ast.unparse(call.func), {each.arg: ast.literal_eval(_Constants().visit(each.value)) for each in call.keywords}
+    )
 
 
 class _Constants(ast.NodeTransformer):
@@ -216,10 +218,6 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
-
-
-def _literal(value: ast.expr) -> Any:
-    return ast.literal_eval(_Constants().visit(value))
 
 
 def _bare_python(text: str, types: Types) -> list[Block]:
