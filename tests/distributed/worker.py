@@ -782,7 +782,7 @@ def conversations(out, **changes):
         tools=[add], generator=engine,
     )  # fmt: skip
     trainer.train()
-    return {"weights": whole(trainer), "log": history(trainer), "rates": trainer.source.curriculum.rates}
+    return {"weights": whole(trainer), "log": history(trainer), "rates": trainer.rollout_maker.curriculum.rates}
 
 
 if __name__ == "__main__":

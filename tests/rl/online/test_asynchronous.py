@@ -620,7 +620,7 @@ def test_a_run_that_stopped_with_a_full_queue_uses_each_prompt_once(step, change
     assert resumed.state.global_step == straight.state.global_step
     learned = sum(note[0] < step for note in cut.notes)  # a rollout of the last step was begun and never learned from
     assert [*prompts_of(cut)[:learned], *prompts_of(resumed)] == prompts_of(straight)
-    assert resumed.source.num_rollouts == straight.source.num_rollouts
+    assert resumed.rollout_maker.num_rollouts == straight.rollout_maker.num_rollouts
     assert all(int(versions.min()) >= step for _, _, versions in resumed.notes)  # nothing older than the checkpoint
 
 

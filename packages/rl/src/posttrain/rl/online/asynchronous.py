@@ -33,7 +33,7 @@ from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
 
 if TYPE_CHECKING:
-    from posttrain.rl.online.source import Source
+    from posttrain.rl.online.rollouts import Rollouts
 
 Value = TypeVar("Value")
 Scored = tuple[list[Sample], Scores]
@@ -143,13 +143,13 @@ class Job:
 
 
 class Background:
-    """The rollouts of one run that are on their way, which `source` begins, samples and scores."""
+    """The rollouts of one run that are on their way."""
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.rollouts, self.max_staleness = source, source.rollouts, source.args.max_staleness
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts, self.max_staleness = rollouts, rollouts.args.max_staleness
         self.jobs: deque[Job] = deque()
-        self._sampler = Worker("posttrain-sample", self.max_staleness + 1 if self.rollouts.overlap else 1)
-        self._scorer = Worker("posttrain-score", source.args.reward_concurrency)
+        self._sampler = Worker("posttrain-sample", self.max_staleness + 1 if rollouts.overlap else 1)
+        self._scorer = Worker("posttrain-score", rollouts.args.reward_concurrency)
         self._epoch, self._plan = 0, Plan(1, None, 0, 0)
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
@@ -189,7 +189,7 @@ class Background:
             self._begin(job)
         if not self.jobs or self.jobs[0].epoch != self._epoch:
             return None
-        self.source.sampler.with_attempts(lambda: self.jobs[0].sampled.result(), self._again)
+        self.rollouts.owner.sampler.with_attempts(lambda: self.jobs[0].sampled.result(), self._again)
         self.jobs[0].scored.result()
         return self.jobs.popleft()
 
@@ -219,15 +219,15 @@ class Background:
 
     def _drop(self, job: Job, why: str) -> None:
         self.jobs.remove(job)
-        if self.source.ledger is not None:
-            self.source.ledger.dropped(job.number, why)
+        if self.rollouts.ledger is not None:
+            self.rollouts.ledger.dropped(job.number, why)
         job.sampled.cancel()
         job.scored.cancel()
 
     def _steps_until(self, job: Job, left: int) -> int:
         """Optimizer steps before the window that will begin with `job`, which is the next one."""
         here, size = sum(job.epoch == self._epoch for job in self.jobs), self._plan.accumulation
-        per_rollout = self.source.per_rollout
+        per_rollout = self.rollouts.per_rollout
         micro_batches = left + here * per_rollout
         if job.epoch == self._epoch:
             return micro_batches // size
@@ -237,7 +237,7 @@ class Background:
         """Begin the rollout of the prompts that were read last."""
         self._next = None
         self.rollouts.sync()
-        job.rows, job.number = self.source.begun(job.rows)
+        job.rows, job.number = self.rollouts.begun(job.rows)
         self._submit(job)
         self.jobs.append(job)
 
@@ -246,7 +246,7 @@ class Background:
 
         def sample() -> list[Sample]:
             with job.logging():
-                return self.rollouts.complete(self.source.begin(job.rows, job.number))
+                return self.rollouts.complete(self.rollouts.begin(job.rows, job.number))
 
         def score() -> Scored:
             samples = sampled.result()

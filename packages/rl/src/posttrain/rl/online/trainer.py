@@ -1,8 +1,8 @@
 """Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
 
 `RolloutTrainer` has the methods to override, and hands the work to objects that know no trainer: `Sampler` completes
-prompts, `Rollouts` makes rollouts of them, `Source` hands out their micro-batches, `OldLogps` knows the policy that
-sampled, and `Reporter` shows completions.
+prompts, `Rollouts` makes rollouts of them and hands out their micro-batches, `OldLogps` knows the policy that sampled,
+and `Reporter` shows completions.
 An algorithm is a subclass that overrides `compute_advantages` and `policy_loss`.
 """
 
@@ -44,10 +44,10 @@ from posttrain.rl.online import reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import NO_WEIGHTS
 from posttrain.rl.online.curriculum import Curriculum, Numbered
+from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
-from posttrain.rl.online.rollouts import OldLogps, Rollouts
+from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Sampler
-from posttrain.rl.online.source import Source
 from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
@@ -183,7 +183,6 @@ class RolloutTrainer(LanguageModelTrainer):
         own = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         self.rollout_maker, self.old_logps = Rollouts(own, args), OldLogps(own, args)
         self.look_at_model(parts)
-        self.source = Source(args, self.dist, self.sampler, self.rollout_maker)
         self.reporter = Reporter(args, self.dist, self.image_prompts)
 
     def look_at_model(self, parts: Parts) -> None:
@@ -392,7 +391,7 @@ class RolloutTrainer(LanguageModelTrainer):
         """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
         self.sampler.synced_at = None  # the weights may have changed since an evaluation
         self.old_logps.begin_run()
-        with self.source.running():
+        with self.rollout_maker.running():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
@@ -410,8 +409,8 @@ class RolloutTrainer(LanguageModelTrainer):
             dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
         elif self.args.curriculum:
-            if self.source.curriculum is None or self.source.curriculum.dataset is not dataset:
-                self.source.curriculum = Curriculum(dataset, self.args, self.data_seed)
+            if self.rollout_maker.curriculum is None or self.rollout_maker.curriculum.dataset is not dataset:
+                self.rollout_maker.curriculum = Curriculum(dataset, self.args, self.data_seed)
             dataset = Numbered(dataset)
         size = self.train_batch_size * self.args.steps_per_generation
         return self.make_dataloader(dataset, "Training", size, is_training=True)
@@ -437,7 +436,7 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def make_plan(self, loader: Any) -> Plan:
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
-        args, parts = self.args, self.source.per_rollout
+        args, parts = self.args, self.rollout_maker.per_rollout
         length = len(loader) * parts if pipeline.has_length(loader) else None
         epochs = args.num_train_epochs
         return make_plan(length, args.gradient_accumulation_steps, epochs, args.max_steps, args.epochs_of_stream)
@@ -445,24 +444,24 @@ class RolloutTrainer(LanguageModelTrainer):
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """Micro-batches of rollouts, which are made on demand."""
         if self.run.progress.batches == 0:
-            self.source.begin_epoch(self.state.global_step)
-        batches = self.source.read(self.run.progress.epoch, loader)
+            self.rollout_maker.begin_epoch(self.state.global_step)
+        batches = self.rollout_maker.read(self.run.progress.epoch, loader)
         self.restore_rng()
         yield from self._windows_of(plan, batches)
 
     def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        if loader.epoch == epoch or self.source.rollout is None or self.run.epoch_stopped:
+        if loader.epoch == epoch or self.rollout_maker.rollout is None or self.run.epoch_stopped:
             return super().windows_left(plan, loader, epoch)
         self.restore_rng()  # the prompts were used up, the last rollout was not
-        return self._windows_of(plan, self.source.read(epoch, loader, iter(())))
+        return self._windows_of(plan, self.rollout_maker.read(epoch, loader, iter(())))
 
     def _windows_of(
         self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        stream = self.source.micro_batches(partial(self.make_rollout, batches), self.rollout_maker.parts_of)
+        stream = self.rollout_maker.micro_batches(partial(self.make_rollout, batches))
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            if self.source.background is not None:
-                self.source.background.fill(plan, self.state.global_step, self.source.left)
+            if self.rollout_maker.background is not None:
+                self.rollout_maker.background.fill(plan, self.state.global_step, self.rollout_maker.left)
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)
@@ -539,7 +538,7 @@ class RolloutTrainer(LanguageModelTrainer):
         if "perf/step_seconds" in logs:
             logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
         if (name := num_tokens_in(logs)) == "eval_num_tokens":
-            logs[name] = self.source.num_tokens
+            logs[name] = self.rollout_maker.num_tokens
         super().log(logs, start_time)
         problem = reporting.learning_problem(logs, self.learns_from_rewards)
         if problem is not None and self.dist.is_main:
@@ -547,13 +546,13 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
-        state = super().state_dict() | self.source.state_dict(self._how_dealt())
+        state = super().state_dict() | self.rollout_maker.state_dict(self._how_dealt())
         state |= {"recomputes": True} if self.old_logps.recomputes else {}
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.source.load_state_dict(state, self._how_dealt(), self.state.global_step)
+        self.rollout_maker.load_state_dict(state, self._how_dealt(), self.state.global_step)
         self.old_logps.recomputes = state.get("recomputes", False)
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
@@ -563,7 +562,7 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
         """As the core's, with those left of the present rollout, which goes on if it is distributed as before."""
-        each = self.source.per_rollout
+        each = self.rollout_maker.per_rollout
         goes_on = "rollout" in saved and saved["dealt"] == self._how_dealt()
         return super().batches_left(loader, saved) * each + (each - saved["used"] if goes_on else 0)
 
