@@ -124,16 +124,14 @@ def correction(
     gap = (old_logps - sampled).abs()[mask]
     gap = gap[~gap.isnan()]
     metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
-    _add_range(metrics, "sampling/sampling_logp_difference", gap, ("max",))
+    if len(gap):
+        metrics.add_extreme("sampling/sampling_logp_difference/max", gap.max().item(), "max")
     mode, least = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
     most = args.vllm_importance_sampling_clip_max
     weights = policy_losses.engine_correction(old_logps, sampled, mask.float(), mode, least, most)
     counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
     metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
-    _add_range(metrics, "sampling/importance_sampling_ratio", counted, ("min", "max"))
+    if len(counted):
+        metrics.add_extreme("sampling/importance_sampling_ratio/min", counted.min().item(), "min")
+        metrics.add_extreme("sampling/importance_sampling_ratio/max", counted.max().item(), "max")
     return weights
-
-
-def _add_range(metrics: Metrics, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
-    for end in which if values.numel() else ():
-        metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)

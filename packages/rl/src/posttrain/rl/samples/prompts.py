@@ -131,11 +131,11 @@ def check_prompts(dataset: Any, name: str, columns: tuple[str, ...] = ("prompt",
 
 def _prompts_of(dataset: Any) -> Iterator[Any] | None:
     """The prompts of `dataset`, in order; None for rows that are expensive to read, which are checked in use."""
-    rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
-    if isinstance(rows, list):
-        return (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
-    if not hasattr(rows, "select_columns"):
+    if isinstance(dataset, list):
+        return (row.get("prompt") if isinstance(row, Mapping) else None for row in dataset)
+    if not hasattr(dataset, "select_columns"):
         return None
+    rows = dataset.select_columns("prompt")
     return (prompt for start in range(0, len(rows), 1000) for prompt in rows[start : start + 1000]["prompt"])
 
 

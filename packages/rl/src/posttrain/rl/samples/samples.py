@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -415,8 +415,7 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Every tensor by name, for a checkpoint."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        state = {name: value for name, value in values.items() if value is not None}
+        state = {name: value for name, value in vars(self).items() if value is not None}
         return state if self.images is None else state | {"images": vars(self.images)}
 
     @classmethod

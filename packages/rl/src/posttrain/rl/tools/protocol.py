@@ -163,7 +163,7 @@ class ToolProtocol:
 
     @cached_property
     def _special(self) -> list[str]:
-        return [str(t) for t in self.tokenizer.added_tokens_decoder.values() if getattr(t, "special", True)]
+        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
