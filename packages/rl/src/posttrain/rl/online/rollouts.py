@@ -383,23 +383,18 @@ class Rollouts:
         """Complete and score a batch of prompts; logs rewards, ``pass@k`` and the policy loss. Every process must call
         it, also one without rows, as the weights of `models` are gathered for the loss.
         """
-        owner = self.owner
-        samples = self.eval_samples(rows)
+        owner, size = self.owner, self.owner.num_generations_eval
+        samples = owner.new_samples([row for row in rows for _ in range(size)]) if rows else []
+        # Seeds are of the prompt, or of the row where that is not known yet: no batch size and no order changes them.
+        known = (sample.prompt_ids or repr(sample.row).encode() for sample in samples)
+        seeds = [mix(self.args.seed, i % size, *numbers) for i, numbers in enumerate(known)]
+        samples = [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
         with owner.sampler.weights_to_generate(owner.model):
             samples = self.sample(samples, self.args.eval_temperature)
             # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
             with owner.dist.gathered(*models):
                 if samples:
                     self._log_evaluation(samples, self.score(samples))
-
-    def eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
-        """Samples without completions of prompts to evaluate on."""
-        size = self.owner.num_generations_eval
-        samples = self.owner.new_samples([row for row in rows for _ in range(size)]) if rows else []
-        # Seeds are of the prompt, or of the row where that is not known yet: no batch size and no order changes them.
-        known = (sample.prompt_ids or repr(sample.row).encode() for sample in samples)
-        seeds = [mix(self.args.seed, i % size, *numbers) for i, numbers in enumerate(known)]
-        return [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         owner, size, summary = self.owner, self.owner.num_generations_eval, Summary.of(samples, scores)
