@@ -171,10 +171,6 @@ class Episode:
         return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
 
 
-Generate = Callable[[int, Sample, Sampling], Awaitable[Sample]]
-"""``(place of the episode, sample with its prompt, how it is drawn)`` -> the sample with its turn."""
-
-
 @dataclass(frozen=True)
 class Ended:
     """How an episode has ended.
@@ -218,20 +214,25 @@ class Episodes:
         """
         loop, found = background.event_loop(), list(samples)
         asked: SimpleQueue[Any] = SimpleQueue()
+        places = asyncio.Semaphore(self.agent.inflight or len(samples))
 
         def take(place: int, one: Ended) -> None:
             found[place] = self._sample(samples[place], one)
             if ended is not None:
                 ended(place, found[place])
 
-        async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
+        async def generate(place: int, ids: list[int], sampling: Sampling, seed: int) -> Sample:
             future: asyncio.Future[Sample] = loop.create_future()
-            asked.put((place, future, sample, sampling))
+            asked.put((place, future, Sample({}, "", ids, seed=seed), sampling))
             return await future
 
-        episodes = asyncio.run_coroutine_threadsafe(
-            self._all(samples, sampling, generate, lambda *done: asked.put(partial(take, *done))), loop
-        )
+        async def one(place: int, sample: Sample) -> Ended:
+            async with places:
+                done = await self._episode(sample, sampling, partial(generate, place))
+            asked.put(partial(take, place, done))
+            return done
+
+        episodes = background.begin([one(*each) for each in enumerate(samples)])
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
             serve(asked, open_turns, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
@@ -241,28 +242,7 @@ class Episodes:
             raise
         return found
 
-    async def _all(
-        self, samples: Sequence[Sample], sampling: Sampling, generate: Generate, ended: Callable[[int, Ended], None]
-    ) -> list[Ended]:
-        places = asyncio.Semaphore(self.agent.inflight or len(samples))
-
-        async def one(place: int, sample: Sample) -> Ended:
-            async with places:
-                done = await self._episode(place, sample, sampling, generate)
-            ended(place, done)
-            return done
-
-        tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samples)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # where one has failed, the others end too
-            for task in tasks:
-                task.cancel()
-
-    async def _episode(self, place: int, sample: Sample, sampling: Sampling, turn: Generate) -> Ended:
-        async def generate(ids: list[int], sampling: Sampling, seed: int) -> Sample:
-            return await turn(place, Sample({}, "", ids, seed=seed), sampling)
-
+    async def _episode(self, sample: Sample, sampling: Sampling, generate: Callable[..., Awaitable[Sample]]) -> Ended:
         recorder = Recorder(self.codec, generate, sampling, sample.seed, self.context, self.agent.turns)
         episode, started = Episode(recorder, self.endpoint), time.perf_counter()
         returned, failed = None, False

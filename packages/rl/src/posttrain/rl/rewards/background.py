@@ -206,9 +206,14 @@ async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def begin(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
-    """The results of coroutines that run side by side on `event_loop`."""
+    """The results of coroutines that run side by side on `event_loop`; where one has failed, the others end too."""
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*coroutines)
+        tasks = [asyncio.ensure_future(one) for one in coroutines]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     return asyncio.run_coroutine_threadsafe(run(), event_loop())
