@@ -219,11 +219,7 @@ class Environments:
         found = list(samples)
         going = {place: self._conversation(sample, codec, sampling, context) for place, sample in enumerate(samples)}
         asked: SimpleQueue[Any] = SimpleQueue()
-        running: set[Future[Any]] = set()
-
-        def tools_ended(place: int, done: Future[Any]) -> None:
-            running.discard(done)
-            go_on(place, done.result())
+        running: dict[int, Future[Any]] = {}
 
         def go_on(place: int, value: Any) -> None:
             try:
@@ -237,9 +233,8 @@ class Environments:
                     asked.put(None)
                 return
             if isinstance(wanted, list):
-                tools = background.begin(wanted)
-                running.add(tools)
-                tools.add_done_callback(lambda done: asked.put(partial(tools_ended, place, done)))
+                running[place] = tools = background.begin(wanted)
+                tools.add_done_callback(lambda _: asked.put(lambda: go_on(place, running.pop(place).result())))
             else:
                 asked.put((place, place, *wanted))
 
@@ -248,7 +243,7 @@ class Environments:
                 go_on(place, None)
             serve(asked, open_turns, go_on)
         finally:  # where one has failed, the tools of the others end too
-            for tools in list(running):
+            for tools in running.values():
                 tools.cancel()
         return found
 

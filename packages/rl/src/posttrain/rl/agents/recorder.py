@@ -139,14 +139,15 @@ class Recorder:
         try:
             done = await turn
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is None or task.cancelling():
+            if not self._ended or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            raise RequestError(ENDED, 410) from None
         except Exception as error:
             self.error = error
             raise
         finally:
             self._open.discard(turn)
+        if self._ended:
+            raise RequestError(ENDED, 410)
         reply = self._read(request, ids, done)
         history: Any = request.history
         if isinstance(history, str):
