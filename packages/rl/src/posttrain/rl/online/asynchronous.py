@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
-from posttrain.rl.rewards.background import keep_device
+from posttrain.rl.rewards.background import fulfil, keep_device
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
 
@@ -103,14 +103,9 @@ class Worker:
     def _work(self) -> None:
         self._keep_device()
         while (item := self._calls.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # raised where the result is read
-                future.set_exception(error)
-            del future, call, item
+            if item[0].set_running_or_notify_cancel():
+                fulfil(*item)
+            del item
 
 
 @dataclass

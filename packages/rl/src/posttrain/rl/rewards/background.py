@@ -190,14 +190,19 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
     on_device = keep_device()
 
     def work() -> None:
-        try:
-            on_device()
-            done.set_result(function())
-        except BaseException as error:
-            done.set_exception(error)
+        on_device()
+        fulfil(done, function)
 
     threading.Thread(target=work, name="posttrain-call", daemon=True).start()
     return done
+
+
+def fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Let `future` have the result of ``call()``, or its error, which is raised where the result is read."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from posttrain.core.checkpoint import weights
 from posttrain.rl.agents.scheduler import OpenTurns, TurnsTogether
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.rewards.background import keep_device
+from posttrain.rl.rewards.background import fulfil, keep_device
 from posttrain.rl.samples.samples import Sample, alike
 from posttrain.rl.training_server import wire
 from posttrain.rl.training_server.policies import Base, config_in, newest, scores, trained
@@ -215,10 +215,7 @@ class Worker:
         def run() -> None:
             with self._lock:
                 self._waiting -= 1
-            try:
-                answer.set_result(work())
-            except Exception as error:
-                answer.set_exception(error)
+            fulfil(answer, work)
 
         with self._lock:
             self._waiting += 1
