@@ -60,25 +60,28 @@ class RolloutProcess:
         self._kinds: dict[tuple[str, str], type] = {}
         self._worker: _Worker | None = None
 
-    def reward(self, function: Callable[..., Any]) -> RemoteFunction:
+    def reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which runs in the process within `timeout` seconds."""
         return self.function(function, self.timeout, RECORDERS)
 
-    def tool(self, function: Callable[..., Any]) -> RemoteFunction:
+    def tool(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which runs in the process."""
-        return function if isinstance(function, RemoteFunction) else self.function(function, None)
+        return function if is_remote(function) else self.function(function, None)
 
     def function(
         self, function: Callable[..., Any], timeout: float | None, asked: Sequence[str] = ()
-    ) -> RemoteFunction:
+    ) -> Callable[..., Any]:
         """`function`, which runs in the process within `timeout` seconds; None: no limit. Its keyword arguments `asked`
         are functions of this process: where it calls them they run here, plain ones in the thread that reads from the
         process, and async ones on the event loop.
         """
         key = self._keep(function, f"The function {background.name_of(function)!r}")
         is_async = background.is_async(function)
-        kind = AsyncRemoteFunction if is_async else RemoteFunction
-        return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async, asked))
+
+        def ask(*given: Any) -> Future[Any]:
+            return self._current().call(key, None, given, timeout, is_async, asked)
+
+        return _remote(function, ask, is_async)
 
     def factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
         """A factory of stand-ins for environments that `make` makes in the process: they have the methods of the
@@ -131,25 +134,6 @@ class RolloutProcess:
         return self._kinds[name]
 
 
-class RemoteFunction:
-    """A function of the user with its name, signature and docstring, which runs in the rollout process."""
-
-    def __init__(self, function: Callable[..., Any], call: Callable[[Any], Future[Any]]) -> None:
-        functools.update_wrapper(self, function)
-        self.__name__ = background.name_of(function)  # which partial functions and objects do not have
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call((args, kwargs)).result()
-
-
-class AsyncRemoteFunction(RemoteFunction):
-    """A coroutine function of the user, which runs in the rollout process."""
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return await asyncio.wrap_future(self._call((args, kwargs)))
-
-
 class RemoteEnvironment:
     """Stands for an environment in the rollout process; where it is sent there, it is that environment."""
 
@@ -167,7 +151,15 @@ class RemoteEnvironment:
 
 def is_remote(function: Callable[..., Any]) -> bool:
     """Whether `function` runs in the rollout process."""
-    return isinstance(function, RemoteFunction) or isinstance(getattr(function, "__self__", None), RemoteEnvironment)
+    return getattr(function, "is_remote", False)
+
+
+def _remote(function: Callable[..., Any], ask: Callable[..., Future[Any]], is_async: bool) -> Callable[..., Any]:
+    """A function with the name, signature and docstring of one of the user, which runs in the rollout process."""
+    made = functools.wraps(function)(_asking(ask, is_async))
+    made.__name__ = background.name_of(function)  # which partial functions and objects do not have
+    vars(made)["is_remote"] = True
+    return made
 
 
 def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +169,7 @@ def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
         environment, *args = given
         return environment._worker.call(environment._number, name, (args, kwargs), is_async=is_async)
 
-    return functools.wraps(function)(_asking(ask, is_async))
+    return _remote(function, ask, is_async)
 
 
 class _Worker:

@@ -20,7 +20,7 @@ from posttrain.core.errors import DataError, did_you_mean
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.process import RemoteFunction
+from posttrain.rl.rewards.process import is_remote
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class Rewards:
         own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
         timeout = self.options.reward_timeout
         slow = f"The reward function {name!r}", f"reward_timeout={timeout} bounds it."
-        bounds_itself = isinstance(function, RemoteFunction)
+        bounds_itself = is_remote(function)
         returned = background.call(partial(function, **own), None if bounds_itself else timeout, slow)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
