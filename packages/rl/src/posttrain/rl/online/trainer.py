@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
     *"mask_truncated_completions max_completion_length max_tool_calling_iterations num_completions_to_print".split(),
     *"pad_to_multiple_of shuffle_dataset use_transformers_continuous_batching vllm_gpu_memory_utilization".split(),
     *(f"vllm_importance_sampling_{name}" for name in ("clip_max", "clip_min", "correction", "mode")),
-    "vllm_tensor_parallel_size",
+    *"vllm_tensor_parallel_size use_vllm vllm_mode top_p top_k min_p repetition_penalty".split(),
     epsilon_low="epsilon",
 )
 class RolloutTrainer(LanguageModelTrainer):
@@ -168,9 +168,6 @@ class RolloutTrainer(LanguageModelTrainer):
         self.reward_funcs, self.reward_func_names = functions, self.rewards.names
         self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in functions]
         self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
-        self.use_vllm, self.vllm_mode = args.use_vllm, args.vllm_mode
-        self.top_p, self.top_k, self.min_p = args.top_p, args.top_k, args.min_p
-        self.repetition_penalty = args.repetition_penalty
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         if pipeline.is_stream(train_dataset):  # each process reads its own part, as trl notes in the same place
