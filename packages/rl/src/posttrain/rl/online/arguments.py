@@ -178,13 +178,11 @@ class GenerationArguments:
         """Fields that transformers' generate does not have; vLLM has its own."""
         from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-        stop = ("stop", "stop_strings")
         settings = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
-        for name in stop:
+        for name in ("stop", "stop_strings"):
             words = settings.get(name)
-            if words is not None and not (
-                isinstance(words, str) or all(isinstance(word, str) for word in _listed(words))
-            ):
+            each = words if isinstance(words, (list, tuple)) else [words]
+            if words is not None and not all(isinstance(word, str) for word in each):
                 yield f"generation_kwargs: {name}={words!r} must be a text or a list of texts"
         asked = copy.copy(self)  # with the bounds of the arguments for the same
         problems: list[str] = []
@@ -206,10 +204,6 @@ class GenerationArguments:
             near = did_you_mean(self.cache_implementation, ALL_CACHE_IMPLEMENTATIONS)
             known = ", ".join(ALL_CACHE_IMPLEMENTATIONS)
             yield f"cache_implementation={self.cache_implementation!r} is not one of {known}{near}"
-
-
-def _listed(words: Any) -> list[Any]:
-    return list(words) if isinstance(words, (list, tuple)) else [words]
 
 
 @dataclass
