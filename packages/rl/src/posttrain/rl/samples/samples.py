@@ -123,7 +123,8 @@ class Sample:
 
 def lengths_of(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """((N,) tokens of the prompt, (N,) tokens that the policy chose) of each trajectory."""
-    return torch.tensor([[len(one.prompt_ids), one.num_chosen] for one in samples]).view(-1, 2).unbind(1)
+    prompts, chosen = torch.tensor([[len(one.prompt_ids), one.num_chosen] for one in samples]).view(-1, 2).unbind(1)
+    return prompts, chosen
 
 
 def sequences(samples: Sequence[Sample]) -> list[Sample]:
@@ -232,8 +233,8 @@ def _best_logp(value: Any) -> float:
 
 
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
-OF_TOKENS = ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask", "teacher_ids")
-OF_TOKENS += ("teacher_logps", "teacher_places", "groups")
+OF_TOKENS: tuple[str, ...] = ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask")
+OF_TOKENS += ("teacher_ids", "teacher_logps", "teacher_places", "groups")
 OF_ROWS = ("teacher_rows", "teacher_lengths", "teacher_groups")
 
 
@@ -386,7 +387,7 @@ class Rollout:
             found.append(part)
         return found
 
-    def _with_images(self, rows: range, layout: tuple[Any, ...], positions: ImagePositions | None) -> dict[str, Any]:
+    def _with_images(self, rows: range, layout: Any, positions: ImagePositions | None) -> dict[str, Any]:
         images: Any = self.images
         prompts, _, _, share, *_ = layout
         if not share:
