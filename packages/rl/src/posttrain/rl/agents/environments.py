@@ -81,7 +81,8 @@ class Environments:
     @property
     def counts(self) -> dict[str, int]:
         """Tool calls and failed ones of conversations in this thread, since they were last set to 0."""
-        return vars(self._counts).setdefault("numbers", {"calls": 0, "failures": 0})
+        numbers: dict[str, int] = vars(self._counts).setdefault("numbers", {"calls": 0, "failures": 0})
+        return numbers
 
     @property
     def run_beside(self) -> bool:

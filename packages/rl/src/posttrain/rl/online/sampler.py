@@ -53,7 +53,8 @@ class Sampler:
         context: tokens of prompt and completion that the model reads at most; None: any number.
 
     Attributes:
-        can: what the engine declares. session: makes the context of its calls, see `Generator`.
+        can: what the engine declares. may_overlap: it completes several rollouts at a time, and takes weights
+            meanwhile. session: makes the context of its calls, see `Generator`.
         version: the optimizer step of the weights that the engine was sent last.
         synced_at: the same; None where the engine must be sent the weights again.
         ends_of_calls: the tokens that end a turn with calls. image_token_id: that which stands for a feature.
@@ -112,6 +113,7 @@ class Sampler:
 
     def use(self, generator: Generator) -> None:
         self.generator, self.can = generator, Abilities.of(generator)
+        self.may_overlap = self.can.is_concurrent and self.can.updates_in_flight
         self.session: Callable[[], contextlib.AbstractContextManager[Any]]
         self.session = getattr(generator, "session", contextlib.nullcontext)
 
@@ -142,11 +144,6 @@ class Sampler:
         with clock("sync"), generation:
             self.generator.sync_weights(model)
             self.synced_at = self.version = step
-
-    @property
-    def may_overlap(self) -> bool:
-        """Whether the engine completes several rollouts at a time, and takes weights meanwhile."""
-        return self.can.is_concurrent and self.can.updates_in_flight
 
     def with_attempts(self, call: Callable[[], Value], again: Callable[[], None]) -> Value:
         """What `call` returns, also if the engine of any process is lost meanwhile and comes back. Before each further

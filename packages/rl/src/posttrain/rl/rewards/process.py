@@ -167,7 +167,8 @@ def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def ask(given: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         environment, *args = given
-        return environment._worker.call(environment._number, name, (args, kwargs), is_async=is_async)
+        worker: _Worker = environment._worker
+        return worker.call(environment._number, name, (args, kwargs), is_async=is_async)
 
     return _remote(function, ask, is_async)
 

@@ -131,6 +131,8 @@ class Rewards:
         self.functions, self.options = list(functions), options or RewardArguments()
         self.names = distinct([background.name_of(function) for function in self.functions])
         self._waits = [background.is_async(function) for function in self.functions]
+        timeout = self.options.reward_timeout  # functions of the rollout process have their own
+        self._limits = [None if is_remote(function) else timeout for function in self.functions]
         weights = self.options.reward_weights
         if weights is not None and len(weights) == len(self.functions) - from_environments:
             weights = [*weights, *[1.0] * from_environments]
@@ -200,12 +202,12 @@ class Rewards:
         self, number: int, samples: Sequence[Sample], given: Mapping[str, Any]
     ) -> tuple[list[float], list[bool], float, dict[int, TurnRewards]]:
         """(rewards, which failed, seconds, rewards of turns by completions) of one function."""
-        function, name, started = self.functions[number], self.names[number], time.perf_counter()
-        arguments, size = asked_for(function, name, given), len(samples)
+        name, size, started = self.names[number], len(samples), time.perf_counter()
+        arguments = asked_for(self.functions[number], name, given)
         turns: dict[int, TurnRewards] = {}
         cause: Exception | None = None
         try:
-            values, turns = with_totals(self._call(function, name, arguments, size), samples)
+            values, turns = with_totals(self._call(number, arguments, size), samples)
             failed = [value is not None and not math.isfinite(value) for value in values]
             wrong = sorted({repr(value) for value, bad in zip(values, failed, strict=True) if bad})
             problem = f"returned {' and '.join(wrong)} for {sum(failed)} of {size} completions"
@@ -223,14 +225,12 @@ class Rewards:
         turns = {place: given for place, given in turns.items() if not failed[place]}
         return rewards, failed, time.perf_counter() - started, turns
 
-    def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
-        """What `function` returned, `size` numbers, Nones or rewards of turns."""
+    def _call(self, number: int, arguments: dict[str, Any], size: int) -> list[Any]:
+        """What a function returned, `size` numbers, Nones or rewards of turns."""
         # Lists of their own, so that a function that changes them changes nothing here.
         own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-        timeout = self.options.reward_timeout
-        slow = f"The reward function {name!r}", f"reward_timeout={timeout} bounds it."
-        bounds_itself = is_remote(function)
-        returned = background.call(partial(function, **own), None if bounds_itself else timeout, slow)
+        slow = f"The reward function {self.names[number]!r}", f"reward_timeout={self.options.reward_timeout} bounds it."
+        returned = background.call(partial(self.functions[number], **own), self._limits[number], slow)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):

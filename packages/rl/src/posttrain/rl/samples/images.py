@@ -170,6 +170,15 @@ class RolloutImages:
         copies = ImageCopies(tuple(self.tokens[prompt] for prompt in used), order, entries)
         return {"image_inputs": CountedBatch(inputs), "image_copies": copies}
 
+    def shared_layout(
+        self, rows: Sequence[int], prompts: Sequence[torch.Tensor], positions: ImagePositions | None
+    ) -> dict[str, Any]:
+        """What `posttrain.rl.policy.logprobs.lay_out` must know to lay these rows behind one copy of their prompts."""
+        keys = [self.prompts[row] for row in rows]
+        shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
+        seen = [self.prompt(key, shown[key]) for key in self.runs(rows)]
+        return {"keys": keys, "positions": None if positions is None else list(map(positions, seen))}
+
     def shared_inputs(self, ids: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
         """As `inputs`, for one row (1, N) in which adjacent completions of a prompt stand behind one copy of it."""
         return {"image_inputs": CountedBatch(self._numbers(ids) | self._tensors(self.runs(rows)))}

@@ -371,8 +371,12 @@ class Rollout:
             rows, width = range(start, stop), int(self.completion_lengths[start:stop].max())
             prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
             completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
-            layout = prompts, completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple
-            part = (lay_out(*layout) if self.images is None else self._with_images(rows, layout, positions)) | whole
+            seen = self.images.shared_layout(rows, prompts, positions) if self.images is not None and share else {}
+            mask = self.loss_mask[start:stop, :width]
+            part = lay_out(prompts, completions, mask, share, pad_token_id, multiple, **seen) | whole
+            if self.images is not None:
+                ids, attended = part["input_ids"], part.get("attention_mask")
+                part |= self.images.shared_inputs(ids, rows) if share else self.images.inputs(ids, attended, rows)
             if self.routes is not None:
                 routes = self.routes[start:stop]
                 part[ROUTES] = lay_out_values(routes, prompts, completions, share, part["input_ids"], OWN)
@@ -386,18 +390,6 @@ class Rollout:
                 part |= {"trajectories": numbers, "first_sequences": firsts}
             found.append(part)
         return found
-
-    def _with_images(self, rows: range, layout: Any, positions: ImagePositions | None) -> dict[str, Any]:
-        images: Any = self.images
-        prompts, _, _, share, *_ = layout
-        if not share:
-            part = lay_out(*layout)
-            return part | images.inputs(part["input_ids"], part["attention_mask"], rows)
-        keys = [images.prompts[row] for row in rows]
-        shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
-        seen = [images.prompt(key, shown[key]) for key in images.runs(rows)]
-        part = lay_out(*layout, keys, None if positions is None else list(map(positions, seen)))
-        return part | images.shared_inputs(part["input_ids"], rows)
 
     def part(self, start: int, stop: int) -> Rollout:
         """The completions `start` to `stop`, of text and each a trajectory."""
