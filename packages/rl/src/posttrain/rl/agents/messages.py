@@ -1,8 +1,5 @@
-"""What an agent asks of the policy and what it gets back, apart from the API that the agent speaks.
-
-Each API is an object with four functions: `API.read` makes a `Request` of a body, `API.answer` a body of a `Reply`,
-`API.events` the events of a stream, and `API.error` the body of an error. They are in `posttrain.rl.agents.openai_api`
-and `anthropic_api`.
+"""What an agent asks of the policy and what it gets back, apart from the API that the agent speaks, which is an `API` of
+`posttrain.rl.agents.openai_api` or `anthropic_api`.
 """
 
 from __future__ import annotations
