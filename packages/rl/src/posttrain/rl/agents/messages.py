@@ -1,4 +1,4 @@
-"""What an agent asks of the policy and what it gets back, apart from the API that the agent speaks, which is an `API` of
+"""What an agent asks of the policy and what it gets back, apart from the API that the agent speaks: an `API` of
 `posttrain.rl.agents.openai_api` or `anthropic_api`.
 """
 

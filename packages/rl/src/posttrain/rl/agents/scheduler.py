@@ -8,13 +8,12 @@ the two kinds of trajectories.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from posttrain.rl.generation.protocol import Completions, Sampling
@@ -184,20 +183,14 @@ def _new(asked: SimpleQueue[Any], waits: bool, quiet: float) -> list[Any] | None
     come close behind it, such as those of one group.
     """
     found: list[Any] = []
-    is_first = waits
-    while is_first or not asked.empty() or (waits and not _is_quiet(asked, quiet)):
-        item, is_first = asked.get(), False
+    seconds = None if waits else 0.0
+    while True:
+        try:
+            item = asked.get(timeout=seconds)
+        except Empty:
+            return None if None in found else sorted(found, key=lambda request: request[0])
+        seconds = quiet if waits else 0.0
         if callable(item):
             item()
         else:
             found.append(item)
-    return None if None in found else sorted(found, key=lambda request: request[0])
-
-
-def _is_quiet(asked: SimpleQueue[Any], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while asked.empty():
-        if time.monotonic() > until:
-            return True
-        time.sleep(seconds / 10)
-    return False
