@@ -66,7 +66,7 @@ class Curriculum:
         for row, place in zip(rows, places, strict=True):
             if place not in chosen and NUMBER in row:
                 number = self.choice(row[NUMBER], mix(self.seed, rollout, place))
-                chosen[place] = row if number == row[NUMBER] else numbered(self.dataset[number], number)
+                chosen[place] = row if number == row[NUMBER] else Numbered(self.dataset)[number]
         return [chosen.get(place, row) for row, place in zip(rows, places, strict=True)]
 
     def choice(self, number: int, seed: int) -> int:
@@ -134,9 +134,4 @@ class Numbered:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return numbered(self.dataset[number], number)
-
-
-def numbered(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """`row` with its place in the dataset."""
-    return {**row, NUMBER: number}
+        return {**self.dataset[number], NUMBER: number}
