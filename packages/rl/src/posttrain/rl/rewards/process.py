@@ -257,16 +257,7 @@ class _Worker:
                     continue
                 with self._lock:
                     answer, _ = self._waiting.pop(number, (Future(), {}))
-                try:
-                    succeeded, value = pickle.loads(reply[9:])
-                except Exception as error:
-                    answer.set_exception(error)
-                    continue
-                if succeeded:
-                    answer.set_result(value)
-                else:
-                    value[0].__cause__ = RemoteError(value[1])
-                    answer.set_exception(value[0])
+                background.fulfil(answer, functools.partial(_read_reply, reply[9:]))
         except (EOFError, OSError):
             code = self._process.wait()
             self.end(f"it ended with exit code {code}{' (killed by a signal)' if code < 0 else ''}")
@@ -295,6 +286,14 @@ class _Worker:
         value = answer.result() if error is None else _sendable(error)[0]
         with contextlib.suppress(ChildProcessError):  # no one waits for it any more
             self.ask("answer", question, error is None, value, is_async=True)
+
+
+def _read_reply(reply: bytes) -> Any:
+    succeeded, value = pickle.loads(reply)
+    if not succeeded:
+        error, there = value
+        raise error from RemoteError(there)
+    return value
 
 
 class _Pickler(pickle.Pickler):
