@@ -104,8 +104,8 @@ def test_rollouts_go_on_where_others_stood(used):
     parts = [{"part": 0}, {"part": 1}]
 
     def stream(made, rollouts):
-        made.parts_of = lambda _: parts
-        return made.micro_batches(lambda: next(rollouts, None))
+        made.parts_of, made.owner.make_rollout = (lambda _: parts), (lambda read: next(read, None))
+        return made.micro_batches(rollouts)
 
     made = Scripted()
     whole = [part["part"] for part in stream(made, iter([rollout]))]
@@ -121,8 +121,8 @@ def test_rollouts_go_on_where_others_stood(used):
 
 def test_a_rollout_that_was_distributed_otherwise_is_skipped(caplog):
     made = Scripted()
-    made.parts_of = lambda _: [{}, {}]
-    next(made.micro_batches(lambda: Rollout.of([Sample({}, "", [1], [2])])))
+    made.parts_of, made.owner.make_rollout = (lambda _: [{}, {}]), (lambda read: next(read, None))
+    next(made.micro_batches(iter([Rollout.of([Sample({}, "", [1], [2])])])))
     other = Scripted()
     other.load_state_dict(made.state_dict([4, 1, 2]), [2, 2, 2], step=0)
     assert other.rollout is None and "distributed differently" in caplog.text

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -117,11 +117,11 @@ class Rollouts:
         """Micro-batches of the present rollout that are still to come."""
         return 0 if self.rollout is None else self.per_rollout - self.used
 
-    def micro_batches(self, make: Callable[[], Rollout | None]) -> Iterator[dict[str, Any]]:
-        """The micro-batches of the present rollout and of those that follow, which are made on demand."""
+    def micro_batches(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+        """The micro-batches of the present rollout and of those that follow, which are made of `batches` on demand."""
         while True:
             if self.rollout is None:
-                self.rollout, self.used = make(), 0
+                self.rollout, self.used = self.owner.make_rollout(batches), 0
                 if self.rollout is None:
                     return
             parts = self.parts_of(self.rollout)

@@ -455,7 +455,7 @@ class RolloutTrainer(LanguageModelTrainer):
     def _windows_of(
         self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        stream = self.rollout_maker.micro_batches(partial(self.make_rollout, batches))
+        stream = self.rollout_maker.micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
             if self.rollout_maker.background is not None:
                 self.rollout_maker.background.fill(plan, self.state.global_step, self.rollout_maker.left)
