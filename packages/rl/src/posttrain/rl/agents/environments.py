@@ -205,17 +205,11 @@ class Environments:
         context: int | None = None,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """`samples` after the turns of the policy and of its tools, until it calls no tool or reaches the length limit.
-
-        Each conversation goes on as soon as its own turn or tools have ended. Plain tools run in this thread, one at a
-        time, so the engine waits for them unless it is in another process; async ones run while it writes.
-
-        Args:
-            sampling: how tokens are drawn, and how many a completion may have, tool answers included. An answer that
-                does not fit is left out.
-            context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
-                number.
-            ended: is called in this thread with the place of each conversation that has ended, and with the sample.
+        """`samples` after the turns of the policy and of its tools, until it calls no tool or reaches the length limit
+        of `sampling`, which counts answers of tools too, or the `context` of the model; an answer that does not fit is
+        left out. Each conversation goes on as soon as its own turn or tools have ended, and `ended` is called in this
+        thread with its place and its sample. Plain tools run in this thread, one at a time, so the engine waits for
+        them unless it is in another process; async ones run while it writes.
         """
         found = list(samples)
         going = {place: self._conversation(sample, codec, sampling, context) for place, sample in enumerate(samples)}

@@ -160,14 +160,10 @@ def serve(
     answer: Callable[[Any, Sample], Any],
     is_unwanted: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Have the turns in `asked` written until there is None. They join those that are being written.
-
-    Args:
-        asked: ``(place of the trajectory, key, sample with its prompt, how it is drawn)``; or a function without
-            arguments, which is called in this thread.
-        open_turns: of the policy, see `posttrain.rl.online.sampler.Sampler.open_turns`.
-        answer: ``(key, sample with its turn)``, is called in this thread.
-        is_unwanted: whether no one waits for the turn of a key any more.
+    """Have the turns in `asked` written until there is None. They join those that are being written. Each is ``(place
+    of the trajectory, key, sample with its prompt, how it is drawn)``, or a function without arguments. That is called
+    in this thread, and so is ``answer(key, sample with its turn)``. A turn for whose key `is_unwanted` is true is
+    written no further.
     """
     with open_turns(lambda: asked.put(lambda: None)) as turns:
         while (new := _new(asked, waits=not turns, quiet=turns.quiet)) is not None:
