@@ -201,9 +201,7 @@ def _messages(items: list[Any]) -> list[Message]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
-            role = ROLES.get(item["role"], item["role"])
-            text = text_of(item.get("content"))
-            found.append(assistant(text, ()) if role == "assistant" else {"role": role, "content": text})
+            found.append(read_message(item))
         elif kind == "function_call":
             calls = assistant("", [ReplyCall(item["call_id"], item["name"], item["arguments"])])["tool_calls"]
             if not found or found[-1]["role"] != "assistant":
@@ -233,11 +231,8 @@ def _output(reply: Reply) -> list[dict[str, Any]]:
 def answer_response(request: Request, reply: Reply) -> dict[str, Any]:
     """The body that answers ``/v1/responses``."""
     whole, written = reply.finish != "length", len(reply.tokens)
-    usage: dict[str, Any] = {
-        "input_tokens": reply.num_read,
-        "output_tokens": written,
-        "total_tokens": reply.num_read + written,
-    }
+    usage: dict[str, Any] = {"input_tokens": reply.num_read, "output_tokens": written}
+    usage["total_tokens"] = reply.num_read + written
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
     return {

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import DataError
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, sees
 from posttrain.lm.images.image_features import ImageCopies
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, SeenPrompt
 from posttrain.lm.images.images import (
@@ -34,9 +34,7 @@ from posttrain.rl.samples.prompts import PromptCodec
 
 def can_see(model: nn.Module | str, processor: Any) -> bool:
     """Whether the model and the processor that were passed read images."""
-    config = config_of(model) if isinstance(model, nn.Module) else None
-    named = not isinstance(model, nn.Module)
-    return hasattr(processor, "image_processor") and (named or getattr(config, "vision_config", None) is not None)
+    return hasattr(processor, "image_processor") and (not isinstance(model, nn.Module) or sees(model))
 
 
 def refuse_images(prompt: Any) -> None:
