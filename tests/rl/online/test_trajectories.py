@@ -79,10 +79,10 @@ def line(sample, **changes):
 
 
 def test_filters_and_lines_that_a_run_has_repeated(tmp_path):
-    append_lines([line(0), line(1, reward=None), line(2, ending="failed", tokens=9)], path_of(tmp_path, 0))
-    append_lines([line(0, reward=0.0)], path_of(tmp_path, 0))  # of a run that was resumed
+    append_lines(path_of(tmp_path, 0), [line(0), line(1, reward=None), line(2, ending="failed", tokens=9)])
+    append_lines(path_of(tmp_path, 0), [line(0, reward=0.0)])  # of a run that was resumed
     path_of(tmp_path, 1).write_text('{"step": 1, "roll')  # of a process that was killed
-    append_lines([line(3, reward=None)], path_of(tmp_path, 1))
+    append_lines(path_of(tmp_path, 1), [line(3, reward=None)])
 
     def kept(**options):
         return [one["sample"] for one in read(tmp_path, Filter(**options))]

@@ -18,11 +18,13 @@ Row = dict[str, Any]
 
 def append(samples: Iterable[Mapping[str, Any]], step: int, directory: str | Path) -> None:
     """Append `samples` of optimizer step `step` to the file `SAMPLES` in `directory` as JSON lines."""
-    append_lines(({"step": step, **sample} for sample in samples), Path(directory) / SAMPLES)
+    append_lines(Path(directory) / SAMPLES, ({"step": step, **sample} for sample in samples))
 
 
-def append_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Append `rows` to a file of JSON lines, whose last line may be cut: its writer was killed."""
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add `rows` to a file of JSON lines, with a text in place of a value that JSON does not have. The last line that is
+    there may be cut, where its writer was killed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     with path.open("a+b") as file:

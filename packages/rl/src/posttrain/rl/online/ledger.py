@@ -65,7 +65,7 @@ class Ledger:
         )
 
     def _write(self, lines: Iterable[dict[str, Any]]) -> None:
-        append_lines(lines, self.path)
+        append_lines(self.path, lines)
 
 
 def prompt_id(ids: Sequence[int]) -> str:

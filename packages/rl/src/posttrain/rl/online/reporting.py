@@ -253,7 +253,7 @@ class Reporter:
             made = stored(samples[: self.args.log_trajectories], scores, advantages, step, tokenizer)
             path = trajectories.path_of(self.args.output_dir, self.dist.rank)
             with run_goes_on(str(path)):
-                append_lines(made, path)
+                append_lines(path, made)
 
     def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Keep the samples of a batch until the evaluation ends."""
