@@ -22,8 +22,8 @@ def append(samples: Iterable[Mapping[str, Any]], step: int, directory: str | Pat
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add `rows` to a file of JSON lines, with a text in place of a value that JSON does not have. The last line that is
-    there may be cut, where its writer was killed.
+    """Add `rows` to a file of JSON lines, with a text in place of a value that JSON does not have. The last line there
+    may be cut, since its writer was killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
