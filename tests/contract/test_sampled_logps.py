@@ -345,7 +345,7 @@ def test_generation_kwargs_that_are_arguments_too_are_followed_by_every_engine(t
 
 
 def sampled(run):
-    return run.rollout_maker.sample(run.source.begin(next(iter(run.get_train_dataloader())), 0))
+    return run.rollout_maker.sample(run.rollout_maker.begin(next(iter(run.get_train_dataloader())), 0))
 
 
 @pytest.mark.parametrize("engine", [{}, {"use_vllm": True}, ENGINES["continuous"]], ids=["local", "vllm", "continuous"])

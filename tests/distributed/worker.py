@@ -637,7 +637,7 @@ def uneven_vllm(out, **changes):
             samples = super().generate(samples, sampling)
             for turn in range(3 * self.dist.rank):
                 shorter = replace(sampling, max_new_tokens=turn + 2)
-                some = self.sampler.generate_turn(samples[: turn + 1], shorter, self.logps_temperature)
+                some = self.sampler.generate_turn(samples[: turn + 1], shorter)
                 samples = [*some, *samples[turn + 1 :]]
             return samples
 
@@ -782,7 +782,7 @@ def conversations(out, **changes):
         tools=[add], generator=engine,
     )  # fmt: skip
     trainer.train()
-    return {"weights": whole(trainer), "log": history(trainer), "rates": trainer.source.curriculum.rates}
+    return {"weights": whole(trainer), "log": history(trainer), "rates": trainer.rollout_maker.curriculum.rates}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+from posttrain.rl.agents.scheduler import TurnsTogether
 from posttrain.rl.generation import Sampling
-from posttrain.rl.online.sampler import TurnsTogether
 from posttrain.rl.rewards import background
 
 
@@ -35,7 +35,7 @@ def converse(environments, given, codec, go_on, max_tokens, context=None):
     """The `given` samples, which have their first turns, after all turns."""
     given = [replace(one, seed=place) for place, one in enumerate(given)]
     begun = [replace(one, ids=[], logps=None, learn=None) for one in given]
-    return environments.converse(begun, codec, Policy(given, go_on, context), Sampling(max_tokens), context)
+    return environments.converse(begun, codec, Policy(given, go_on, context).open, Sampling(max_tokens), context)
 
 
 def answered(environments, asked):

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
+from posttrain.rl.agents.scheduler import TurnsTogether
 from posttrain.rl.generation.local_steps import LocalSteps
-from posttrain.rl.online.sampler import Policy, TurnsTogether
+from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.rewards import background
 from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import ToolProtocol, Turn
@@ -82,7 +83,9 @@ def test_a_conversation_writes_what_it_writes_in_lock_step(tmp_path, tool, monke
     run = seeded(trainer(tmp_path, tool))
     found = rollout(run)
     monkeypatch.setattr(
-        Policy, "open", lambda self, wake: contextlib.nullcontext(TurnsTogether(self.turn, self.sampler.context))
+        Sampler,
+        "open_turns",
+        lambda self, wake: contextlib.nullcontext(TurnsTogether(self.generate_turn, self.context)),
     )
     expected = rollout(run)
     assert len({len(one.ids) for one in found}) > 1 and max(one.num_turns for one in found) == 4

@@ -14,10 +14,9 @@ import torch
 
 from posttrain.core.errors import DataError
 from posttrain.rl.agents.environments import Environments
-from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.rewards import background
 from posttrain.rl.samples.prompts import PromptCodec, context_length
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.samples import Sample, take_rollout
 from posttrain.rl.tools.formats import Call
 from tests import tiny
 from tests.rl.agents.conversations import answered, converse

@@ -10,11 +10,16 @@ import httpx
 import pytest
 
 from posttrain.rl import Agent
+from posttrain.rl.agents.agent import Episode
+from posttrain.rl.agents.endpoint import Endpoint
 from posttrain.rl.agents.messages import RequestError
+from posttrain.rl.agents.recorder import Recorder
 from posttrain.rl.agents.remote import RemoteAgent
+from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards import process as processes
 from posttrain.rl.rewards.process import RemoteError, RolloutProcess
+from posttrain.rl.samples.prompts import PromptCodec
 from tests.rl.agents.scripted import ScriptedEngine
 from tests.rl.agents.test_agent import ROWS, TOKENIZER, add, equal, trainer, weights_of
 from tests.rl.agents.test_agent import scripted as calling_engine
@@ -162,23 +167,53 @@ def is_soon(is_so):
 
 
 def test_a_turn_that_nobody_waits_for_is_cancelled():
-    class Waits:
-        model, reward, ended = "policy", None, False
+    ended = []
 
-        async def generate(self):
-            try:
-                await asyncio.sleep(60)
-            finally:
-                self.ended = True
+    async def generate(ids, sampling, seed):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
 
     async def agent(episode, row):
-        await episode.generate()
+        await episode.generate("the cat")
 
-    there, episode = RolloutProcess(seed=0, timeout=None), Waits()
+    there, recorder = RolloutProcess(seed=0, timeout=None), Recorder(PromptCodec(TOKENIZER), generate, Sampling(8))
+    episode = Episode(recorder, Endpoint())
     with pytest.raises(TimeoutError):
         background.wait_for(RemoteAgent(agent, there, None)(episode, {}), 10)
-    assert is_soon(lambda: episode.ended)
+    background.event_loop().call_soon_threadsafe(episode.close)
+    assert is_soon(lambda: ended)
     there.close()
+
+
+def test_a_turn_that_is_asked_for_too_late_is_refused(tmp_path):
+    """Else its task would be pending when the program ends."""
+    said = []
+
+    async def agent(episode, row):
+        async def later():
+            await asyncio.sleep(0.2)
+            try:
+                await episode.generate(row["prompt"])
+            except RequestError as error:
+                said.append(error.status)
+
+        said.append(asyncio.create_task(later()))
+        if row["sum"]:  # this turn is being written when the episode ends
+            said.append(asyncio.create_task(episode.generate(row["prompt"])))
+            await asyncio.sleep(0)
+        return 1.0
+
+    def answer(prompt):
+        time.sleep(0.1)
+        return "Yes."
+
+    assert rewards_of(
+        made(tmp_path, agent, args={"rollout_process": False}, generator=ScriptedEngine(TOKENIZER, answer))
+    )
+    assert is_soon(lambda: said.count(410) == 2)
+    assert is_soon(lambda: all(task.done() for task in said if task != 410))
 
 
 def test_a_process_that_dies_is_named_and_another_begins(tmp_path):

@@ -62,7 +62,7 @@ def rollout_of(run):
 def completed(run, rows, number):
     """The samples of a rollout, before they are scored."""
     run.rollout_maker.sync()
-    return run.rollout_maker.complete(run.source.begin(rows, number))
+    return run.rollout_maker.complete(run.rollout_maker.begin(rows, number))
 
 
 def logged(run, name):

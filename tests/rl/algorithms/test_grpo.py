@@ -667,7 +667,7 @@ def test_counts_go_on_where_a_resumed_run_begins_its_epoch_anew(tmp_path):
     run.train(resume_from_checkpoint=True)
     tokens = logged(run, "num_tokens")
     assert len(tokens) == 4 and tokens == sorted(set(tokens)), "they only grow"
-    assert run.source.num_rollouts == 4, "a rollout is numbered, and seeded, once"
+    assert run.rollout_maker.num_rollouts == 4, "a rollout is numbered, and seeded, once"
 
 
 # ------------------------------------------------------------------------------------------------ telling and judging

@@ -55,7 +55,7 @@ def test_the_head_is_trained_and_saved_with_an_adapter_of_any_task(task, tmp_pat
     """Else a new head, with random weights, would be another one each time that the adapter is loaded."""
     from peft import LoraConfig
 
-    from posttrain.rl.rewards.scoring import reward_functions
+    from posttrain.rl.rewards.scorers import reward_functions
 
     tiny.causal_lm("qwen3").save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")

@@ -28,6 +28,7 @@ from posttrain.rl.online.asynchronous import Turns, Worker
 from posttrain.rl.online.ledger import audit
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.scoring import RewardArguments, Rewards
+from posttrain.rl.samples.samples import Sample
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
 from tests.rl.generation.test_vllm import Direct, OpenAI, Server
@@ -619,7 +620,7 @@ def test_a_run_that_stopped_with_a_full_queue_uses_each_prompt_once(step, change
     assert resumed.state.global_step == straight.state.global_step
     learned = sum(note[0] < step for note in cut.notes)  # a rollout of the last step was begun and never learned from
     assert [*prompts_of(cut)[:learned], *prompts_of(resumed)] == prompts_of(straight)
-    assert resumed.source.num_rollouts == straight.source.num_rollouts
+    assert resumed.rollout_maker.num_rollouts == straight.rollout_maker.num_rollouts
     assert all(int(versions.min()) >= step for _, _, versions in resumed.notes)  # nothing older than the checkpoint
 
 
@@ -789,7 +790,7 @@ def test_every_background_thread_computes_on_the_device_of_the_thread_that_began
     found: Future = Future()
     worker = Worker("test-device")
     worker.submit(found, device)
-    assert found.result() == [3.0] == background.call_with_limit(device, 5.0)
+    assert found.result() == [3.0] == background.in_thread(device).result()
     worker.end()
     rewards = Rewards([device, device], RewardArguments(reward_concurrency=2))
-    assert rewards(["a"], ["b"], [[1]], {}, {}).rewards.tolist() == [[3.0, 3.0]]
+    assert rewards.of([Sample({}, "a", [1], [1])]).rewards.tolist() == [[3.0, 3.0]]

@@ -92,7 +92,7 @@ def test_a_resumed_run_samples_the_same_prompts(tmp_path, options):
     first.train()
     again = trainer(tmp_path / "again", **options)
     again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-13"))
-    assert torch.equal(whole.source.curriculum.rates, again.source.curriculum.rates)
+    assert torch.equal(whole.rollout_maker.curriculum.rates, again.rollout_maker.curriculum.rates)
     expected = [line for line in learned(tmp_path / "whole") if line[0] is None or line[0] > 13]
     assert learned(tmp_path / "again") == expected[-len(learned(tmp_path / "again")) :]
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):

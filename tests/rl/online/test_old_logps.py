@@ -7,7 +7,7 @@ import torch
 
 from posttrain.core.logging.metrics import Metrics
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.rollouts import OldLogps
+from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.samples.samples import Rollout, Sample
 from tests import tiny
 

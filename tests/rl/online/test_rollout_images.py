@@ -92,7 +92,7 @@ def test_a_processor_reads_prompts_of_text_alone_and_the_images_of_environments(
     assert read[0] == read[1]
     painted = make(tmp_path / "painted", rows=TEXTS, environment_factory=Painter)
     painted.train()
-    assert painted.source.rollout.images.tensors["pixel_values"].shape[0] > 0
+    assert painted.rollout_maker.rollout.images.tensors["pixel_values"].shape[0] > 0
     bare = make(tmp_path / "bare", rows=TEXTS, environment_factory=Painter, read=with_template)
     with pytest.raises(DataError, match="the prompt shows an image, and .*Pass AutoProcessor"):
         bare.train()

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from posttrain.core.logging.metrics import Clock, Metrics
+from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.generation import Completions, Sampling
 from posttrain.rl.online.sampler import Sampler
@@ -47,15 +48,21 @@ def sampler(engine):
 def test_adjacent_completions_of_a_prompt_are_asked_for_together(sampler, engine):
     prompts = [[5], [5], [6], [6], [7]]
     samples = [Sample({}, "", ids, seed=seed) for seed, ids in enumerate(prompts)]
-    done = sampler.converse(samples, Sampling(2), 1.0, Metrics())
+    done = sampler.converse(samples, Sampling(2), Metrics())
     assert sorted(engine.asked) == [([[5], [6]], 2, [0, 1, 2, 3]), ([[7]], 1, [4])]
     assert [sample.ids for sample in done] == [[ids[0]] * 2 for ids in prompts]
     assert all(sample.is_exact and sample.finished for sample in done) and samples[0].ids == []
 
 
-def test_log_probabilities_at_another_temperature_are_not_exact(sampler):
-    (done,) = sampler.generate_turn([Sample({}, "", [5])], Sampling(2, temperature=0.5), 1.0)
-    assert not done.is_exact and done.logps == [-1.0, -1.0]
+def test_log_probabilities_at_another_temperature_are_not_exact(tmp_path, monkeypatch):
+    args = GRPOConfig(output_dir=str(tmp_path), num_generations=2, per_device_train_batch_size=2, use_cpu=True)
+    made = dict(args=args, train_dataset=[{"prompt": "the cat"}], processing_class=tiny.tokenizer())
+    trainer = GRPOTrainer(tiny.causal_lm(), lambda completions: [0.0] * len(completions), **made)
+    (done,) = trainer.rollout_maker.sample(trainer.new_samples([{"prompt": "the cat"}]))
+    assert done.is_exact and done.logps
+    monkeypatch.setattr(GRPOTrainer, "logps_temperature", 0.5)
+    (done,) = trainer.rollout_maker.sample(trainer.new_samples([{"prompt": "the cat"}]))
+    assert not done.is_exact and done.logps
 
 
 def test_the_weights_of_a_step_are_sent_once(sampler, engine):
@@ -71,7 +78,7 @@ def test_an_engine_with_its_own_weights_that_was_lost_is_sent_them_again(sampler
     engine.fails, synced, sampler.synced_at = 1, [], 7
 
     def sample():
-        return sampler.generate_turn([Sample({}, "", [5])], Sampling(2), 1.0)
+        return sampler.generate_turn([Sample({}, "", [5])], Sampling(2))
 
     (done,) = sampler.with_attempts(sample, lambda: synced.append(sampler.synced_at))
     assert done.ids == [5, 5] and synced == [None]
@@ -81,6 +88,6 @@ def test_an_engine_that_does_not_come_back_ends_the_run(sampler, engine):
     engine.fails, synced = 10, []
     with pytest.raises(ConnectionError, match="it is gone"):
         sampler.with_attempts(
-            lambda: sampler.generate_turn([Sample({}, "", [5])], Sampling(2), 1.0), lambda: synced.append(1)
+            lambda: sampler.generate_turn([Sample({}, "", [5])], Sampling(2)), lambda: synced.append(1)
         )
     assert engine.fails == 7 and len(synced) == 2  # three attempts

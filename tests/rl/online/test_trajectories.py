@@ -7,7 +7,8 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.report import report, trajectories
-from posttrain.lm.generate.trajectories import Filter, append, path_of, read
+from posttrain.lm.generate.samples import append_lines
+from posttrain.lm.generate.trajectories import Filter, path_of, read
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from tests import tiny
 
@@ -78,13 +79,14 @@ def line(sample, **changes):
 
 
 def test_filters_and_lines_that_a_run_has_repeated(tmp_path):
-    append([line(0), line(1, reward=None), line(2, ending="failed", tokens=9)], path_of(tmp_path, 0))
-    append([line(0, reward=0.0)], path_of(tmp_path, 0))  # of a run that was resumed
+    append_lines(path_of(tmp_path, 0), [line(0), line(1, reward=None), line(2, ending="failed", tokens=9)])
+    append_lines(path_of(tmp_path, 0), [line(0, reward=0.0)])  # of a run that was resumed
     path_of(tmp_path, 1).write_text('{"step": 1, "roll')  # of a process that was killed
+    append_lines(path_of(tmp_path, 1), [line(3, reward=None)])
 
     def kept(**options):
         return [one["sample"] for one in read(tmp_path, Filter(**options))]
 
-    assert kept() == [0, 1, 2] and kept(min_reward=0.5) == [2] and kept(max_reward=0.5) == [0]
-    assert kept(unfinished=True) == [2] == kept(min_tokens=6) and kept(contains="script") == [0, 1, 2]
+    assert kept() == [0, 1, 2, 3] and kept(min_reward=0.5) == [2] and kept(max_reward=0.5) == [0]
+    assert kept(unfinished=True) == [2] == kept(min_tokens=6) and kept(contains="script") == [0, 1, 2, 3]
     assert "</script> c" not in trajectories.page(read(tmp_path), "t")

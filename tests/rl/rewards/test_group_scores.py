@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from posttrain.rl import GRPOTrainer
-from posttrain.rl.rewards.group_scores import GroupScores
-from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
+from posttrain.rl.rewards.scoring import GroupScores, RewardArguments, RewardError, Rewards
 from posttrain.rl.samples.samples import Sample
 from tests.rl.agents.scripted import ScriptedEngine, call
 from tests.rl.agents.test_agent import TOKENIZER, add, calls_tools, right, scripted, trainer, weights_of

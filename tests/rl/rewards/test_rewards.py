@@ -15,10 +15,11 @@ import torch
 
 from posttrain.core.errors import DataError, MissingModelError
 from posttrain.rl import rewards
-from posttrain.rl.rewards import background
+from posttrain.rl.rewards import background, scorers
 from posttrain.rl.rewards import scoring as rw
 from posttrain.rl.rewards.scorers import RewardModel
 from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
+from posttrain.rl.samples.samples import Sample
 from tests import tiny
 
 PROMPTS, COMPLETIONS, IDS = ["a", "b"], ["x", "yy"], [[1], [2, 2]]
@@ -29,7 +30,13 @@ def options(**changes):
 
 
 def score(*functions, columns=None, extra=None, **changes):
-    return Rewards(functions, options(**changes))(PROMPTS, COMPLETIONS, IDS, columns, extra)
+    return Rewards(functions, options(**changes)).of(samples(columns), **(extra or {}))
+
+
+def samples(columns=None):
+    rows = [{name: values[place] for name, values in (columns or {}).items()} for place in range(len(PROMPTS))]
+    made = zip(rows, PROMPTS, IDS, COMPLETIONS, strict=True)
+    return [Sample(row, prompt, [1], ids, completion=completion) for row, prompt, ids, completion in made]
 
 
 def length(completions):
@@ -105,7 +112,7 @@ def test_a_failure_can_be_masked_or_given_a_value(caplog):
     caplog.set_level(logging.WARNING, "posttrain")
     masked = Rewards([broken, length], options(reward_on_error="mask"))
     for _ in range(3):
-        scores = masked(PROMPTS, COMPLETIONS, IDS)
+        scores = masked.of(samples())
     assert scores.rewards[:, 0].isnan().all() and scores.rewards[:, 1].tolist() == [1, 2]
     assert scores.failed.tolist() == [[True, False]] * 2
     assert len([r for r in caplog.records if "KeyError" in r.message]) == 1
@@ -144,7 +151,7 @@ def test_weights_may_leave_the_rewards_of_environments_out():
 
 def test_one_tokenizer_is_that_of_one_reward_model():
     with pytest.raises(ValueError, match=r"processing classes \(1\) must match the number of reward functions \(2\)"):
-        rw.reward_functions([tiny.reward_model(), tiny.reward_model()], tiny.tokenizer(), False)
+        scorers.reward_functions([tiny.reward_model(), tiny.reward_model()], tiny.tokenizer(), False)
 
 
 def test_a_function_that_hangs_is_left_behind():
@@ -275,18 +282,18 @@ def test_functions_are_named_by_their_module_also_in_the_current_folder(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     for name in ("own_scores_of_this_test:three", "own_scores_of_this_test.three"):
-        (function,) = rw.reward_functions([name], None, False)
+        (function,) = scorers.reward_functions([name], None, False)
         assert function(["a", "b"]) == [3.0, 3.0]
-    assert [str(error) for error in rw.reward_problems(["own_scores_of_this_test.four"], None)] == [
+    assert [str(error) for error in scorers.reward_problems(["own_scores_of_this_test.four"], None)] == [
         "reward_funcs: 'own_scores_of_this_test.four' cannot be imported: module 'own_scores_of_this_test' has no "
         "attribute 'four'. Give module:function, of a module in this folder or one that is installed."
     ]
     (tmp_path / "model-1.5").mkdir()
     names = ["org/model-1.5", "model-1.5", "./model", "model", "math.sqrt", "a:b", "accuracy_reward"]
-    assert [rw.is_function_name(name) for name in names] == [False] * 4 + [True] * 3
+    assert [scorers.is_function_name(name) for name in names] == [False] * 4 + [True] * 3
     with pytest.raises(MissingModelError, match="no built-in function, did you mean 'accuracy_reward'?"):
-        rw.reward_functions(["accuracy"], None, False)
-    (punishment,) = rw.reward_functions(["get_soft_overlong_punishment"], None, False)
+        scorers.reward_functions(["accuracy"], None, False)
+    (punishment,) = scorers.reward_functions(["get_soft_overlong_punishment"], None, False)
     assert punishment([[0] * 1024, [0] * 1152, [0] * 1280, [0] * 1281]) == [0.0, -0.5, -1.0, -1.0]
 
 

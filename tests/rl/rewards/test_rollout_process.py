@@ -33,7 +33,9 @@ def process():
 
 
 def score(process, function, **options):
-    return Rewards([process.reward(function)], RewardArguments(**options))(["p", "q"], ["x", "yy"], [[1], [2, 2]])
+    made = zip(["p", "q"], [[1], [2, 2]], ["x", "yy"], strict=True)
+    samples = [Sample({}, prompt, [1], ids, completion=completion) for prompt, ids, completion in made]
+    return Rewards([process.reward(function)], RewardArguments(**options)).of(samples)
 
 
 def test_a_reward_runs_in_the_main_thread_of_another_process(process):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from posttrain.rl.training_server import losses
+from posttrain.rl.training_server.policies import find_loss
 
 LOGPS = [math.log(0.5), math.log(0.1), math.log(0.6)]
 SAMPLED = [math.log(0.25), math.log(0.2), math.log(0.6)]  # ratios 2, 0.5 and 1
@@ -33,7 +33,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_and_its_gradient_are_those_of_the_formula(case):
     given, expected, slopes = CASES[case]
-    loss, options = losses.find(case.split()[0], given)
+    loss, options = find_loss(case.split()[0], given)
     logps = torch.tensor([LOGPS], dtype=torch.float64, requires_grad=True)
     x = {name: torch.tensor([values], dtype=torch.float64) for name, values in (("logprobs", SAMPLED),)}
     x |= {name: torch.tensor([ADVANTAGES], dtype=torch.float64) for name in ("advantages", "weights")}
@@ -55,4 +55,4 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(case):
 )
 def test_what_is_not_known_is_named(name, given, said):
     with pytest.raises(ValueError, match=said):
-        losses.find(name, given)
+        find_loss(name, given)

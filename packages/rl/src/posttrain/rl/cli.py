@@ -10,11 +10,8 @@ from posttrain.core.registry import Method, Run, load
 
 
 def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], None]:
-    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in
-    ``output_dir``.
-
-    Args:
-        reads_prompts: its rows need a prompt alone, which may be in a column of another name.
+    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in ``output_dir``.
+    If it `reads_prompts`, its rows need a prompt alone, which may be in a column of another name.
     """
     return lambda run: train(run, load(trainer), *_sets(run, reads_prompts))
 
@@ -109,10 +106,8 @@ def _named(name: str, trainer: str, help: str, reads_prompts: bool = False, **ot
 def _preference(
     name: str, trainer: str, help: str, rows: str = "preference", reference: bool = False, loss: str = "logps"
 ) -> Method:
-    """A method that reads preferences.
-
-    Args:
-        rows: their kind, as for `posttrain.rl.preview`. reference, loss: as for `of_preferences`.
+    """A method that reads preferences, `rows` of that kind (see `posttrain.rl.preview`); `reference` and `loss` as for
+    `of_preferences`.
     """
 
     def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
@@ -125,11 +120,7 @@ def _preference(
 
 
 def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool = True) -> Method:
-    """A method that samples.
-
-    Args:
-        needs: what it is taught by, of `posttrain.core.registry.Method.needs`. reads_prompts: as for `train_with`.
-    """
+    """A method that samples, and is taught by what it `needs` (see `posttrain.core.registry.Method.needs`)."""
 
     def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
         from posttrain.rl.preview import of_prompts

@@ -15,7 +15,8 @@ from posttrain.rl.agents import public_environments
 from posttrain.rl.agents.agent import Agent
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.online.trajectories import stored
-from posttrain.rl.rewards.scoring import Scores, named_function
+from posttrain.rl.rewards.scorers import named_function
+from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
 
 PUBLIC: dict[str, Callable[[str], dict[str, Any]]] = {

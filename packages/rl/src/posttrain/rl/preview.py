@@ -18,10 +18,7 @@ from posttrain.rl.samples.prompts import PromptCodec, check_prompts
 
 def of_preferences(run: Run, count: int, kind: str) -> tuple[list[preview.Row], list[str]]:
     """The first rows of `run` and the lines of its data report: each completion after its prompt. What the loss scores
-    counts as trained on.
-
-    Args:
-        kind: as for `prepare_preferences`.
+    counts as trained on. The `kind` is as for `prepare_preferences`.
     """
     config, (rows, tokenizer) = run.config, _load(run)
     dataset, report = prepare_preferences(

@@ -19,14 +19,14 @@ import torch
 
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
-from posttrain.rl.agents.chat_api import read_message
 from posttrain.rl.agents.command import AgentCommand
 from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
 from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
+from posttrain.rl.agents.openai_api import read_message
 from posttrain.rl.agents.recorder import Recorder, Written
 from posttrain.rl.agents.remote import RemoteAgent, called
-from posttrain.rl.agents.scheduler import Policy, serve
+from posttrain.rl.agents.scheduler import Opening, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
@@ -121,7 +121,7 @@ class Episode:
 
     def close(self) -> None:
         """Refuse what is asked from now on."""
-        self._recorder.ended = True
+        self._recorder.end()
         if self._access is not None:
             self._endpoint.shut(self._access)
 
@@ -171,10 +171,6 @@ class Episode:
         return reply.text if isinstance(history, str) else assistant(reply.text, reply.calls, reply.thoughts)
 
 
-Generate = Callable[[int, Sample, Sampling], Awaitable[Sample]]
-"""``(place of the episode, sample with its prompt, how it is drawn)`` -> the sample with its turn."""
-
-
 @dataclass(frozen=True)
 class Ended:
     """How an episode has ended.
@@ -208,63 +204,45 @@ class Episodes:
         self,
         samples: Sequence[Sample],
         sampling: Sampling,
-        policy: Policy,
+        open_turns: Opening,
         metrics: Metrics,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """The `samples` after an episode of each, in their order. Episodes run on the program's event loop.
-
-        Args:
-            sampling: how tokens are drawn, and how many a sequence may have behind its first prompt.
-            ended: is called in this thread with the place of each episode that has ended, and with the sample.
+        """The `samples` after an episode of each, in their order; in each a sequence has so many tokens behind its
+        first prompt as `sampling` says. Episodes run on the program's event loop. `ended` is called in this thread with
+        the place of each that has ended, and with the sample.
         """
         loop, found = background.event_loop(), list(samples)
         asked: SimpleQueue[Any] = SimpleQueue()
+        places = asyncio.Semaphore(self.agent.inflight or len(samples))
 
         def take(place: int, one: Ended) -> None:
             found[place] = self._sample(samples[place], one)
             if ended is not None:
                 ended(place, found[place])
 
-        async def generate(place: int, sample: Sample, sampling: Sampling) -> Sample:
+        async def generate(place: int, ids: list[int], sampling: Sampling, seed: int) -> Sample:
             future: asyncio.Future[Sample] = loop.create_future()
-            asked.put((place, future, sample, sampling))
+            asked.put((place, future, Sample({}, "", ids, seed=seed), sampling))
             return await future
 
-        episodes = asyncio.run_coroutine_threadsafe(
-            self._all(samples, sampling, generate, lambda *done: asked.put(partial(take, *done))), loop
-        )
+        async def one(place: int, sample: Sample) -> Ended:
+            async with places:
+                done = await self._episode(sample, sampling, partial(generate, place))
+            asked.put(partial(take, place, done))
+            return done
+
+        episodes = background.begin([one(*each) for each in enumerate(samples)])
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            serve(asked, policy, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
+            serve(asked, open_turns, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
             log(metrics, episodes.result())
         except BaseException:
             episodes.cancel()
             raise
         return found
 
-    async def _all(
-        self, samples: Sequence[Sample], sampling: Sampling, generate: Generate, ended: Callable[[int, Ended], None]
-    ) -> list[Ended]:
-        places = asyncio.Semaphore(self.agent.inflight or len(samples))
-
-        async def one(place: int, sample: Sample) -> Ended:
-            async with places:
-                done = await self._episode(place, sample, sampling, generate)
-            ended(place, done)
-            return done
-
-        tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samples)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # where one has failed, the others end too
-            for task in tasks:
-                task.cancel()
-
-    async def _episode(self, place: int, sample: Sample, sampling: Sampling, turn: Generate) -> Ended:
-        async def generate(ids: list[int], sampling: Sampling, seed: int) -> Sample:
-            return await turn(place, Sample({}, "", ids, seed=seed), sampling)
-
+    async def _episode(self, sample: Sample, sampling: Sampling, generate: Callable[..., Awaitable[Sample]]) -> Ended:
         recorder = Recorder(self.codec, generate, sampling, sample.seed, self.context, self.agent.turns)
         episode, started = Episode(recorder, self.endpoint), time.perf_counter()
         returned, failed = None, False
@@ -320,10 +298,8 @@ def _answer(future: asyncio.Future[Any], sample: Sample) -> None:
 
 
 def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float | None, dict[str, Any]]:
-    """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions).
-
-    Raises:
-        TypeError: it returned something else.
+    """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions). Raises
+    TypeError where it returned something else.
     """
     columns = dict(returned) if isinstance(returned, Mapping) else {}
     value = columns.pop("reward", None) if isinstance(returned, Mapping) else returned
@@ -349,10 +325,8 @@ def turn_rewards(total: float | None, given: Sequence[tuple[int, float]], number
 
 
 def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequence[Written]) -> Sample:
-    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before.
-
-    Args:
-        written: all turns of the trajectory.
+    """`sample` with the tokens of one sequence, of which those turns are learned from that were not `seen` before;
+    `written` are all turns of the trajectory.
     """
     own = next(i for i, turn in enumerate(turns) if id(turn) not in seen)
     seen.update(map(id, turns))

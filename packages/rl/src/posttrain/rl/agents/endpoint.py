@@ -18,9 +18,8 @@ from typing import Any
 
 from posttrain.core.errors import require
 from posttrain.rl.agents.anthropic_api import MESSAGES
-from posttrain.rl.agents.chat_api import CHAT, COMPLETIONS
 from posttrain.rl.agents.messages import API, Event, Reply, Request, RequestError
-from posttrain.rl.agents.responses_api import RESPONSES
+from posttrain.rl.agents.openai_api import CHAT, COMPLETIONS, RESPONSES
 from posttrain.rl.rewards import background
 
 logger = logging.getLogger(__name__)
@@ -34,10 +33,8 @@ GONE = 499
 
 @dataclass(frozen=True)
 class Access:
-    """The way of one trajectory to the policy.
-
-    Attributes:
-        url: without a version, as Anthropic's clients take it; OpenAI's take it with ``/v1``.
+    """The way of one trajectory to the policy: `url` without a version, as Anthropic's clients take it; OpenAI's with
+    ``/v1``.
     """
 
     url: str
@@ -64,7 +61,8 @@ class Endpoint:
     def open(self, reply: Callable[[Request], Awaitable[Reply]]) -> Access:
         """A way to the policy for a trajectory whose requests are answered by `reply`."""
         if self._server is None:
-            self._serve()
+            self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
+            asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
         key = f"sk-posttrain-{secrets.token_urlsafe(24)}"
         access = Access(f"{self._address}/t/{secrets.token_hex(8)}", key, reply)
         self._open[key] = access
@@ -79,10 +77,6 @@ class Endpoint:
         if self._server is not None:
             self._server.should_exit = True
         self._server = None
-
-    def _serve(self) -> None:
-        self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
-        asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
 
     def app(self) -> Any:
         """The application of starlette."""

@@ -23,7 +23,7 @@ from typing import Any
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.lm.images.images import IMAGE_PARTS
-from posttrain.rl.agents.scheduler import Policy, serve
+from posttrain.rl.agents.scheduler import Opening, serve
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.process import RolloutProcess, is_remote
@@ -67,7 +67,7 @@ class Environments:
             self.factories = {name: process.factory(make) for name, make in self.factories.items()}
         self.by_name = isinstance(factory, Mapping)
         self.pools: dict[Any, list[Any]] = {name: [make()] for name, make in self.factories.items()}
-        self._counts = _Counts()
+        self._counts = threading.local()  # in each thread one rollout is completed at a time
         self.overlaps = False
         self._busy: set[int] = set()
         self._lock = threading.Lock()
@@ -81,7 +81,8 @@ class Environments:
     @property
     def counts(self) -> dict[str, int]:
         """Tool calls and failed ones of conversations in this thread, since they were last set to 0."""
-        return self._counts.numbers
+        numbers: dict[str, int] = vars(self._counts).setdefault("numbers", {"calls": 0, "failures": 0})
+        return numbers
 
     @property
     def run_beside(self) -> bool:
@@ -134,13 +135,9 @@ class Environments:
             self._busy.difference_update(id(sample.environment) for sample in samples)
 
     def check(self, codec: PromptCodec, row: Mapping[str, Any] | None = None) -> set[int]:
-        """Test the chat template with every tool before sampling. Returns the tokens that end a turn with calls.
-
-        Args:
-            row: the first of the dataset, where it is known.
-
-        Raises:
-            ValueError: the template does not support tools, see `ToolProtocol`; or the row has no conversation.
+        """Test the chat template with every tool before sampling. Returns the tokens that end a turn with calls. Raises
+        ValueError where the template does not support tools, see `ToolProtocol`, or `row`, the first of the dataset,
+        has no conversation.
         """
         everyone = [Sample({}, None, [], environment=pool[0]) for pool in self.pools.values()] or [Sample({}, None, [])]
         tried = [codec.protocol(schemas) for schemas in map(self.schemas_of, everyone) if schemas]
@@ -149,11 +146,7 @@ class Environments:
         return {token for protocol in tried for token in protocol.end_ids}
 
     def check_prompt(self, sample: Sample, schemas: Sequence[dict[str, Any]], codec: PromptCodec) -> None:
-        """Reject a prompt that does not describe the tools to the policy.
-
-        Raises:
-            DataError: the prompt is a text, or neither the template nor the prompt names the tools.
-        """
+        """Raise DataError where the prompt is a text, or neither the template nor the prompt names the tools."""
         if not schemas:
             return
         _require_messages(sample.prompt)
@@ -186,13 +179,10 @@ class Environments:
     def answers(
         self, sample: Sample, calls: Sequence[Call], example: str = ""
     ) -> Generator[list[Any], list[Any], list[dict[str, Any]]]:
-        """Make the calls of one turn, in their order: the messages of their tools.
-
-        Plain functions run in the thread that goes on with this generator. It yields awaitables of async ones, which
-        run side by side where they follow each other, and of those in another process; and is sent their results.
-
-        Args:
-            example: how a call is written, for one that could not be read.
+        """Make the calls of one turn, in their order: the messages of their tools. Plain functions run in the thread
+        that goes on with this generator. It yields awaitables of async ones, which run side by side where they follow
+        each other, and of those in another process; and is sent their results. `example` shows how a call is written,
+        for one that could not be read.
         """
         tools, results = self.tools_of(sample), []
         for is_async, some in groupby(calls, lambda call: background.is_async(tools.get(call.name, len))):
@@ -210,31 +200,21 @@ class Environments:
         self,
         samples: Sequence[Sample],
         codec: PromptCodec,
-        policy: Policy,
+        open_turns: Opening,
         sampling: Sampling,
         context: int | None = None,
         ended: Callable[[int, Sample], None] | None = None,
     ) -> list[Sample]:
-        """`samples` after the turns of the policy and of its tools, until it calls no tool or reaches the length limit.
-
-        Each conversation goes on as soon as its own turn or tools have ended. Plain tools run in this thread, one at a
-        time, so the engine waits for them unless it is in another process; async ones run while it writes.
-
-        Args:
-            sampling: how tokens are drawn, and how many a completion may have, tool answers included. An answer that
-                does not fit is left out.
-            context: tokens of prompt and completion that the model reads at most, see `context_length`; None: any
-                number.
-            ended: is called in this thread with the place of each conversation that has ended, and with the sample.
+        """`samples` after the turns of the policy and of its tools, until it calls no tool or reaches the length limit
+        of `sampling`, which counts answers of tools too, or the `context` of the model; an answer that does not fit is
+        left out. Each conversation goes on as soon as its own turn or tools have ended, and `ended` is called in this
+        thread with its place and its sample. Plain tools run in this thread, one at a time, so the engine waits for
+        them unless it is in another process; async ones run while it writes.
         """
         found = list(samples)
         going = {place: self._conversation(sample, codec, sampling, context) for place, sample in enumerate(samples)}
         asked: SimpleQueue[Any] = SimpleQueue()
-        running: set[Future[Any]] = set()
-
-        def tools_ended(place: int, done: Future[Any]) -> None:
-            running.discard(done)
-            go_on(place, done.result())
+        running: dict[int, Future[Any]] = {}
 
         def go_on(place: int, value: Any) -> None:
             try:
@@ -248,18 +228,17 @@ class Environments:
                     asked.put(None)
                 return
             if isinstance(wanted, list):
-                tools = background.begin(wanted)
-                running.add(tools)
-                tools.add_done_callback(lambda done: asked.put(partial(tools_ended, place, done)))
+                running[place] = tools = background.begin(wanted)
+                tools.add_done_callback(lambda _: asked.put(lambda: go_on(place, running.pop(place).result())))
             else:
                 asked.put((place, place, *wanted))
 
         try:
             for place in range(len(samples)):
                 go_on(place, None)
-            serve(asked, policy, go_on)
+            serve(asked, open_turns, go_on)
         finally:  # where one has failed, the tools of the others end too
-            for tools in list(running):
+            for tools in running.values():
                 tools.cancel()
         return found
 
@@ -289,13 +268,6 @@ class Environments:
         return sample
 
 
-class _Counts(threading.local):
-    """Numbers of each thread, in which one rollout is completed at a time."""
-
-    def __init__(self) -> None:
-        self.numbers = {"calls": 0, "failures": 0}
-
-
 def _joined(sample: Sample, turn: Sample) -> Sample:
     """`sample` with its next `turn` behind it."""
     return replace(
@@ -307,10 +279,8 @@ def _joined(sample: Sample, turn: Sample) -> Sample:
 
 
 def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
-    """What its ``reset(**row)`` returns.
-
-    Raises:
-        RuntimeError: it could not reach something. The engine's errors of that kind are not those of environments.
+    """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
+    engine's.
     """
     try:
         return background.call(partial(environment.reset, **row))
@@ -323,11 +293,7 @@ def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a tool, from its type hints and docstring.
-
-    Raises:
-        TypeError: they are incomplete.
-    """
+    """The schema of a tool, from its type hints and docstring; a TypeError where they are incomplete."""
     from transformers.utils import get_json_schema
 
     try:
@@ -374,10 +340,8 @@ async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Map
 
 
 def _as_text(name: str, result: Any) -> str:
-    """What a tool returned, as the policy reads it: of parts of a message, their texts.
-
-    Raises:
-        TypeError: it shows an image, or an object of which a text would say its address alone.
+    """What a tool returned, as the policy reads it: of parts of a message, their texts. Raises TypeError where it shows
+    an image, or an object of which a text would say its address alone.
     """
     if isinstance(result, list) and result and all(isinstance(part, Mapping) and "text" in part for part in result):
         if all(part.get("type") == "text" for part in result):

@@ -1,8 +1,5 @@
-"""What an agent asks of the policy and what it gets back, apart from the API that the agent speaks.
-
-Each API is an object with four functions: `API.read` makes a `Request` of a body, `API.answer` a body of a `Reply`,
-`API.events` the events of a stream, and `API.error` the body of an error. `posttrain.rl.agents.chat_api`,
-`responses_api` and `anthropic_api` have one each.
+"""What an agent asks of the policy and what it gets back, apart from the API that the agent speaks: an `API` of
+`posttrain.rl.agents.openai_api` or `anthropic_api`.
 """
 
 from __future__ import annotations
@@ -112,11 +109,7 @@ class API:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """The conversation of a request.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """The conversation of a request; a RequestError where there is none."""
     found = body.get("messages")
     if not isinstance(found, list) or not found:
         raise RequestError("messages is missing or empty: send the conversation.")
@@ -124,11 +117,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
 
 
 def functions_of(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The tools of a request of OpenAI's APIs.
-
-    Raises:
-        RequestError: one is no function.
-    """
+    """The tools of a request of OpenAI's APIs; a RequestError where one is no function."""
     tools = tuple(body.get("tools") or ())
     if kinds := {tool.get("type") for tool in tools} - {"function"}:
         raise RequestError(f"tools has the type {kinds.pop()!r}; the policy calls functions alone.")
@@ -145,10 +134,8 @@ def fields(body: Mapping[str, Any], used: Sequence[str], neutral: Mapping[str, A
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
-    """The text of a message's content, which is a text, nothing, or a list of parts of these `kinds`.
-
-    Raises:
-        RequestError: it has other parts, such as images.
+    """The text of a message's content, which is a text, nothing, or a list of parts of these `kinds`; a RequestError
+    where it has other parts, such as images.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -163,14 +150,20 @@ def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_
     return "".join(texts)
 
 
-def assistant(text: str, calls: Sequence[ReplyCall], thoughts: str = "") -> Message:
-    """A message of the policy, as chat templates read it."""
+def assistant(
+    text: str | None, calls: Sequence[ReplyCall], thoughts: str = "", arguments: Callable[[str], Any] | None = None
+) -> Message:
+    """A message of the policy, as chat templates read it. `arguments` makes those of calls of JSON; None: as dicts."""
     message: Message = {"role": "assistant", "content": text}
     if thoughts:
         message["reasoning_content"] = thoughts
     if calls:
         message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _parsed(c.arguments)}}
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.name, "arguments": (arguments or _parsed)(c.arguments)},
+            }
             for c in calls
         ]
     return message
@@ -191,7 +184,8 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
 
 def signature(message: Message) -> tuple[Any, ...]:
     """What of a message must be the same where a conversation goes on: what agents send back as they got it."""
-    calls = [(c["function"]["name"], _sorted(c["function"]["arguments"])) for c in message.get("tool_calls") or ()]
+    made = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = ((one["name"], json.dumps(one["arguments"], sort_keys=True)) for one in made)
     return message["role"], message["content"].strip(), tuple(calls)
 
 
@@ -203,7 +197,3 @@ def _parsed(arguments: Any) -> Any:
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments
-
-
-def _sorted(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)

@@ -8,6 +8,7 @@ and the tokens of the new messages go behind them. Where the agent has changed i
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -40,6 +41,7 @@ from posttrain.rl.tools.protocol import QUESTION, behind, identifier
 logger = logging.getLogger(__name__)
 
 REPLIES = itertools.count(1)
+ENDED = "This trajectory has ended."
 FULL = "context_length_exceeded"
 """The code of errors about length, by which agents know them."""
 
@@ -92,7 +94,7 @@ class Recorder:
     Attributes:
         turns: in the order of their ends.
         cut: which bound has ended the trajectory, "turns", "tokens" or "seconds"; None: none has.
-        error: of the engine, which is not the agent's. ended: nothing is recorded any more.
+        error: of the engine, which is not the agent's.
     """
 
     def __init__(
@@ -109,17 +111,17 @@ class Recorder:
         self.turns: list[Written] = []
         self.cut: str | None = None
         self.error: Exception | None = None
-        self.ended = False
-        self._begun = 0
+        self._ended, self._begun = False, 0
+        self._open: set[asyncio.Future[Any]] = set()
         self._numbers: dict[int, Written] = {}
 
     async def reply(self, request: Request) -> Reply:
-        """The policy's answer to `request`.
-
-        Raises:
-            RequestError: the trajectory has reached a bound, or the chat template refuses the conversation.
+        """The policy's answer to `request`; a RequestError where the trajectory has ended or reached a bound, or the
+        chat template refuses the conversation.
         """
         warn_of_ignored(request.ignored)
+        if self._ended:
+            raise RequestError(ENDED, 410)
         if self.max_turns is not None and self._begun >= self.max_turns:
             self.cut = "turns"
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
@@ -132,15 +134,27 @@ class Recorder:
             raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
         sampling = self._with_room(request, before, asked, len(ids))
+        turn = asyncio.ensure_future(self.generate(ids, sampling, mix(self.seed, number) if number else self.seed))
+        self._open.add(turn)
         try:
-            done = await self.generate(ids, sampling, mix(self.seed, number) if number else self.seed)
+            done = await turn
+        except asyncio.CancelledError:
+            if not self._ended or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
         except Exception as error:
             self.error = error
             raise
-        if self.ended:
-            raise RequestError("This trajectory has ended.", 410)
+        finally:
+            self._open.discard(turn)
+        if self._ended:
+            raise RequestError(ENDED, 410)
         reply = self._read(request, ids, done)
-        history = _with_reply(request.history, reply, done.ids)
+        history: Any = request.history
+        if isinstance(history, str):
+            history += reply.text
+        else:
+            more = done.ids if are_ids(history) else [assistant(reply.text, reply.calls, reply.thoughts)]
+            history = [*history, *more]
         num_read = len(ids) - len(asked) - 1 if before is not None else 0
         written = Written(
             before=before,
@@ -159,6 +173,12 @@ class Recorder:
         self.turns.append(written)
         self._numbers[reply.number] = written
         return reply
+
+    def end(self) -> None:
+        """Refuse requests from now on, those among them that are being answered: no one may be there to do it later."""
+        self._ended = True
+        for turn in self._open:
+            turn.cancel()
 
     def sequences(self) -> list[list[Written]]:
         """The turns of each sequence of the trajectory: first of that which ends with the last turn."""
@@ -262,14 +282,9 @@ class Recorder:
 def next_ids(
     codec: PromptCodec, written: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> list[int]:
-    """The tokens of `messages` behind a turn of the policy: the end of its turn, they, and the next beginning.
-
-    Args:
-        written: the tokens of the policy. tools: schemas.
-
-    Raises:
-        DataError: the chat template refuses such messages.
-        ValueError: it does not support tools, whose answers are among the messages.
+    """The tokens of `messages` behind a turn of the policy, whose tokens are `written`: the end of its turn, they, and
+    the next beginning. Raises DataError where the chat template refuses such messages, and ValueError where it does not
+    support tools, whose answers are among them.
     """
     count = next((i for i, message in enumerate(messages) if message["role"] != "tool"), len(messages))
     if count:
@@ -294,12 +309,6 @@ def _key(history: Any) -> str | tuple[Any, ...]:
 def are_ids(history: Any) -> bool:
     """Whether `history` is tokens."""
     return isinstance(history, list) and isinstance(history[0], int)
-
-
-def _with_reply(history: Any, reply: Reply, ids: Sequence[int]) -> Any:
-    if isinstance(history, str):
-        return history + reply.text
-    return [*history, *(ids if are_ids(history) else [assistant(reply.text, reply.calls, reply.thoughts)])]
 
 
 @functools.cache

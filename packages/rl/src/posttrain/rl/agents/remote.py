@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from posttrain.core.errors import require
@@ -14,10 +14,8 @@ ASKED = ("generate", "reward", "read")
 
 
 class RemoteEpisode:
-    """Stands for the trainer's `posttrain.rl.agents.agent.Episode`, whose functions it calls.
-
-    Args:
-        read: gets an attribute of it.
+    """Stands for the trainer's `posttrain.rl.agents.agent.Episode`, whose functions it calls; `read` gets an attribute
+    of it.
     """
 
     def __init__(
@@ -52,10 +50,8 @@ class AgentThere:
 
 
 class RemoteAgent:
-    """Stands for the agent `run`, which runs in the process.
-
-    Args:
-        seconds: that it may take here. After some more it is interrupted there, or the process is ended.
+    """Stands for the agent `run`, which runs in the process, for so many seconds here. After some more it is
+    interrupted there, or the process is ended.
     """
 
     def __init__(self, run: Callable[..., Any], there: process.RolloutProcess, seconds: float | None) -> None:
@@ -63,18 +59,5 @@ class RemoteAgent:
         self.run, self.__name__ = there.function(AgentThere(run), limit, ASKED), background.name_of(run)
 
     async def __call__(self, episode: Any, row: dict[str, Any]) -> Any:
-        turns: list[asyncio.Task[Any] | None] = []
-
-        async def generate(*args: Any, **kwargs: Any) -> Any:
-            turns.append(asyncio.current_task())
-            return await episode.generate(*args, **kwargs)
-
-        def read(name: str) -> Any:
-            return getattr(episode, name)
-
-        try:
-            return await self.run(row, episode.model, generate=generate, reward=episode.reward, read=read)
-        finally:  # no one waits for them any more
-            for turn in turns:
-                if turn is not None:
-                    turn.cancel()
+        read = partial(getattr, episode)
+        return await self.run(row, episode.model, generate=episode.generate, reward=episode.reward, read=read)

@@ -24,8 +24,8 @@ from posttrain.rl.losses.policy_losses import of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
-from posttrain.rl.rewards.scorers import JudgeReward, PairwiseJudge
-from posttrain.rl.rewards.scoring import Scores, functions_by_name
+from posttrain.rl.rewards.scorers import JudgeReward, PairwiseJudge, functions_by_name
+from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
 
 LOSSES = ("sigmoid", "ipo")

@@ -178,13 +178,11 @@ class GenerationArguments:
         """Fields that transformers' generate does not have; vLLM has its own."""
         from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-        stop = ("stop", "stop_strings")
         settings = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
-        for name in stop:
+        for name in ("stop", "stop_strings"):
             words = settings.get(name)
-            if words is not None and not (
-                isinstance(words, str) or all(isinstance(word, str) for word in _listed(words))
-            ):
+            each = words if isinstance(words, (list, tuple)) else [words]
+            if words is not None and not all(isinstance(word, str) for word in each):
                 yield f"generation_kwargs: {name}={words!r} must be a text or a list of texts"
         asked = copy.copy(self)  # with the bounds of the arguments for the same
         problems: list[str] = []
@@ -206,10 +204,6 @@ class GenerationArguments:
             near = did_you_mean(self.cache_implementation, ALL_CACHE_IMPLEMENTATIONS)
             known = ", ".join(ALL_CACHE_IMPLEMENTATIONS)
             yield f"cache_implementation={self.cache_implementation!r} is not one of {known}{near}"
-
-
-def _listed(words: Any) -> list[Any]:
-    return list(words) if isinstance(words, (list, tuple)) else [words]
 
 
 @dataclass
@@ -400,8 +394,23 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
             yield (
                 f"vllm_importance_sampling_mode={str(self.vllm_importance_sampling_mode)!r} needs one of the two bounds"
             )
-        yield from self._staleness_problems()
-        yield from self._replay_problems()
+        if self.max_staleness and self.use_vllm and self.vllm_mode == "colocate":
+            yield (
+                "max_staleness above 0 samples while the policy is trained, and vllm_mode='colocate' generates and "
+                "trains in turn; set vllm_mode='server', or max_staleness=0"
+            )
+        if self.max_staleness and self.use_transformers_continuous_batching:
+            yield (
+                "max_staleness above 0 is not supported with use_transformers_continuous_batching=True; set one of "
+                "the two back"
+            )
+        if self.router_replay and self.use_transformers_continuous_batching:
+            yield (
+                "router_replay=True needs the experts chosen in sampling, which transformers' continuous batching does "
+                "not return; set use_transformers_continuous_batching=False"
+            )
+        if self.router_replay and self.torch_compile:
+            yield "router_replay=True does not work with torch_compile=True; set one of them to False"
         if self.generation_batch_invariant and (self.router_replay or self.cache_implementation):
             other = "router_replay" if self.router_replay else "cache_implementation"
             yield f"generation_batch_invariant=True does not work with {other}; unset one of them"
@@ -418,26 +427,3 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
             yield "sync_ref_model=True needs a reference model, and beta=0 uses none; set beta above 0"
         if self.dynamic_sampling and (self.num_generations or 0) < 2:
             yield "dynamic_sampling=True compares the completions of a prompt; set num_generations to 2 or more"
-
-    def _replay_problems(self) -> Iterator[str]:
-        if not self.router_replay:
-            return
-        if self.use_transformers_continuous_batching:
-            yield (
-                "router_replay=True needs the experts chosen in sampling, which transformers' continuous batching does "
-                "not return; set use_transformers_continuous_batching=False"
-            )
-        if self.torch_compile:
-            yield "router_replay=True does not work with torch_compile=True; set one of them to False"
-
-    def _staleness_problems(self) -> Iterator[str]:
-        if self.max_staleness and self.use_vllm and self.vllm_mode == "colocate":
-            yield (
-                "max_staleness above 0 samples while the policy is trained, and vllm_mode='colocate' generates and "
-                "trains in turn; set vllm_mode='server', or max_staleness=0"
-            )
-        if self.max_staleness and self.use_transformers_continuous_batching:
-            yield (
-                "max_staleness above 0 is not supported with use_transformers_continuous_batching=True; set one of "
-                "the two back"
-            )

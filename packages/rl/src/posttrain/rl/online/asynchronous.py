@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posttrain.core.data import pipeline
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.training.plan import Plan
-from posttrain.rl.rewards.background import keep_device
+from posttrain.rl.rewards.background import fulfil, keep_device
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.samples import Sample
 
 if TYPE_CHECKING:
-    from posttrain.rl.online.source import Source
+    from posttrain.rl.online.rollouts import Rollouts
 
 Value = TypeVar("Value")
 Scored = tuple[list[Sample], Scores]
@@ -103,14 +103,9 @@ class Worker:
     def _work(self) -> None:
         self._keep_device()
         while (item := self._calls.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # raised where the result is read
-                future.set_exception(error)
-            del future, call, item
+            if item[0].set_running_or_notify_cancel():
+                fulfil(*item)
+            del item
 
 
 @dataclass
@@ -143,17 +138,13 @@ class Job:
 
 
 class Background:
-    """The rollouts of one run that are on their way.
+    """The rollouts of one run that are on their way."""
 
-    Args:
-        source: begins, samples and scores them.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.rollouts, self.max_staleness = source, source.rollouts, source.args.max_staleness
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts, self.max_staleness = rollouts, rollouts.args.max_staleness
         self.jobs: deque[Job] = deque()
-        self._sampler = Worker("posttrain-sample", self.max_staleness + 1 if self.rollouts.overlap else 1)
-        self._scorer = Worker("posttrain-score", source.args.reward_concurrency)
+        self._sampler = Worker("posttrain-sample", self.max_staleness + 1 if rollouts.overlap else 1)
+        self._scorer = Worker("posttrain-score", rollouts.args.reward_concurrency)
         self._epoch, self._plan = 0, Plan(1, None, 0, 0)
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
@@ -179,10 +170,8 @@ class Background:
         return self._batches
 
     def fill(self, plan: Plan, step: int, left: int) -> None:
-        """Begin the rollouts that may begin at the start of an accumulation window.
-
-        Args:
-            plan: of the run. step: optimizer steps done. left: micro-batches still to come of the present rollout.
+        """Begin the rollouts that may begin at the start of an accumulation window, after so many optimizer steps of
+        `plan`, with so many micro-batches `left` of the present rollout.
         """
         self._plan = plan
         most = min(self.max_staleness, plan.max_steps - step - 1)
@@ -195,7 +184,7 @@ class Background:
             self._begin(job)
         if not self.jobs or self.jobs[0].epoch != self._epoch:
             return None
-        self.source.sampler.with_attempts(lambda: self.jobs[0].sampled.result(), self._again)
+        self.rollouts.owner.sampler.with_attempts(lambda: self.jobs[0].sampled.result(), self._again)
         self.jobs[0].scored.result()
         return self.jobs.popleft()
 
@@ -225,15 +214,15 @@ class Background:
 
     def _drop(self, job: Job, why: str) -> None:
         self.jobs.remove(job)
-        if self.source.ledger is not None:
-            self.source.ledger.dropped(job.number, why)
+        if self.rollouts.ledger is not None:
+            self.rollouts.ledger.dropped(job.number, why)
         job.sampled.cancel()
         job.scored.cancel()
 
     def _steps_until(self, job: Job, left: int) -> int:
         """Optimizer steps before the window that will begin with `job`, which is the next one."""
         here, size = sum(job.epoch == self._epoch for job in self.jobs), self._plan.accumulation
-        per_rollout = self.source.per_rollout
+        per_rollout = self.rollouts.per_rollout
         micro_batches = left + here * per_rollout
         if job.epoch == self._epoch:
             return micro_batches // size
@@ -243,7 +232,7 @@ class Background:
         """Begin the rollout of the prompts that were read last."""
         self._next = None
         self.rollouts.sync()
-        job.rows, job.number = self.source.begun(job.rows)
+        job.rows, job.number = self.rollouts.begun(job.rows)
         self._submit(job)
         self.jobs.append(job)
 
@@ -252,7 +241,7 @@ class Background:
 
         def sample() -> list[Sample]:
             with job.logging():
-                return self.rollouts.complete(self.source.begin(job.rows, job.number))
+                return self.rollouts.complete(self.rollouts.begin(job.rows, job.number))
 
         def score() -> Scored:
             samples = sampled.result()

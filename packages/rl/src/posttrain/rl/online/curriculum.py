@@ -49,10 +49,8 @@ class CurriculumArguments:
 
 
 class Curriculum:
-    """The pass rate of each prompt of a dataset, and the prompts that are chosen by them.
-
-    Attributes:
-        rates: (prompts,) float64, NaN for those that were not sampled yet.
+    """The prompts of a dataset that are chosen, by their pass rates: (prompts,) float64, NaN for those not sampled
+    yet.
     """
 
     def __init__(self, dataset: Any, args: CurriculumArguments, seed: int) -> None:
@@ -61,16 +59,14 @@ class Curriculum:
         self._reach: torch.Tensor | None = None  # the sum of the weights up to each prompt
 
     def choose(self, rows: list[dict[str, Any]], places: Sequence[int], rollout: int) -> list[dict[str, Any]]:
-        """`rows`, some of which others have taken the place of.
-
-        Args:
-            places: of the prompt of each row in the rollout; the same one takes the place of all rows of a prompt.
+        """`rows`, some of which others have taken the place of: the same one in all rows of a prompt, whose `places` in
+        the rollout are given.
         """
         chosen: dict[int, dict[str, Any]] = {}
         for row, place in zip(rows, places, strict=True):
             if place not in chosen and NUMBER in row:
                 number = self.choice(row[NUMBER], mix(self.seed, rollout, place))
-                chosen[place] = row if number == row[NUMBER] else numbered(self.dataset[number], number)
+                chosen[place] = row if number == row[NUMBER] else Numbered(self.dataset)[number]
         return [chosen.get(place, row) for row, place in zip(rows, places, strict=True)]
 
     def choice(self, number: int, seed: int) -> int:
@@ -91,10 +87,8 @@ class Curriculum:
         return int(torch.searchsorted(self._reach, drawn * total, right=True))
 
     def update(self, passed: Sequence[tuple[int, float]]) -> None:
-        """Count completions of one rollout.
-
-        Args:
-            passed: the number of the prompt of each, and whether it passed, 0 or 1; NaN where that is not known.
+        """Count completions of one rollout: the number of the prompt of each, and whether it passed, 0 or 1; NaN: not
+        known.
         """
         found: dict[int, list[float]] = {}
         for number, value in passed:
@@ -116,11 +110,9 @@ class Curriculum:
         return found | {"curriculum/known": len(known) / len(self.rates)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass rates."""
         return {"rates": self.rates.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         if len(state["rates"]) != len(self.rates):
             logger.warning(
                 "The checkpoint's curriculum has pass rates of %d prompts, and there are %d: they are counted again "
@@ -142,9 +134,4 @@ class Numbered:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return numbered(self.dataset[number], number)
-
-
-def numbered(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """`row` with its place in the dataset."""
-    return {**row, NUMBER: number}
+        return {**self.dataset[number], NUMBER: number}

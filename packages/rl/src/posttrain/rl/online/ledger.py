@@ -15,15 +15,15 @@ of such a line is skipped.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.lm.generate.samples import append_lines, lines_of
 from posttrain.rl.samples.samples import Sample
 
 KEPT_DIGITS = 16
@@ -31,17 +31,12 @@ KEPT_DIGITS = 16
 
 
 class Ledger:
-    """Writes the lines of one process.
-
-    Args:
-        folder: of the run. rank: of the process. engine: its name in the lines.
-    """
+    """Writes the lines of one process, `rank`, into the `folder` of the run. `engine` is its name in the lines."""
 
     def __init__(self, folder: str | Path, rank: int, engine: str) -> None:
         self.path, self.engine = Path(folder) / f"samples-{rank}.jsonl", engine
 
     def began(self, max_staleness: int) -> None:
-        """A run starts from the beginning."""
         self._write([{"began": 0, "max_staleness": max_staleness}])
 
     def resumed(self, step: int, max_staleness: int) -> None:
@@ -49,14 +44,11 @@ class Ledger:
         self._write([{"resumed": step, "max_staleness": max_staleness}])
 
     def dropped(self, rollout: int, why: str) -> None:
-        """A batch of prompts is not learned from."""
         self._write([{"rollout": rollout, "dropped": why}])
 
     def used(self, samples: Sequence[Sample], rewards: Sequence[float], version: int, step: int | None) -> None:
         """`samples` are learned from in the optimizer step `step`, and perhaps later ones; None: they are left out.
-
-        Args:
-            rewards: of each, summed. version: of the weights, where samples have none.
+        `rewards` are summed; `version` is of the weights, where samples have none.
         """
         self._write(
             {
@@ -72,13 +64,8 @@ class Ledger:
             for sample, reward in zip(samples, rewards, strict=True)
         )
 
-    def _write(self, lines: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        with self.path.open("a+b") as file:
-            if file.seek(0, 2) and _last_byte(file) != b"\n":  # the writer of that line was killed
-                text = "\n" + text
-            file.write(text.encode())
+    def _write(self, lines: Iterable[dict[str, Any]]) -> None:
+        append_lines(self.path, lines)
 
 
 def prompt_id(ids: Sequence[int]) -> str:
@@ -133,7 +120,7 @@ def _effective(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
     lines: list[dict[str, Any]] = []
     dropped: dict[int, str] = {}
     bound, last = 0, 0
-    for line in _lines(path):
+    for line in lines_of(path):
         if "began" in line or "resumed" in line:
             bound = line["max_staleness"]
             step = line.get("resumed", -1)
@@ -148,18 +135,5 @@ def _effective(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
     return lines, dropped, bound
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_bytes().splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            continue
-
-
 def _place(line: dict[str, Any]) -> tuple[int, int]:
     return line["rollout"], line["sample"]
-
-
-def _last_byte(file: Any) -> bytes:
-    file.seek(-1, 2)
-    return file.read(1)

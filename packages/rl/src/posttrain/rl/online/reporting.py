@@ -20,12 +20,13 @@ from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
 from posttrain.core.logging.trackers import show_table
 from posttrain.lm.generate import trajectories
+from posttrain.lm.generate.samples import append_lines
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trajectories import stored
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts
-from posttrain.rl.samples.samples import Rollout, Sample
+from posttrain.rl.samples.samples import Rollout, Sample, lengths_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], scores: Scores, kl: torch.Tensor | None = None) -> Summary:
-        """The summary of `samples`."""
-        prompts, lengths = torch.tensor([[len(s.prompt_ids), s.num_chosen] for s in samples]).view(-1, 2).unbind(1)
+        prompts, lengths = lengths_of(samples)
         finished = torch.tensor([one.finished for one in samples])
         return cls(scores.rewards, scores.failed, prompts, lengths, finished, kl, scores.names, scores.weights)
 
@@ -103,11 +103,9 @@ class Summary:
         return {name: (value, 1) for name, value in numbers.items() if not math.isnan(value)} | self._extremes()
 
     def sums(self, group_size: int, threshold: float) -> dict[str, tuple[float, Any]]:
-        """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k``, and of the squares of the
-        last two over prompts, for `with_errors`. As `Metrics.update` takes them.
-
-        Args:
-            threshold: reward of the first function from which a completion passes.
+        """(sum, count) of each evaluation metric: rewards, lengths, ``avg@k`` and ``pass@k`` (of the first function's
+        rewards from `threshold` on), and of the squares of the last two over prompts, for `with_errors`. As
+        `Metrics.update` takes them.
         """
         total, size, names = total_rewards(self.rewards, self.weights), len(self.lengths), self.names
         columns = {"reward": total} if names else {}
@@ -164,10 +162,8 @@ def pass_at_k(num: int, passed: int, k: int) -> float:
 
 
 def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> str | None:
-    """A warning if a log record shows that nothing was learned or that something is wrong; else None.
-
-    Args:
-        from_rewards: what is learned comes from rewards.
+    """A warning if a log record shows that nothing was learned, `from_rewards` perhaps, or that something is wrong;
+    else None.
     """
     if not any(logs.get(f"agent/{name}", 1) for name in ("turns", "failed", "cut/tokens", "cut/seconds")):
         return (
@@ -240,10 +236,8 @@ def _least(values: torch.Tensor) -> torch.Tensor:
 
 
 class Reporter:
-    """Shows the completions of a run: in the terminal, in files, and at trackers, where ``log_completions`` is set.
-
-    Args:
-        images: reads those of prompts, to show them; None: they are not shown.
+    """Shows the completions of a run: in the terminal, in files, and at trackers, where ``log_completions`` is set;
+    with those of `images` that prompts have.
     """
 
     def __init__(self, args: RolloutConfig, dist: Distributed, images: ImagePrompts | None) -> None:
@@ -251,7 +245,6 @@ class Reporter:
         self.evaluated: list[dict[str, Any]] = []  # rows of the evaluation that goes on
 
     def report_rollout(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
-        """Show the samples of a rollout."""
         self._show(self._rows(samples, scores, advantages, step), f"Step {step}", "completions", step)
 
     def store(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any) -> None:
@@ -260,7 +253,7 @@ class Reporter:
             made = stored(samples[: self.args.log_trajectories], scores, advantages, step, tokenizer)
             path = trajectories.path_of(self.args.output_dir, self.dist.rank)
             with run_goes_on(str(path)):
-                trajectories.append(made, path)
+                append_lines(path, made)
 
     def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Keep the samples of a batch until the evaluation ends."""
@@ -268,16 +261,21 @@ class Reporter:
             self.evaluated += self._rows(samples, scores, advantages, step)
 
     def report_evaluation(self, description: str, prefix: str, step: int) -> None:
-        """Show what was collected."""
         if self.args.log_completions:
             self._show(self.evaluated, f"{description} at step {step}", f"{prefix}_completions", step)
 
     def _rows(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
-        found = rows(samples, scores, advantages, step)
-        if self.images is not None and self.args.log_multimodal:
-            for row, sample in zip(found, samples, strict=True):
+        """A row of the table for each sample: step, prompt, completion, rewards, what functions added, advantage."""
+        made = []
+        for i, sample in enumerate(samples):
+            row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
+            row |= dict(zip(scores.names, scores.rewards[i].tolist(), strict=True))
+            row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
+            row["advantage"] = advantages[i].mean().item()
+            if self.images is not None and self.args.log_multimodal:
                 row["images"] = self.images.pictures(sample.row, sample.prompt)
-        return found
+            made.append(row)
+        return made
 
     def _show(self, rows: list[dict[str, Any]], title: str, stem: str, step: int) -> None:
         """Print, write and track `rows` of all processes."""
@@ -294,17 +292,6 @@ class Reporter:
             path = write(rows, path, args.log_multimodal)
             if repo := getattr(args, "log_completions_hub_repo", None):
                 upload(path, repo, args.hub_token)
-
-
-def rows(samples: Sequence[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> list[dict[str, Any]]:
-    """A row of the table for each sample: step, prompt, completion, each reward, what functions added, advantage."""
-    made = []
-    for i, sample in enumerate(samples):
-        row = {"step": step, "prompt": sample.prompt, "completion": sample.completion}
-        row |= dict(zip(scores.names, scores.rewards[i].tolist(), strict=True))
-        row |= {name: values[i] for name, values in scores.columns.items() if len(values) == len(samples)}
-        made.append(row | {"advantage": advantages[i].mean().item()})
-    return made
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str, limit: int | None = None, width: int = 60) -> str:
@@ -346,11 +333,7 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = True) -> Path:
-    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where that cannot hold them.
-
-    Returns:
-        the file.
-    """
+    """Write `rows` as ``<path>.parquet``, or as ``.jsonl`` where that cannot hold them. Returns the file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -368,14 +351,11 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = Tru
 
 def track(rows: Sequence[Mapping[str, Any]], name: str, report_to: Sequence[str]) -> None:
     """Send `rows` as the table `name` to trackers with tables and an active run."""
-    cells = [
-        {
-            key: value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
-            for key, value in row.items()
-        }
-        for row in rows
-    ]
-    show_table(cells, name, list(report_to))
+
+    def cell(key: str, value: Any) -> Any:
+        return value if isinstance(value, (int, float)) or key == "images" else plain_text(value)
+
+    show_table([{key: cell(key, value) for key, value in row.items()} for row in rows], name, list(report_to))
 
 
 def upload(path: Path, repo: str, token: str | None = None) -> None:

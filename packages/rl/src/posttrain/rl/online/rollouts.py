@@ -1,12 +1,14 @@
-"""Makes rollouts: has prompts completed and scored, and puts together what the loss needs of them.
+"""The rollouts of a run: prompts are completed and scored, what the loss needs of them is put together, and their
+micro-batches are handed out.
 
-    new_samples -> sample -> score -> make (log-probabilities, advantages) -> parts_of (micro-batches)
+    prompts -> sample -> score -> (leave out equal groups) -> log-probabilities, advantages -> rollout -> micro-batches
 
 It imports no trainer: `owner` is the one whose hooks it calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -20,19 +22,16 @@ from torch import nn
 from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.logging.metrics import Metrics
-from posttrain.rl.generation.engines import cause_of_gap, settings_of
-from posttrain.rl.generation.sampling import is_float32
-from posttrain.rl.losses import credit, policy_losses
+from posttrain.rl.losses import credit
+from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.online import reporting
 from posttrain.rl.online.arguments import RolloutConfig
-from posttrain.rl.online.asynchronous import Turns
+from posttrain.rl.online.asynchronous import Background, Scored, Turns
+from posttrain.rl.online.curriculum import NUMBER, Curriculum
+from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.sampler import with_versions
-from posttrain.rl.policy.logprobs import logp_gaps
-from posttrain.rl.policy.reference import start_problem
-from posttrain.rl.rewards.group_scores import GroupScores
-from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.rewards.scoring import GroupScores, Scores
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
 if TYPE_CHECKING:
@@ -40,29 +39,97 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_LOGPS = (
-    "max_staleness above 0 learns from completions of earlier weights, and {} returned no log-probabilities, by which "
-    "they are weighted. Leave out top_p, top_k, min_p, repetition_penalty and what else changes probabilities, such as "
-    "vllm_structured_outputs_regex and generation_kwargs, which hide them, or set max_staleness=0; "
-    "vllm_importance_sampling_correction=False learns without weights."
-)
-
-NOT_THE_POLICYS = (
-    "The log-probabilities that %s returned with its completions are not those of the policy: %s From now on the "
-    "trainer computes them itself, by one more forward of each rollout where the loss needs them."
-)
+One = tuple[Sample, torch.Tensor, torch.Tensor, dict[int, credit.TurnRewards]]
+"""A sample, its rewards and which of them failed, (F,) each, and what its turns were given."""
 
 
 class Rollouts:
-    """Completes and scores prompts, and makes rollouts of them.
+    """The rollouts of a run.
 
     Args:
         owner: the trainer, by a weak reference: one that is dropped must free its memory at once.
+
+    Attributes:
+        rollout: the one whose micro-batches are being learned from. used: how many of them were.
+        num_rollouts: that were begun. num_tokens: that the policy has read and written.
+        background: what samples while the policy is trained; None in synchronous training.
+        ledger: of the run; None: nothing is noted.
+        curriculum: chooses prompts; None: they are sampled as they are read.
+        per_rollout: micro-batches that are made of a rollout.
     """
 
     def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
         self.owner, self.args = owner, args
+        self.background: Background | None = None
+        self.curriculum: Curriculum | None = None
+        self.ledger: Ledger | None = None
         self._scoring = Turns(args.reward_concurrency) if args.max_staleness else nullcontext()
+        if args.max_staleness:
+            owner.sampler.generating = Turns()
+        self.forget()
+
+    def forget(self, keeps_count: bool = False) -> None:
+        """Drop the present rollout; start the counts again unless `keeps_count`."""
+        self.rollout: Rollout | None = None
+        self.used, self._length = 0, self.per_rollout
+        self.owner.sampler.synced_at = None
+        if not keeps_count:
+            self.num_rollouts = self.num_tokens = 0
+
+    @property
+    def per_rollout(self) -> int:
+        return self.args.steps_per_generation * self.args.num_iterations
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The context of a run; with ``max_staleness`` above 0, completions are sampled in the background."""
+        args, dist, sampler = self.args, self.owner.dist, self.owner.sampler
+        if args.max_staleness:
+            self.background = Background(self)
+        wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
+        engine = getattr(sampler.generator, "name", type(sampler.generator).__name__)
+        writes = wanted and not dist.peer_rank
+        self.ledger = Ledger(args.output_dir, dist.rank, engine) if writes else None
+        sampler.environments.overlaps = self.background is not None
+        try:
+            yield
+        finally:
+            if self.background is not None:
+                self.background.close()
+            self.background, sampler.environments.overlaps = None, False
+
+    # ------------------------------------------------------------------------------------------------ windows
+
+    def begin_epoch(self, step: int) -> None:
+        """An epoch begins at the optimizer step `step`: the rest of one that ended early is skipped."""
+        self.forget(keeps_count=step > 0)
+        if self.ledger is not None and step == 0:
+            self.ledger.began(self.args.max_staleness)
+
+    def read(self, epoch: int, loader: Any, batches: Iterator[Any] | None = None) -> Iterator[list[dict[str, Any]]]:
+        """The batches of prompts of `epoch`, from `loader` or from `batches`."""
+        if self.background is not None:
+            return self.background.read(epoch, loader, batches)
+        return iter(loader) if batches is None else batches
+
+    @property
+    def left(self) -> int:
+        """Micro-batches of the present rollout that are still to come."""
+        return 0 if self.rollout is None else self.per_rollout - self.used
+
+    def micro_batches(self, batches: Iterator[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+        """The micro-batches of the present rollout and of those that follow, which are made of `batches` on demand."""
+        while True:
+            if self.rollout is None:
+                self.rollout, self.used = self.owner.make_rollout(batches), 0
+                if self.rollout is None:
+                    return
+            parts = self.parts_of(self.rollout)
+            self._length = len(parts) * self.args.num_iterations
+            while self.used < self._length:
+                self.used += 1  # before it is yielded: a checkpoint may be saved at the yield
+                yield parts[(self.used - 1) % len(parts)]
+            self.rollout = None
 
     # ------------------------------------------------------------------------------------------------ samples
 
@@ -74,7 +141,6 @@ class Rollouts:
         return (owner.episodes is not None or talks) and owner.sampler.may_overlap
 
     def sync(self) -> None:
-        """Send the weights to the engine, if they have changed."""
         owner = self.owner
         owner.sampler.sync_weights(owner.model, owner.state.global_step, owner.clock)
 
@@ -106,13 +172,14 @@ class Rollouts:
         """The `samples` completed by the weights that the engine has."""
         owner, sampler = self.owner, self.owner.sampler
         with nullcontext() if sampler.may_overlap else sampler.generating, sampler.session():
-            version = sampler.version if owner.source.background is not None else None
+            version = sampler.version if self.background is not None else None
+            sampling = owner.sampling(temperature)
             if samples:
                 with owner.clock("generate"), torch.no_grad(), owner.compute_loss_context_manager():
-                    samples = owner.generate(samples, owner.sampling(temperature))
+                    samples = owner.generate(samples, sampling)
             if samples is None:
                 raise TypeError("generate() returned None. Return the completed samples: they are never changed.")
-            return with_versions(samples, version)
+            return with_versions(samples, version, sampling.temperature == owner.logps_temperature)
 
     def score(self, samples: list[Sample]) -> Scores:
         """The scores of completed samples, once for the processes that have the same ones; logs them."""
@@ -128,23 +195,122 @@ class Rollouts:
             owner.metrics.add_sum(name, sum(values), len(values))
         return scores
 
+    # ------------------------------------------------------------------------------------------------ scored samples
+
+    def next_scored(self, batches: Iterator[list[dict[str, Any]]]) -> Scored | None:
+        """The samples of the next rollout; None where the epoch has no more prompts."""
+        owner, dist, metrics, found = self.owner, self.owner.dist, self.owner.metrics, self._scored(batches)
+        if found is not None and self.curriculum is not None:
+            metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
+        if found is None or not self.args.dynamic_sampling:
+            return found
+        samples, scores = found
+        layout = owner.layout
+        size, wanted = layout.group_size, len(samples) * dist.world_size
+        kept: list[One] = []
+        spare: list[One] = []
+        for number in range(1, self.args.dynamic_sampling_rounds + 1):
+            alone = [replace(sample, environment=None) for sample in samples]  # it stays here, and its reward is known
+            turns = scores.turns or [{}] * len(samples)
+            ones = list(zip(alone, scores.rewards, scores.failed, turns, strict=True))
+            dealt = [one for part in dist.gather_object(ones) for one in part]
+            everyone = [dealt[place] for place in layout.dealt().argsort()]
+            total = total_rewards(torch.stack([rewards for _, rewards, *_ in everyone]), scores.weights)
+            for group, is_equal in enumerate(equal_groups(total, size).tolist()):
+                members = everyone[group * size : (group + 1) * size]
+                is_equal = is_equal and not (owner.credits_turns and _differ_in_turns(members))
+                (spare if is_equal else kept).extend(members)
+            metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
+            more = None
+            if len(kept) < wanted and number < self.args.dynamic_sampling_rounds:
+                more = self._scored(batches)
+            if more is None:
+                break
+            samples, scores = more
+        if dist.is_main and (rest := (kept + spare)[wanted:]):
+            left = replace(scores, rewards=torch.stack([rewards for _, rewards, *_ in rest]))
+            self.log_used([sample for sample, *_ in rest], left, None)
+        mine = [(kept + spare)[number] for number in layout.numbers(dist.rank)]
+        rewards, failed = torch.stack([r for _, r, *_ in mine]), torch.stack([f for *_, f, _ in mine])
+        turns = [turns for *_, turns in mine]
+        scores = replace(scores, rewards=rewards, failed=failed, columns={}, turns=turns)
+        return [sample for sample, *_ in mine], scores
+
+    def _scored(self, batches: Iterator[list[dict[str, Any]]]) -> Scored | None:
+        """Completions of the next batch of prompts; None where the epoch has no more."""
+        sampler, clock = self.owner.sampler, self.owner.clock
+        if self.background is not None:
+            with clock("wait"):
+                job = self.background.take()
+            if job is None:
+                return None
+            self.owner.metrics.update(job.metrics.state_dict())
+            for phase, seconds in job.clock.phases.items():
+                clock.add(phase, seconds)
+            samples, scores = job.scored.result()
+        else:
+            if (read := next(batches, None)) is None:
+                return None
+            begun = self.begun(read)
+
+            def sample() -> list[Sample]:
+                return self.sample_to_score(self.begin(*begun))
+
+            if sampler.can.has_own_weights:
+                self.sync()  # not below: an engine that stays away is waited for once
+                samples = sampler.with_attempts(sample, self.sync)
+            else:
+                samples = sample()
+            scores = self.score(samples)
+        if self.curriculum is not None:
+            self._count(self.curriculum, samples, scores)
+        return samples, scores
+
+    def _count(self, curriculum: Curriculum, samples: list[Sample], scores: Scores) -> None:
+        """Let `curriculum` know which completions of all processes have passed."""
+        first = scores.rewards[:, 0]
+        passed = torch.where(first.isnan(), torch.nan, (first >= self.args.pass_threshold).float()).tolist()
+        numbers = [sample.row_number for sample in samples]
+        own = [(number, value) for number, value in zip(numbers, passed, strict=True) if number is not None]
+        curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
+
+    def begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        """Samples of rollout `number`, without completions."""
+        places, seed = self.owner.layout.numbers(self.owner.dist.rank).tolist(), self.args.seed
+        numbers = [row.get(NUMBER) for row in rows]
+        rows = rows if self.curriculum is None else [{k: v for k, v in row.items() if k != NUMBER} for row in rows]
+        return [
+            replace(sample, seed=mix(seed, number, place), rollout=number, place=place, row_number=row_number)
+            for sample, place, row_number in zip(self.owner.new_samples(rows), places, numbers, strict=True)
+        ]
+
+    def begun(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+        """(the prompts of a new rollout, for which `rows` were read, and its number)."""
+        number = self.num_rollouts
+        self.num_rollouts += 1
+        if self.curriculum is not None:
+            layout = self.owner.layout
+            places = layout.numbers(self.owner.dist.rank) // layout.group_size
+            rows = self.curriculum.choose(rows, places.tolist(), number)
+        return rows, number
+
     # ------------------------------------------------------------------------------------------------ rollouts
 
     def make(self, batches: Iterator[list[dict[str, Any]]]) -> Rollout | None:
         """The next rollout; None where the epoch has no more prompts."""
-        owner, metrics, source, layout = self.owner, self.owner.metrics, self.owner.source, self.owner.layout
-        dist, step, size = owner.dist, owner.state.global_step, owner.num_generations
-        if (scored := source.next(batches, metrics, owner.clock)) is None:
+        owner, dist, layout, metrics = self.owner, self.owner.dist, self.owner.layout, self.owner.metrics
+        step, size = owner.state.global_step, owner.num_generations
+        if (scored := self.next_scored(batches)) is None:
             return None
         samples, scores = scored
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
         everyone = Summary.join(dist.gather_object(Summary.of(samples, scores, kl)), layout.dealt().argsort())
-        source.num_tokens += int(everyone.prompt_lengths.sum() + everyone.lengths.sum())  # read and written
+        self.num_tokens += int(everyone.prompt_lengths.sum() + everyone.lengths.sum())  # read and written
         kl = None if everyone.kl is None else everyone.kl[0]
         advantages = owner.compute_advantages(everyone.rewards, size, kl)
-        logged: dict[str, Any] = {"num_tokens": (source.num_tokens, "max")}  # the same everywhere, and it only grows
+        logged: dict[str, Any] = {"num_tokens": (self.num_tokens, "max")}  # the same everywhere, and it only grows
         if dist.rank == 0:  # the same on every process
             logged |= everyone.metrics(size)
         metrics.update(logged)
@@ -157,9 +323,9 @@ class Rollouts:
             advantages = by_turn.sum(1) / turns.lengths.clamp(min=1)
             at_tokens = credit.of_tokens(by_turn[own], samples)
         advantages = advantages[own]
-        if source.background is not None:
+        if self.background is not None:
             reporting.log_staleness(metrics, rollout, step)
-        source.log_used(samples, scores, step + 1)
+        self.log_used(samples, scores, step + 1)
         if self.args.log_completions:
             owner.reporter.report_rollout(samples, scores, advantages, step)
         if self.args.log_trajectories:
@@ -167,11 +333,7 @@ class Rollouts:
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
-        """The tokens of `samples`, without log-probabilities and advantages.
-
-        Raises:
-            ValueError: experts are replayed, and the engine returned none.
-        """
+        """The tokens of `samples` alone. Raises ValueError where experts are replayed, and the engine returned none."""
         sampler, replays = self.owner.sampler, self.args.router_replay
         routes = [(one.routes, one.num_read) for one in sequences(samples)] if replays else []
         if any(known is None or len(known) < num_read for known, num_read in routes):
@@ -209,7 +371,6 @@ class Rollouts:
             return [values.cpu() for values in whole]
 
     def parts_of(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """The micro-batches of `rollout`."""
         owner, multiple = self.owner, self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
         positions = None if owner.image_prompts is None else owner.image_prompts.positions
@@ -219,28 +380,21 @@ class Rollouts:
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self, rows: list[dict[str, Any]], models: Sequence[nn.Module]) -> None:
-        """Complete and score a batch of prompts; logs rewards, ``pass@k`` and the policy loss.
-
-        Args:
-            models: whose weights are gathered for the loss. Every process must call it, also one without rows.
+        """Complete and score a batch of prompts; logs rewards, ``pass@k`` and the policy loss. Every process must call
+        it, also one without rows, as the weights of `models` are gathered for the loss.
         """
-        owner = self.owner
-        samples = self.eval_samples(rows)
+        owner, size = self.owner, self.owner.num_generations_eval
+        samples = owner.new_samples([row for row in rows for _ in range(size)]) if rows else []
+        # Seeds are of the prompt, or of the row where that is not known yet: no batch size and no order changes them.
+        known = (sample.prompt_ids or repr(sample.row).encode() for sample in samples)
+        seeds = [mix(self.args.seed, i % size, *numbers) for i, numbers in enumerate(known)]
+        samples = [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
         with owner.sampler.weights_to_generate(owner.model):
             samples = self.sample(samples, self.args.eval_temperature)
             # Processes have other numbers of prompts and of tokens, so they cannot keep in step.
             with owner.dist.gathered(*models):
                 if samples:
                     self._log_evaluation(samples, self.score(samples))
-
-    def eval_samples(self, rows: list[dict[str, Any]]) -> list[Sample]:
-        """Samples without completions of prompts to evaluate on."""
-        size = self.owner.num_generations_eval
-        samples = self.owner.new_samples([row for row in rows for _ in range(size)]) if rows else []
-        # Seeds are of the prompt, or of the row where that is not known yet: no batch size and no order changes them.
-        known = (sample.prompt_ids or repr(sample.row).encode() for sample in samples)
-        seeds = [mix(self.args.seed, i % size, *numbers) for i, numbers in enumerate(known)]
-        return [replace(one, seed=seed, is_evaluated=True) for one, seed in zip(samples, seeds, strict=True)]
 
     def _log_evaluation(self, samples: list[Sample], scores: Scores) -> None:
         owner, size, summary = self.owner, self.owner.num_generations_eval, Summary.of(samples, scores)
@@ -259,111 +413,43 @@ class Rollouts:
                 loss, _ = owner.compute_loss(owner.model, part, True, items)
                 owner.metrics.add_sum("loss", loss * items, items)
 
+    # ------------------------------------------------------------------------------------------------ ledger and state
 
-class OldLogps:
-    """The log-probabilities of the policy that sampled: those of the engine, once they are proved, or computed again.
+    def log_used(self, samples: list[Sample], scores: Scores, step: int | None) -> None:
+        """Note the first optimizer step that learns from `samples`, in the ledger; None: they are left out."""
+        if self.ledger is not None:
+            self.ledger.used(samples, scores.totals.tolist(), self.owner.sampler.version, step)
 
-    An engine may declare that what it returns is exact, as training computes it. At the first rollout of a run that is
-    compared with a forward of the policy, and where it is wrong, every rollout takes one from then on.
-
-    Args:
-        owner: the trainer, by a weak reference, which says what its loss reads.
-
-    Attributes:
-        recomputes: the engine's log-probabilities were found to be others than the policy's.
-        compared: this run has compared them.
-        starts_at_reference: the reference should be the policy of the first optimizer step.
-        begins: (N, C) what the policy gives there, to be compared with the reference.
-    """
-
-    def __init__(self, owner: RolloutTrainer, args: RolloutConfig) -> None:
-        self.owner, self.args, self.dist = owner, args, owner.dist
-        self.recomputes, self.compared, self.starts_at_reference = False, True, False
-        self.begins: torch.Tensor | None = None
-
-    def begin_run(self) -> None:
-        """A run begins: its first rollout is compared."""
-        self.recomputes = self.compared = False
-
-    def of(self, rollout: Rollout, is_exact: bool) -> tuple[Rollout, torch.Tensor | None]:
-        """(`rollout` with what the loss reads, (N, C) log-probabilities of the old policy where they are known).
-
-        Args:
-            is_exact: the engine declares its log-probabilities exact.
-
-        Raises:
-            ValueError: completions of earlier weights cannot be weighted.
+    def state_dict(self, dealt: list[int]) -> dict[str, Any]:
+        """The rollout that is being gone through, the counts, and how completions are `dealt`: on each process,
+        processes, in a micro-batch.
         """
-        owner, needs_old = self.owner, self.owner.needs_old_logps
-        sampled, stale, quantile = rollout.sampling_logps, rollout.versions is not None, 1 - owner.top_entropy_quantile
-        declared = is_exact and sampled is not None and self.dist.precision == "no"
-        exact = declared and not stale and not self.recomputes
-        wants = not self.recomputes and owner._corrects_engine
-        corrects = wants and not exact and sampled is not None
-        if stale and wants and not corrects:
-            raise ValueError(NO_LOGPS.format(type(owner.generator).__name__))
-        first, self.compared = not self.compared, True
-        starts, self.starts_at_reference = first and self.starts_at_reference and owner.state.global_step == 0, False
-        old, self.begins = sampled if exact else None, None
-        asked = (needs_old or owner.needs_kl_of_samples) and (first or old is None)
-        if quantile > 0 or corrects or starts or asked:
-            found = owner.rollout_maker.logps_of(owner.model, rollout, quantile > 0)
-            if first and declared and self.misses(found[0], rollout):
-                exact = corrects = False
-            old = sampled if exact and quantile <= 0 else found[0]
-            if quantile > 0:
-                entropies, mask = (values.to(self.dist.device) for values in (found[1], rollout.loss_mask))
-                rollout = replace(rollout, entropy_mask=owner.get_high_entropy_mask(entropies, mask, quantile).cpu())
-            if sampled is not None and old is not None and corrects:
-                weights = correction(old, sampled, rollout.loss_mask, self.args, owner.metrics)
-                rollout = replace(rollout, correction=weights)
-            self.begins = found[0] if starts else None
-        return replace(rollout, old_logps=old if needs_old or corrects else None), old
+        state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
+        state |= {} if self.background is None else self.background.position()
+        state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
+        if self.rollout is not None and self.used < self._length:
+            state |= {"rollout": self.rollout.state_dict(), "used": self.used}
+        return state
 
-    def check_reference(self, rollout: Rollout, begins: torch.Tensor) -> None:
-        """Raise ValueError where the reference is not the policy, whose log-probabilities `begins` are: (N, C)."""
-        if rollout.ref_logps is not None and rollout.routes is None:
-            half = self.dist.precision != "no" or not is_float32(self.owner.model)
-            begun, reference = ((logps * rollout.loss_mask).sum(1) for logps in (begins, rollout.ref_logps))
-            if problem := start_problem(begun, reference, half):
-                raise ValueError(problem)
-
-    def misses(self, found: torch.Tensor, rollout: Rollout) -> bool:
-        """Whether log-probabilities that an engine declared exact are not those `found`, in any process; then they are
-        recomputed from now on, with one warning.
-        """
-        sampled, mask, why = rollout.sampling_logps, rollout.loss_mask, None
-        step = self.owner.state.global_step
-        same_weights = rollout.versions is None or bool((rollout.versions == step)[mask].all())
-        if sampled is not None and same_weights:
-            gaps, limit = logp_gaps(found, sampled, mask, bool(self.args.tf32))
-            if not gaps.max() <= limit:
-                why = f"they differ by {float(gaps.max()):.2g}, and rounding explains {limit:.2g}. "
-                why += cause_of_gap(self.owner.model, settings_of(self.args), rollout.prompt_lengths, gaps > limit)
-        whys = [one for one in self.dist.gather_object(why) if one is not None]
-        self.recomputes = bool(whys)
-        if whys and self.dist.is_main:
-            logger.warning(NOT_THE_POLICYS, type(self.owner.generator).__name__, whys[0])
-        return self.recomputes
+    def load_state_dict(self, state: dict[str, Any], dealt: list[int], step: int) -> None:
+        """The inverse of `state_dict`, from the checkpoint of the optimizer step `step`."""
+        self.forget()
+        if self.ledger is not None:
+            self.ledger.resumed(step, self.args.max_staleness)
+        self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load_state_dict(state["curriculum"])
+        if "rollout" in state and state["dealt"] == dealt:
+            self.rollout, self.used = Rollout.from_state(state["rollout"]), state["used"]
+        elif "rollout" in state:
+            logger.warning(
+                "The checkpoint's rollout was distributed differently (%s completions on each of %s processes, %s in "
+                "a micro-batch): the rest of it is skipped, and the next prompts are sampled.",
+                *state["dealt"],
+            )
 
 
-def correction(
-    old_logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, args: RolloutConfig, metrics: Metrics
-) -> torch.Tensor:
-    """Weights (N, C) or (N, 1), from log-probabilities (N, C) of the policy and of the engine; logs both."""
-    gap = (old_logps - sampled).abs()[mask]
-    gap = gap[~gap.isnan()]
-    metrics.add_sum("sampling/sampling_logp_difference/mean", float(gap.sum()), len(gap))
-    _add_range(metrics, "sampling/sampling_logp_difference", gap, ("max",))
-    mode, least = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
-    most = args.vllm_importance_sampling_clip_max
-    weights = policy_losses.engine_correction(old_logps, sampled, mask.float(), mode, least, most)
-    counted = weights.flatten() if weights.shape[1] == 1 else weights[mask]
-    metrics.add_sum("sampling/importance_sampling_ratio/mean", float(counted.sum()), len(counted))
-    _add_range(metrics, "sampling/importance_sampling_ratio", counted, ("min", "max"))
-    return weights
-
-
-def _add_range(metrics: Metrics, name: str, values: torch.Tensor, which: tuple[str, ...]) -> None:
-    for end in which if values.numel() else ():
-        metrics.add_extreme(f"{name}/{end}", getattr(values, end)().item(), end)
+def _differ_in_turns(members: list[One]) -> bool:
+    """Whether turns of a group were rewarded differently: then it teaches something though its totals are equal."""
+    first, *others = [{of: [*given.turns] for of, given in turns.items()} for *_, turns in members]
+    return any(other != first for other in others)

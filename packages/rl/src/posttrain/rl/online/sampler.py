@@ -11,12 +11,10 @@ import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -26,24 +24,18 @@ from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
 from posttrain.lm.images.vision import Shown
 from posttrain.rl.agents.environments import Environments
-from posttrain.rl.agents.scheduler import QUIET
+from posttrain.rl.agents.scheduler import OpenTurns, Turns, TurnsApart, TurnsTogether
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import FOLDED
 from posttrain.rl.generation.protocol import Abilities
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, pictured, refuse_images, same_images
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.samples import Sample, complete_in_room
-
-if TYPE_CHECKING:
-    from posttrain.rl.generation.local_steps import Call, LocalSteps
+from posttrain.rl.samples.samples import Sample, alike, complete_in_room
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-Asked = tuple[Any, Sample, Sampling]
-"""A turn to write: a key by which it is known, the sample with its prompt, and how it is drawn."""
-
 ATTEMPTS = 3
 """Times that a rollout is sampled, if the engine is lost and comes back."""
 MAX_CALLS = 4096
@@ -61,7 +53,8 @@ class Sampler:
         context: tokens of prompt and completion that the model reads at most; None: any number.
 
     Attributes:
-        can: what the engine declares. session: makes the context of its calls, see `Generator`.
+        can: what the engine declares. may_overlap: it completes several rollouts at a time, and takes weights
+            meanwhile. session: makes the context of its calls, see `Generator`.
         version: the optimizer step of the weights that the engine was sent last.
         synced_at: the same; None where the engine must be sent the weights again.
         ends_of_calls: the tokens that end a turn with calls. image_token_id: that which stands for a feature.
@@ -96,11 +89,7 @@ class Sampler:
         return bool(self.environments.tools or self.environments.factories)
 
     def new_samples(self, rows: Sequence[Mapping[str, Any]], check: bool = True) -> list[Sample]:
-        """A sample without a completion for each row.
-
-        Args:
-            check: that prompts describe the tools.
-        """
+        """A sample without a completion for each row; if `check`, prompts must describe the tools."""
         found: list[Sample] = []
         read: Any = None
         before: dict[str, Any] = {}
@@ -123,8 +112,8 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------ the engine
 
     def use(self, generator: Generator) -> None:
-        """Generate with this engine from now on."""
         self.generator, self.can = generator, Abilities.of(generator)
+        self.may_overlap = self.can.is_concurrent and self.can.updates_in_flight
         self.session: Callable[[], contextlib.AbstractContextManager[Any]]
         self.session = getattr(generator, "session", contextlib.nullcontext)
 
@@ -156,17 +145,10 @@ class Sampler:
             self.generator.sync_weights(model)
             self.synced_at = self.version = step
 
-    @property
-    def may_overlap(self) -> bool:
-        """Whether the engine completes several rollouts at a time, and takes weights meanwhile."""
-        return self.can.is_concurrent and self.can.updates_in_flight
-
     def with_attempts(self, call: Callable[[], Value], again: Callable[[], None]) -> Value:
-        """What `call` returns, also if the engine of any process is lost meanwhile and comes back.
-
-        Args:
-            again: is called by all processes before each further attempt, and sends the weights; raises
-                ConnectionError where the engine stays away.
+        """What `call` returns, also if the engine of any process is lost meanwhile and comes back. Before each further
+        attempt all processes call `again`, which sends the weights, or raises ConnectionError where the engine stays
+        away.
         """
         for _ in range(ATTEMPTS - 1):
             found, lost = None, None
@@ -183,21 +165,13 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------------------ completions
 
-    def converse(
-        self, samples: list[Sample], sampling: Sampling, logps_temperature: float, metrics: Metrics
-    ) -> list[Sample]:
-        """The `samples` after the turns of the policy and of its tools, in their order.
-
-        Args:
-            logps_temperature: at which log-probabilities are needed; see `generate_turn`.
-        """
+    def converse(self, samples: list[Sample], sampling: Sampling, metrics: Metrics) -> list[Sample]:
+        """The `samples` after the turns of the policy and of its tools, in their order."""
         environments, has_tools = self.environments, self.has_tools
         if has_tools and any(map(environments.tools_of, samples)):
-            policy = Policy(self, logps_temperature)
-            samples = environments.converse(samples, self.codec, policy, sampling, self.context, self.ended)
+            samples = environments.converse(samples, self.codec, self.open_turns, sampling, self.context, self.ended)
         else:  # one turn of each: prompts are asked for together
-            turn = partial(self.generate_turn, logps_temperature=logps_temperature)
-            samples = complete_in_room(samples, sampling, self.context, turn)
+            samples = complete_in_room(samples, sampling, self.context, self.generate_turn)
         if has_tools:
             calls, failures = environments.counts["calls"], environments.counts["failures"]
             environments.counts.update(calls=0, failures=0)
@@ -206,21 +180,14 @@ class Sampler:
                 metrics.add_sum("tools/failure_frequency", failures, calls)
         return samples
 
-    def generate_turn(self, samples: list[Sample], sampling: Sampling, logps_temperature: float) -> list[Sample]:
-        """`samples` after one turn of the policy. Adjacent ones with the same prompt are generated together.
-
-        Args:
-            logps_temperature: log-probabilities at another temperature than this one are not exact.
-        """
+    def generate_turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """`samples` after one turn of the policy. Adjacent ones with the same prompt are generated together."""
         found = list(samples)
-        for size, rows in _alike(samples):
-            version = self.version
-            ask = partial(
-                self._ask, [samples[r] for r in rows[::size]], size, sampling, [samples[r].seed for r in rows]
-            )
+        for size, rows in alike(samples):
+            version, seeds = self.version, [samples[row].seed for row in rows]
+            ask = partial(self._ask, [samples[row] for row in rows[::size]], size, sampling, seeds)
             # Processes that split a row each have the whole model, and must not differ by a rounding.
             done = self.dist.on_first(ask) if self.dist.cp_size > 1 else ask()
-            done = replace(done, is_exact=done.is_exact and sampling.temperature == logps_temperature)
             for number, row in enumerate(rows):
                 found[row] = self.completed(samples[row], done, number, version)
         return found
@@ -239,6 +206,26 @@ class Sampler:
             versions=done.versions[number] if done.versions else [version] * len(ids),
             completion=self.codec.decode(sample.prompt, ids, sample.prompt_ids, schemas),
         )
+
+    @contextlib.contextmanager
+    def open_turns(self, wake: Callable[[], None]) -> Iterator[Turns]:
+        """A context in which turns are begun at any time, for this thread alone. `wake` is called from any thread when
+        `step` of the turns has something to do that it had not before.
+        """
+        if self.can.is_concurrent:
+            threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
+            try:
+                yield TurnsApart(self.generate_turn, wake, threads)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+            return
+        make = getattr(self.generator, "steps", None)
+        opened = None if make is None or self.dist.cp_size > 1 else make()
+        if opened is None:
+            yield TurnsTogether(self.generate_turn, self.context)
+            return
+        with opened as steps:
+            yield OpenTurns(lambda sample, done: self.completed(sample, done, 0, self.version), steps)
 
     def _ask(self, samples: list[Sample], size: int, sampling: Sampling, seeds: list[int]) -> Completions:
         """`size` completions of each prompt of `samples` by the engine."""
@@ -278,166 +265,6 @@ class Sampler:
         return replace(plain, **given)
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The policy as trajectories ask it, see `posttrain.rl.agents.scheduler.Policy`."""
-
-    sampler: Sampler
-    logps_temperature: float
-
-    def turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
-        """`samples` after one turn of the policy."""
-        return self.sampler.generate_turn(samples, sampling, self.logps_temperature)
-
-    @contextlib.contextmanager
-    def open(self, wake: Callable[[], None]) -> Iterator[OpenTurns | TurnsApart | TurnsTogether]:
-        """A context in which turns are begun at any time."""
-        if self.sampler.can.is_concurrent:
-            threads = ThreadPoolExecutor(MAX_CALLS, "posttrain-turn")
-            try:
-                yield TurnsApart(self.turn, wake, threads)
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-            return
-        make = getattr(self.sampler.generator, "steps", None)
-        opened = None if make is None or self.sampler.dist.cp_size > 1 else make()
-        if opened is None:
-            yield TurnsTogether(self.turn, self.sampler.context)
-            return
-        with opened as steps:
-            yield OpenTurns(self.sampler, steps, self.logps_temperature)
-
-
-class TurnsApart:
-    """Turns of an engine that takes several calls at a time: each is a call of its own, in a thread of its own."""
-
-    quiet = 0.0
-
-    def __init__(
-        self, turn: Callable[[list[Sample], Sampling], list[Sample]], wake: Callable[[], None], threads: Executor
-    ) -> None:
-        self.turn, self.wake, self._threads = turn, wake, threads
-        self._ended: SimpleQueue[tuple[Any, Future[list[Sample]]]] = SimpleQueue()
-
-    def __bool__(self) -> bool:
-        return not self._ended.empty()
-
-    def begin(self, asked: Sequence[Asked]) -> None:
-        """Begin turns, each ``(key, sample, how it is drawn)``."""
-        for key, sample, sampling in asked:
-            call = self._threads.submit(self.turn, [sample], sampling)
-            call.add_done_callback(partial(self._end, key))
-
-    def _end(self, key: Any, call: Future[list[Sample]]) -> None:
-        self._ended.put((key, call))
-        self.wake()
-
-    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-        """The engine writes what it was asked for."""
-
-    def step(self) -> list[tuple[Any, Sample]]:
-        """The keys and samples of the turns that have ended."""
-        found = []
-        while self:
-            key, call = self._ended.get()
-            found.append((key, call.result()[0]))
-        return found
-
-
-class TurnsTogether:
-    """Turns of an engine that writes a batch to its end before it takes another: those that wait make the next."""
-
-    quiet = QUIET
-
-    def __init__(self, turn: Callable[[list[Sample], Sampling], list[Sample]], context: int | None = None) -> None:
-        self.turn, self.context = turn, context
-        self._open: list[Asked] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def begin(self, asked: Sequence[Asked]) -> None:
-        """Let turns wait, each ``(key, sample, how it is drawn)``."""
-        self._open += asked
-
-    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-        """Forget the turns of such keys."""
-        self._open = [each for each in self._open if not is_unwanted(each[0])]
-
-    def step(self) -> list[tuple[Any, Sample]]:
-        """Write all turns that wait: their keys and samples."""
-        open_, self._open = self._open, []
-        found = []
-        for kind, some in _by_kind(open_):
-            most = replace(kind, max_new_tokens=max(sampling.max_new_tokens for *_, sampling in some))
-            done = complete_in_room([sample for _, sample, _ in some], most, self.context, self.turn)
-            found += [(key, _cut(one, own.max_new_tokens)) for (key, _, own), one in zip(some, done, strict=True)]
-        return found
-
-
-def _cut(sample: Sample, most: int) -> Sample:
-    logps = None if sample.logps is None else sample.logps[:most]
-    versions = None if sample.versions is None else sample.versions[:most]
-    routes = None if sample.routes is None else sample.routes[: len(sample.prompt_ids) + most - 1]
-    finished = sample.finished and len(sample.ids) <= most
-    return replace(sample, ids=sample.ids[:most], logps=logps, versions=versions, routes=routes, finished=finished)
-
-
-def _by_kind(asked: Sequence[Asked]) -> Iterator[tuple[Sampling, list[Asked]]]:
-    """Turns that are drawn alike but for their number of tokens."""
-    for kind in dict.fromkeys(replace(sampling, max_new_tokens=1) for *_, sampling in asked):
-        yield kind, [each for each in asked if replace(each[2], max_new_tokens=1) == kind]
-
-
-class OpenTurns:
-    """Turns of the policy that begin and end at any token, written by an engine that batches what is open."""
-
-    quiet = QUIET
-
-    def __init__(self, sampler: Sampler, steps: LocalSteps, logps_temperature: float) -> None:
-        self.sampler, self.steps, self.logps_temperature = sampler, steps, logps_temperature
-        self._open: dict[tuple[Call, int], tuple[Any, Sample]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def begin(self, asked: Sequence[Asked]) -> None:
-        """Begin turns, each ``(key, sample, how it is drawn)``. Adjacent ones with the same prompt share its cache."""
-        for kind, some in _by_kind(asked):
-            for size, rows in _alike([sample for _, sample, _ in some]):
-                most = [some[row][2].max_new_tokens for row in rows]
-                prompts, seeds = [some[r][1].prompt_ids for r in rows[::size]], [some[r][1].seed for r in rows]
-                call = self.steps.add(prompts, size, replace(kind, max_new_tokens=max(most)), seeds, most)
-                self._open |= {(call, number): some[row][:2] for number, row in enumerate(rows)}
-
-    def drop(self, is_unwanted: Callable[[Any], bool]) -> None:
-        """Write the turns of such keys no further."""
-        for (call, row), (key, _) in self._open.items():
-            if is_unwanted(key):
-                call.most[row] = 0
-
-    def step(self) -> list[tuple[Any, Sample]]:
-        """Write one more token of each turn: the keys and samples of those that have ended."""
-        found = []
-        for call, rows in self.steps.step():
-            for row in rows:
-                key, sample = self._open.pop((call, row))
-                done = call.completion(row)
-                done = replace(done, is_exact=done.is_exact and call.sampling.temperature == self.logps_temperature)
-                found.append((key, self.sampler.completed(sample, done, 0, self.sampler.version)))
-        return found
-
-
-def _alike(samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
-    """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
-    found: dict[int, list[int]] = {}
-    prompts = [(sample.prompt_ids, id(sample.shown)) for sample in samples]
-    for _, run in groupby(range(len(samples)), prompts.__getitem__):
-        places = [*run]
-        found.setdefault(len(places), []).extend(places)
-    yield from found.items()
-
-
 def encode(
     row: Mapping[str, Any],
     prompt: Any,
@@ -446,11 +273,7 @@ def encode(
     images: ImagePrompts | None = None,
     keeps_images: bool = False,
 ) -> tuple[list[int], Shown | None]:
-    """(tokens, images) of the prompt of a row.
-
-    Raises:
-        DataError: it is invalid; the message shows the row.
-    """
+    """(tokens, images) of the prompt of a row. Raises DataError, which shows the row, where it is invalid."""
     try:
         if images is None:
             if not isinstance(prompt, str):
@@ -461,12 +284,14 @@ def encode(
         raise DataError(f"{str(error).rstrip('.')}. The row is {reprlib.repr(row)}.") from error
 
 
-def with_versions(samples: list[Sample], version: int | None) -> list[Sample]:
-    """`samples` with the `version` of the weights where the engine noted none; None: without versions."""
+def with_versions(samples: Sequence[Sample], version: int | None, is_exact: bool) -> list[Sample]:
+    """`samples` with the `version` of the weights where the engine noted none; None: without versions. Their
+    log-probabilities may be exact if `is_exact`.
+    """
     found = []
     for sample in samples:
-        others, versions = tuple(with_versions([*sample.others], version)), sample.versions
+        others, versions = tuple(with_versions(sample.others, version, is_exact)), sample.versions
         if version is None or versions is None or len(versions) != len(sample.ids):
             versions = None if version is None else [version] * len(sample.ids)
-        found.append(replace(sample, others=others, versions=versions))
+        found.append(replace(sample, others=others, versions=versions, is_exact=is_exact and sample.is_exact))
     return found

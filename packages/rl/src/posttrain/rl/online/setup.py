@@ -21,14 +21,9 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
 from posttrain.rl.policy.logprobs import sharing_problem
 from posttrain.rl.rewards.process import RolloutProcess
-from posttrain.rl.rewards.scorers import RewardModel
-from posttrain.rl.rewards.scoring import Rewards, reward_functions, reward_problems
-from posttrain.rl.samples.prompts import (
-    PromptCodec,
-    image_problems,
-    prompt_problems,
-    rows_listed,
-)
+from posttrain.rl.rewards.scorers import RewardModel, reward_functions, reward_problems
+from posttrain.rl.rewards.scoring import Rewards
+from posttrain.rl.samples.prompts import PromptCodec, image_problems, prompt_problems, rows_listed
 from posttrain.rl.samples.samples import Sample
 
 if TYPE_CHECKING:
@@ -93,13 +88,7 @@ def rows_without_prompts(args: RolloutConfig) -> list[dict[str, Any]]:
 
 def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Environments, Rewards]:
     """The environments, and the reward functions, theirs among them; `parts` gets the agent, and rows where others make
-    the prompts.
-
-    Args:
-        learns: whether there must be reward functions.
-
-    Raises:
-        ValueError: there are none.
+    the prompts. Raises ValueError if there are none, and the trainer `learns` from them.
     """
     given = parts.others
     agent = given["agent"] = None if given["agent"] is None else Agent.of(given["agent"])
@@ -129,10 +118,8 @@ def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Envir
 def check_invocation(
     dataset: Any, codec: PromptCodec, environments: Environments, invocation: Sequence[int], refuses: bool
 ) -> None:
-    """Warn of prompts to train on without `invocation`, the tokens at which the adapter begins (aLoRA).
-
-    Raises:
-        DataError: instead, if `refuses`.
+    """Warn of prompts to train on without `invocation`, the tokens at which the adapter begins (aLoRA); a DataError
+    instead, if `refuses`.
     """
     if not invocation or dataset is None or is_stream(dataset) or "prompt" not in dataset[0]:
         return
@@ -158,13 +145,9 @@ def tokens_of(row: dict[str, Any], codec: PromptCodec, environments: Environment
 def shares_prompts(
     models: list[nn.Module], args: RolloutConfig, batch_size: int, example: ImageExample | None, router_coef: float
 ) -> bool:
-    """Whether completions go behind one copy of their prompt in training; if so, `models` are prepared for it.
-
-    Args:
-        batch_size: completions of a micro-batch. router_coef: weight of the routers' load-balancing loss.
-
-    Raises:
-        ValueError: it is asked for, and a model cannot.
+    """Whether completions, `batch_size` of a micro-batch, go behind one copy of their prompt in training; if so,
+    `models` are prepared for it. `router_coef` weighs the routers' loss. Raises ValueError where it is asked for, and a
+    model cannot.
     """
     wanted = args.share_prompts
     if wanted is False or args.num_generations == 1 or (wanted is None and batch_size == 1):
@@ -184,13 +167,8 @@ def shares_prompts(
 
 
 def enable_router_replay(model: nn.Module, sees: bool) -> None:
-    """Let `model` replay the experts chosen in sampling.
-
-    Args:
-        sees: there are prompts with images.
-
-    Raises:
-        ValueError: it cannot.
+    """Let `model` replay the experts chosen in sampling; a ValueError where it cannot, or prompts have images
+    (`sees`).
     """
     problem = "rows with images are not laid out with their routes." if sees else router_replay.problem_of(model)
     if problem:

@@ -67,11 +67,8 @@ class LocalTeacher:
 
 
 class TranslatedTeacher(LocalTeacher):
-    """A model with other tokens. It reads the same texts, and is asked where a token of both begins.
-
-    Args:
-        tokenizer: the student's. codec: how the teacher writes prompts. ends: the student's tokens that end a
-            completion.
+    """A model with other tokens. It reads the same texts, and is asked where a token of both begins. `codec` is how it
+    writes prompts, `tokenizer` the student's, of which the tokens `ends` end a completion.
     """
 
     def __init__(self, reference: FrozenReference, tokenizer: Any, codec: PromptCodec, ends: Iterable[int]) -> None:
@@ -91,7 +88,6 @@ class TranslatedTeacher(LocalTeacher):
         return replace(rollout.for_teacher(rows, teacher_places=places), loss_mask=places >= 0)
 
     def known(self, batch: Mapping[str, Any]) -> HeadStates:
-        """As `LocalTeacher.known`."""
         read = rows_to_read(batch)
         labels = read.pop("labels")
         return self.states(read, labels)
@@ -99,10 +95,7 @@ class TranslatedTeacher(LocalTeacher):
 
 class AlignedTeacher(TranslatedTeacher):
     """A model with other tokens. It reads the same texts, and is asked of every token of a text that tokens of both
-    cover.
-
-    Args:
-        compares_ends: whether the ends of completions are compared too.
+    cover, the ends of completions among them if it `compares_ends`.
     """
 
     def __init__(self, *args: Any, compares_ends: bool) -> None:
@@ -143,14 +136,9 @@ def rows_to_read(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def align(
     ids: Sequence[int], student: Any, teacher: Any, ends: Iterable[int] = (), with_end: bool = False
 ) -> tuple[list[int], list[tuple[slice, slice]]]:
-    """A completion in the tokens of `teacher`, and the shortest texts that tokens of both cover.
-
-    Args:
-        ids, ends: as of `translate`. with_end: the end of the completion is one of the texts.
-
-    Returns:
-        (the teacher's ids, ``[(where in ids, where in the teacher's ids), ...]`` in ascending order). A character of
-        which `ids` hold a part alone is in none.
+    """A completion in the tokens of `teacher`, and the shortest texts that tokens of both cover, the end among them if
+    `with_end`: (the teacher's ids, ``[(where in ids, where in the teacher's ids), ...]`` in ascending order). A
+    character of which `ids` hold a part alone is in none.
     """
     made, common = translate(ids, student, teacher, ends)
     is_ended = bool(ids) and ids[-1] in {*ends}
@@ -164,13 +152,9 @@ def align(
 def translate(
     ids: Sequence[int], student: Any, teacher: Any, ends: Iterable[int] = ()
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A completion in the tokens of `teacher`, and the pairs of tokens that begin at the same character.
-
-    Args:
-        ids: in the tokens of `student`. ends: those that end a completion; the teacher's end token stands for one.
-
-    Returns:
-        (the teacher's ids, ``[(place in ids, place in the teacher's ids), ...]`` in ascending order).
+    """A completion in the tokens of `teacher`, and the tokens that begin at the same character: (the teacher's ids,
+    ``[(place in ids, place in the teacher's ids), ...]`` in ascending order). The teacher's end token stands for one of
+    the student's `ends`.
     """
     ends = {*ends}
     is_ended = bool(ids) and ids[-1] in ends
@@ -233,7 +217,6 @@ class ServerTeacher:
         return replace(rollout, teacher_ids=ids, teacher_logps=logps, ref_logps=written)
 
     def known(self, batch: Mapping[str, Any]) -> TopK:
-        """As `LocalTeacher.known`."""
         first, copy = batch["teacher_ids"][..., 0], host_copy(batch["teacher_ids"])
         at = places_of(know(first >= 0, None if copy is None else copy[..., 0] >= 0))
         return TopK(*(batch[name].flatten(0, 1)[at] for name in ("teacher_ids", "teacher_logps")))
@@ -260,11 +243,7 @@ class ServerTeacher:
         ]
 
     def _name(self, sample: Sample) -> str:
-        """Of the teacher of a row.
-
-        Raises:
-            DataError: the row names none of several.
-        """
+        """Of the teacher of a row; a DataError where the row names none of several."""
         if len(self.servers) == 1:
             return next(iter(self.servers))
         name = sample.row.get("teacher_id")

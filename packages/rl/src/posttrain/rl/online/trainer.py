@@ -1,8 +1,8 @@
 """Online training: prompts -> generate -> score -> advantages -> windows of micro-batches -> loss.
 
 `RolloutTrainer` has the methods to override, and hands the work to objects that know no trainer: `Sampler` completes
-prompts, `Rollouts` makes rollouts of them, `Source` hands out their micro-batches, `OldLogps` knows the policy that
-sampled, and `Reporter` shows completions.
+prompts, `Rollouts` makes rollouts of them and hands out their micro-batches, `OldLogps` knows the policy that sampled,
+and `Reporter` shows completions.
 An algorithm is a subclass that overrides `compute_advantages` and `policy_loss`.
 """
 
@@ -35,7 +35,6 @@ from posttrain.lm.images.vision import check_model, check_processor
 from posttrain.lm.loading import loading
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.agents.agent import Agent, Episodes
-from posttrain.rl.agents.rollout_functions import take_rollout
 from posttrain.rl.generation import Generator, Sampling
 from posttrain.rl.generation.engines import make_generator, settings_of
 from posttrain.rl.generation.protocol import Abilities
@@ -45,17 +44,17 @@ from posttrain.rl.online import reporting, setup
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.asynchronous import NO_WEIGHTS
 from posttrain.rl.online.curriculum import Curriculum, Numbered
+from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
-from posttrain.rl.online.rollouts import OldLogps, Rollouts
-from posttrain.rl.online.sampler import Policy, Sampler
-from posttrain.rl.online.source import Source
+from posttrain.rl.online.rollouts import Rollouts
+from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_coefficient
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, set_up_reference
-from posttrain.rl.rewards.scorers import RewardModel
-from posttrain.rl.rewards.scoring import Scores, functions_by_name
+from posttrain.rl.rewards.scorers import RewardModel, functions_by_name
+from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.images import ImagePrompts, can_see
 from posttrain.rl.samples.prompts import (
     OF_TEXT_ALONE,
@@ -67,7 +66,7 @@ from posttrain.rl.samples.prompts import (
     require_prompts,
     with_room,
 )
-from posttrain.rl.samples.samples import Rollout, Sample
+from posttrain.rl.samples.samples import Rollout, Sample, take_rollout
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -80,7 +79,7 @@ logger = logging.getLogger(__name__)
     *"mask_truncated_completions max_completion_length max_tool_calling_iterations num_completions_to_print".split(),
     *"pad_to_multiple_of shuffle_dataset use_transformers_continuous_batching vllm_gpu_memory_utilization".split(),
     *(f"vllm_importance_sampling_{name}" for name in ("clip_max", "clip_min", "correction", "mode")),
-    "vllm_tensor_parallel_size",
+    *"vllm_tensor_parallel_size use_vllm vllm_mode top_p top_k min_p repetition_penalty".split(),
     epsilon_low="epsilon",
 )
 class RolloutTrainer(LanguageModelTrainer):
@@ -100,7 +99,7 @@ class RolloutTrainer(LanguageModelTrainer):
         peft_config: train adapters (LoRA and others) instead of the model's own weights.
         tools: functions that the policy may call, see `posttrain.rl.agents.environments`.
         rollout_func: ``(prompts, trainer) -> dict``, instead of `generate`; see
-            `posttrain.rl.agents.rollout_functions.take_rollout`.
+            `posttrain.rl.samples.samples.take_rollout`.
         environment_factory: makes environments, see `posttrain.rl.agents.environments`.
         generator: the generation engine; by default as `args` set.
         agent: what makes episodes of rows in place of all these: ``async (episode, row)``, a command, or an
@@ -169,9 +168,6 @@ class RolloutTrainer(LanguageModelTrainer):
         self.reward_funcs, self.reward_func_names = functions, self.rewards.names
         self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in functions]
         self.num_generations, self.num_iterations = args.num_generations, args.num_iterations
-        self.use_vllm, self.vllm_mode = args.use_vllm, args.vllm_mode
-        self.top_p, self.top_k, self.min_p = args.top_p, args.top_k, args.min_p
-        self.repetition_penalty = args.repetition_penalty
         self.num_generations_eval = args.num_generations_eval or args.num_generations
         self.beta, self.temperature = args.beta, args.temperature
         if pipeline.is_stream(train_dataset):  # each process reads its own part, as trl notes in the same place
@@ -184,7 +180,6 @@ class RolloutTrainer(LanguageModelTrainer):
         own = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         self.rollout_maker, self.old_logps = Rollouts(own, args), OldLogps(own, args)
         self.look_at_model(parts)
-        self.source = Source(args, self.dist, self.sampler, self.rollout_maker)
         self.reporter = Reporter(args, self.dist, self.image_prompts)
 
     def look_at_model(self, parts: Parts) -> None:
@@ -280,9 +275,8 @@ class RolloutTrainer(LanguageModelTrainer):
             output = self.rollout_func([sample.prompt for sample in samples], self)
             return take_rollout(samples, output, self.codec)
         if self.episodes is not None:
-            policy = Policy(self.sampler, self.logps_temperature)
-            return self.episodes.run(samples, sampling, policy, self.metrics, self.sampler.ended)
-        return self.sampler.converse(samples, sampling, self.logps_temperature, self.metrics)
+            return self.episodes.run(samples, sampling, self.sampler.open_turns, self.metrics, self.sampler.ended)
+        return self.sampler.converse(samples, sampling, self.metrics)
 
     def score(self, samples: list[Sample]) -> Scores:
         """What the reward functions make of `samples`."""
@@ -394,7 +388,7 @@ class RolloutTrainer(LanguageModelTrainer):
         """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
         self.sampler.synced_at = None  # the weights may have changed since an evaluation
         self.old_logps.begin_run()
-        with self.source.running():
+        with self.rollout_maker.running():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
@@ -412,8 +406,8 @@ class RolloutTrainer(LanguageModelTrainer):
             dataset = dataset.shuffle(seed=self.data_seed) if shuffles else dataset
             dataset = GroupedStream(dataset, self.layout)
         elif self.args.curriculum:
-            if self.source.curriculum is None or self.source.curriculum.dataset is not dataset:
-                self.source.curriculum = Curriculum(dataset, self.args, self.data_seed)
+            if self.rollout_maker.curriculum is None or self.rollout_maker.curriculum.dataset is not dataset:
+                self.rollout_maker.curriculum = Curriculum(dataset, self.args, self.data_seed)
             dataset = Numbered(dataset)
         size = self.train_batch_size * self.args.steps_per_generation
         return self.make_dataloader(dataset, "Training", size, is_training=True)
@@ -439,7 +433,7 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def make_plan(self, loader: Any) -> Plan:
         """As the core's; each batch of prompts is a rollout, gone through `num_iterations` times."""
-        args, parts = self.args, self.source.per_rollout
+        args, parts = self.args, self.rollout_maker.per_rollout
         length = len(loader) * parts if pipeline.has_length(loader) else None
         epochs = args.num_train_epochs
         return make_plan(length, args.gradient_accumulation_steps, epochs, args.max_steps, args.epochs_of_stream)
@@ -447,24 +441,24 @@ class RolloutTrainer(LanguageModelTrainer):
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """Micro-batches of rollouts, which are made on demand."""
         if self.run.progress.batches == 0:
-            self.source.begin_epoch(self.state.global_step)
-        batches = self.source.read(self.run.progress.epoch, loader)
+            self.rollout_maker.begin_epoch(self.state.global_step)
+        batches = self.rollout_maker.read(self.run.progress.epoch, loader)
         self.restore_rng()
         yield from self._windows_of(plan, batches)
 
     def windows_left(self, plan: Plan, loader: Any, epoch: int) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        if loader.epoch == epoch or self.source.rollout is None or self.run.epoch_stopped:
+        if loader.epoch == epoch or self.rollout_maker.rollout is None or self.run.epoch_stopped:
             return super().windows_left(plan, loader, epoch)
         self.restore_rng()  # the prompts were used up, the last rollout was not
-        return self._windows_of(plan, self.source.read(epoch, loader, iter(())))
+        return self._windows_of(plan, self.rollout_maker.read(epoch, loader, iter(())))
 
     def _windows_of(
         self, plan: Plan, batches: Iterator[list[dict[str, Any]]]
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
-        stream = self.source.micro_batches(partial(self.make_rollout, batches), self.rollout_maker.parts_of)
+        stream = self.rollout_maker.micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            if self.source.background is not None:
-                self.source.background.fill(plan, self.state.global_step, self.source.left)
+            if self.rollout_maker.background is not None:
+                self.rollout_maker.background.fill(plan, self.state.global_step, self.rollout_maker.left)
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)
@@ -541,7 +535,7 @@ class RolloutTrainer(LanguageModelTrainer):
         if "perf/step_seconds" in logs:
             logs["step_time"] = logs["perf/step_seconds"]  # as trl calls it
         if (name := num_tokens_in(logs)) == "eval_num_tokens":
-            logs[name] = self.source.num_tokens
+            logs[name] = self.rollout_maker.num_tokens
         super().log(logs, start_time)
         problem = reporting.learning_problem(logs, self.learns_from_rewards)
         if problem is not None and self.dist.is_main:
@@ -549,14 +543,13 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
-        state = super().state_dict() | self.source.state_dict(self._how_dealt())
+        state = super().state_dict() | self.rollout_maker.state_dict(self._how_dealt())
         state |= {"recomputes": True} if self.old_logps.recomputes else {}
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         super().load_state_dict(state)
-        self.source.load_state_dict(state, self._how_dealt(), self.state.global_step)
+        self.rollout_maker.load_state_dict(state, self._how_dealt(), self.state.global_step)
         self.old_logps.recomputes = state.get("recomputes", False)
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
@@ -566,7 +559,7 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
         """As the core's, with those left of the present rollout, which goes on if it is distributed as before."""
-        each = self.source.per_rollout
+        each = self.rollout_maker.per_rollout
         goes_on = "rollout" in saved and saved["dealt"] == self._how_dealt()
         return super().batches_left(loader, saved) * each + (each - saved["used"] if goes_on else 0)
 

@@ -19,10 +19,8 @@ from posttrain.rl.samples.samples import Sample
 def stored(
     samples: Sequence[Sample], scores: Scores, advantages: torch.Tensor, step: int, tokenizer: Any
 ) -> list[Trajectory]:
-    """A trajectory for each sample.
-
-    Args:
-        scores, advantages: of these, (n,), and perhaps of more. step: that learns from them.
+    """A trajectory for each sample, with its share of `scores` and `advantages`, (n,) of these and perhaps of more;
+    `step` learns from them.
     """
     totals = scores.totals.tolist()
     found = []
@@ -49,12 +47,9 @@ def stored(
 
 
 def replayed(trainer: Any, one: Trajectory) -> str:
-    """What the loss of `trainer`, with its weights of now, reads of each token of a stored trajectory, and the loss.
-
-    The ratio is to the log-probabilities of then; the advantage that of the whole trajectory.
-
-    Raises:
-        ConfigError: the loss reads what trajectories do not hold.
+    """What the loss of `trainer`, with its weights of now, reads of each token of a stored trajectory, and the loss:
+    the ratio is to the log-probabilities of then, the advantage that of the whole trajectory. Raises ConfigError where
+    the loss reads what trajectories do not hold.
     """
     shows_image = any(trainer.sampler.image_token_id in each["prompt_ids"] for each in one["sequences"])
     besides = "the images of its row" if shows_image else trainer.reads_besides

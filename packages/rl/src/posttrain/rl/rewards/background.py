@@ -92,23 +92,23 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
-    """``function()``, awaited where it is async.
-
-    Args:
-        timeout: seconds. In the main thread, a function that takes longer is interrupted. Elsewhere it keeps running,
-            and its result is dropped.
-
-    Raises:
-        TimeoutError: after `timeout`.
+def call(function: Callable[[], Any], timeout: float | None = None, slow: tuple[str, str] | None = None) -> Any:
+    """``function()``, awaited where it is async. Raises TimeoutError after so many seconds: in the main thread, the
+    function is interrupted; elsewhere it keeps running, and its result is dropped. `slow`: as for `naming_slow`.
     """
+    if slow is not None:
+        with naming_slow(*slow):
+            return call(function, timeout)
     if timeout is None:
         result = function()
     elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":
         with interrupted_after(timeout):  # in another thread, functions that set alarms themselves would fail
             result = function()
     else:
-        result = call_with_limit(function, timeout)
+        done = in_thread(function)
+        if not wait({done}, timeout).done:
+            raise TimeoutError(too_long(timeout))
+        result = done.result()
     return wait_for(result, timeout) if inspect.isawaitable(result) else result
 
 
@@ -165,10 +165,8 @@ def wait_for(awaitable: Any, timeout: float | None = None) -> Any:
 
 
 async def outcome(awaitable: Awaitable[Any]) -> Any:
-    """What the user's code gives on `event_loop`, which a ``sys.exit()`` would end, and not the program.
-
-    Raises:
-        RuntimeError: it called that, or was cancelled, itself or what it awaited, while no one has cancelled this.
+    """What the user's code gives on `event_loop`, which a ``sys.exit()`` would end, and not the program. Raises
+    RuntimeError where it called that, or was cancelled, itself or what it awaited, while no one has cancelled this.
     """
 
     async def own() -> Any:
@@ -185,14 +183,6 @@ async def outcome(awaitable: Awaitable[Any]) -> Any:
         raise RuntimeError("it cancelled itself, or what it awaited") from error
 
 
-def call_with_limit(function: Callable[[], Any], timeout: float) -> Any:
-    """``function()`` in a thread that the program does not wait for when it ends."""
-    done = in_thread(function)
-    if not wait({done}, timeout).done:
-        raise TimeoutError(too_long(timeout))
-    return done.result()
-
-
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
     """The result of ``function()`` in a thread of its own, which the program does not wait for when it ends."""
     done: Future[Any] = Future()
@@ -200,14 +190,19 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
     on_device = keep_device()
 
     def work() -> None:
-        try:
-            on_device()
-            done.set_result(function())
-        except BaseException as error:
-            done.set_exception(error)
+        on_device()
+        fulfil(done, function)
 
     threading.Thread(target=work, name="posttrain-call", daemon=True).start()
     return done
+
+
+def fulfil(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Let `future` have the result of ``call()``, or its error, which is raised where the result is read."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -216,9 +211,14 @@ async def awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def begin(coroutines: list[Coroutine[Any, Any, Any]]) -> Future[list[Any]]:
-    """The results of coroutines that run side by side on `event_loop`."""
+    """The results of coroutines that run side by side on `event_loop`; where one has failed, the others end too."""
 
     async def run() -> list[Any]:
-        return await asyncio.gather(*coroutines)
+        tasks = [asyncio.ensure_future(one) for one in coroutines]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     return asyncio.run_coroutine_threadsafe(run(), event_loop())

@@ -49,11 +49,8 @@ class RemoteError(Exception):
 
 
 class RolloutProcess:
-    """The process, begun at its first call, and again after it ended.
-
-    Args:
-        seed: of the random numbers of Python and NumPy in it.
-        timeout: seconds for a call of a reward function; after that it is interrupted, or its process is ended.
+    """The process, begun at its first call, and again after it ended. `seed` is of the random numbers of Python and
+    NumPy in it. A call of a reward function is interrupted after `timeout` seconds, or its process is ended.
     """
 
     def __init__(self, seed: int, timeout: float | None) -> None:
@@ -63,32 +60,32 @@ class RolloutProcess:
         self._kinds: dict[tuple[str, str], type] = {}
         self._worker: _Worker | None = None
 
-    def reward(self, function: Callable[..., Any]) -> RemoteFunction:
+    def reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which runs in the process within `timeout` seconds."""
         return self.function(function, self.timeout, RECORDERS)
 
-    def tool(self, function: Callable[..., Any]) -> RemoteFunction:
+    def tool(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which runs in the process."""
-        return function if isinstance(function, RemoteFunction) else self.function(function, None)
+        return function if is_remote(function) else self.function(function, None)
 
     def function(
         self, function: Callable[..., Any], timeout: float | None, asked: Sequence[str] = ()
-    ) -> RemoteFunction:
-        """`function`, which runs in the process within `timeout` seconds; None: no limit.
-
-        Args:
-            asked: its keyword arguments that are functions of this process. Where it calls them they run here, plain
-                ones in the thread that reads from the process, and async ones on the event loop.
+    ) -> Callable[..., Any]:
+        """`function`, which runs in the process within `timeout` seconds; None: no limit. Its keyword arguments `asked`
+        are functions of this process: where it calls them they run here, plain ones in the thread that reads from the
+        process, and async ones on the event loop.
         """
         key = self._keep(function, f"The function {background.name_of(function)!r}")
         is_async = background.is_async(function)
-        kind = AsyncRemoteFunction if is_async else RemoteFunction
-        return kind(function, lambda given: self._current().call(key, None, given, timeout, is_async, asked))
+
+        def ask(*given: Any) -> Future[Any]:
+            return self._current().call(key, None, given, timeout, is_async, asked)
+
+        return _remote(function, ask, is_async)
 
     def factory(self, make: Callable[[], Any]) -> Callable[[], Any]:
-        """A factory of stand-ins for environments that `make` makes in the process.
-
-        A stand-in has the methods of the environment's class; other attributes are read from the environment.
+        """A factory of stand-ins for environments that `make` makes in the process: they have the methods of the
+        environment's class, and other attributes are read from the environment.
         """
         key = self._keep(make, f"The environment factory {background.name_of(make)!r}")
 
@@ -137,25 +134,6 @@ class RolloutProcess:
         return self._kinds[name]
 
 
-class RemoteFunction:
-    """A function of the user with its name, signature and docstring, which runs in the rollout process."""
-
-    def __init__(self, function: Callable[..., Any], call: Callable[[Any], Future[Any]]) -> None:
-        functools.update_wrapper(self, function)
-        self.__name__ = background.name_of(function)  # which partial functions and objects do not have
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call((args, kwargs)).result()
-
-
-class AsyncRemoteFunction(RemoteFunction):
-    """A coroutine function of the user, which runs in the rollout process."""
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return await asyncio.wrap_future(self._call((args, kwargs)))
-
-
 class RemoteEnvironment:
     """Stands for an environment in the rollout process; where it is sent there, it is that environment."""
 
@@ -173,24 +151,26 @@ class RemoteEnvironment:
 
 def is_remote(function: Callable[..., Any]) -> bool:
     """Whether `function` runs in the rollout process."""
-    return isinstance(function, RemoteFunction) or isinstance(getattr(function, "__self__", None), RemoteEnvironment)
+    return getattr(function, "is_remote", False)
+
+
+def _remote(function: Callable[..., Any], ask: Callable[..., Future[Any]], is_async: bool) -> Callable[..., Any]:
+    """A function with the name, signature and docstring of one of the user, which runs in the rollout process."""
+    made = functools.wraps(function)(_asking(ask, is_async))
+    made.__name__ = background.name_of(function)  # which partial functions and objects do not have
+    vars(made)["is_remote"] = True
+    return made
 
 
 def _remote_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    name = function.__name__
-    if inspect.iscoroutinefunction(function):
+    name, is_async = function.__name__, inspect.iscoroutinefunction(function)
 
-        @functools.wraps(function)
-        async def awaited(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
-            return await asyncio.wrap_future(self._worker.call(self._number, name, (args, kwargs), is_async=True))
+    def ask(given: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        environment, *args = given
+        worker: _Worker = environment._worker
+        return worker.call(environment._number, name, (args, kwargs), is_async=is_async)
 
-        return awaited
-
-    @functools.wraps(function)
-    def forward(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
-        return self._worker.call(self._number, name, (args, kwargs)).result()
-
-    return forward
+    return _remote(function, ask, is_async)
 
 
 class _Worker:
@@ -277,16 +257,7 @@ class _Worker:
                     continue
                 with self._lock:
                     answer, _ = self._waiting.pop(number, (Future(), {}))
-                try:
-                    succeeded, value = pickle.loads(reply[9:])
-                except Exception as error:
-                    answer.set_exception(error)
-                    continue
-                if succeeded:
-                    answer.set_result(value)
-                else:
-                    value[0].__cause__ = RemoteError(value[1])
-                    answer.set_exception(value[0])
+                background.fulfil(answer, functools.partial(_read_reply, reply[9:]))
         except (EOFError, OSError):
             code = self._process.wait()
             self.end(f"it ended with exit code {code}{' (killed by a signal)' if code < 0 else ''}")
@@ -298,8 +269,10 @@ class _Worker:
         try:
             name, args, kwargs = pickle.loads(question[8:])
             with self._lock:
-                function = self._waiting[call][1][name]
-            value = function(*args, **kwargs)
+                _, functions = self._waiting.get(call, (None, {}))
+            if name not in functions:
+                raise RuntimeError(f"{name}() was called after the call that it is for had ended")
+            value = functions[name](*args, **kwargs)
             if inspect.iscoroutine(value):
                 answer = asyncio.run_coroutine_threadsafe(value, background.event_loop())
             else:
@@ -313,6 +286,14 @@ class _Worker:
         value = answer.result() if error is None else _sendable(error)[0]
         with contextlib.suppress(ChildProcessError):  # no one waits for it any more
             self.ask("answer", question, error is None, value, is_async=True)
+
+
+def _read_reply(reply: bytes) -> Any:
+    succeeded, value = pickle.loads(reply)
+    if not succeeded:
+        error, there = value
+        raise error from RemoteError(there)
+    return value
 
 
 class _Pickler(pickle.Pickler):
@@ -422,7 +403,7 @@ def _call(
 
 
 def _asking(ask: Callable[..., Future[Any]], is_async: bool) -> Callable[..., Any]:
-    """A function that has the trainer call one of its own."""
+    """A function that has the other process call one of its own."""
 
     async def awaited(*args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(ask(args, kwargs))

@@ -116,10 +116,8 @@ class RubricReward:
         return rewards
 
     def grade(self, prompt: Any, completions: Sequence[Any]) -> list[dict[str, int]]:
-        """The grade of each completion by each criterion.
-
-        Raises:
-            NoVerdict: the judge cannot be reached, or its answer is not of the schema.
+        """The grade of each completion by each criterion; NoVerdict where the judge cannot be reached, or its answer is
+        not of the schema.
         """
         body = self.request(prompt, completions)
         key = hashlib.sha256(
@@ -160,11 +158,7 @@ class RubricReward:
         }
 
     def read(self, text: Any, number: int) -> list[dict[str, int]]:
-        """The grades of `number` completions, of the judge's answer.
-
-        Raises:
-            NoVerdict: it is not of the schema.
-        """
+        """The grades of `number` completions, of the judge's answer; NoVerdict where it is not of the schema."""
         try:
             verdict = json.loads(text)
         except (TypeError, ValueError) as error:

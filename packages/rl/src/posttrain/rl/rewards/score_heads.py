@@ -21,10 +21,8 @@ TASK = "AutoModelForSequenceClassification"
 
 
 def score_class(config: Any) -> type:
-    """The class of models with this vision-language config and a head of ``config.num_labels`` outputs.
-
-    Raises:
-        TypeError: transformers has no model for that config.
+    """The class of models with this vision-language config and a head of ``config.num_labels`` outputs; a TypeError
+    where transformers has no model for that config.
     """
     import transformers
 
@@ -69,9 +67,8 @@ def load_reward_model(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a model that scores texts, with images where it is of a vision-language family; see `load_causal_lm`.
-
-    Where the folder holds no head of one output, a new one is added.
+    """Load a model that scores texts, with images where it is of a vision-language family; see `load_causal_lm`. Where
+    the folder holds no head of one output, a new one is added.
     """
     from transformers import AutoConfig
 
@@ -86,10 +83,8 @@ def load_reward_model(
 
 
 def new_reward_model(config: Any, **kwargs: Any) -> nn.Module:
-    """A model with this config and a head of ``config.num_labels`` outputs, with new weights.
-
-    Args:
-        kwargs: as transformers' ``from_config`` takes them.
+    """A model with this config and a head of ``config.num_labels`` outputs, with new weights; `kwargs` as transformers'
+    ``from_config`` takes them.
     """
     import transformers
 

@@ -1,20 +1,29 @@
-"""Reward models, of texts and of images, and judges as reward functions."""
+"""Reward models, of texts and of images, and judges as reward functions; and functions by their names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from posttrain.core.data.collators import pad_rows
+from posttrain.core.errors import MissingModelError, did_you_mean
 from posttrain.core.models.wrapping import base_name, config_of, sees
+from posttrain.core.training.preflight import caught
 from posttrain.lm.images.image_features import features_once
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader
 from posttrain.lm.images.vision import Shown
-from posttrain.lm.loading.loading import READING, SEEING, load_tokenizer
-from posttrain.rl.rewards.score_heads import set_pad_token
+from posttrain.lm.loading.loading import READING, SEEING, load_tokenizer, missing_folder
+from posttrain.rl.rewards import background
+from posttrain.rl.rewards.functions import BUILT_IN
+from posttrain.rl.rewards.score_heads import load_reward_model, set_pad_token
+from posttrain.rl.rewards.scoring import PASSED, RESERVED, RewardArguments, asked_for
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, same_images
 from posttrain.rl.samples.prompts import PromptCodec
 
@@ -123,10 +132,8 @@ class ImageRewardModel(RewardModel):
 
 
 def scorer(model: nn.Module, tokenizer: Any = None, trust_remote_code: bool = False) -> RewardModel:
-    """A loaded reward `model` as a reward function. It sees images if its processing class is a processor.
-
-    Args:
-        tokenizer: its tokenizer, or its processor; None: the one next to its weights.
+    """A loaded reward `model` as a reward function. It sees images if its processing class is a processor; None: the
+    tokenizer or processor next to its weights.
     """
     classes = SEEING if sees(model) else READING
     tokenizer = tokenizer or load_tokenizer(model, trust_remote_code, classes[1])
@@ -166,3 +173,101 @@ class JudgeReward:
         for place in better:
             rewards += [float(place == 0), float(place == 1)] if place in (0, 1) else [None, None]
         return rewards
+
+
+def functions_by_name(args: RewardArguments) -> list[str] | None:
+    """The names that a config has, the reward model's first; None where it has none."""
+    model = [args.reward_model_name_or_path] if args.reward_model_name_or_path else []
+    return [*model, *(args.reward_funcs or [])] or None
+
+
+def is_function_name(name: str) -> bool:
+    """Whether `name` is that of a function, such as ``accuracy_reward`` or ``module:function``, and not of a model."""
+    dotted = "." in name.strip(".") and not {"/", os.sep} & set(name) and not os.path.exists(name)
+    return name in BUILT_IN or ":" in name or dotted
+
+
+def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any]:
+    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder. Raises
+    ValueError, whose message begins with `what`, where it cannot be imported.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not {"", os.getcwd()} & set(sys.path):  # programs that pip installs do not look where they are called
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:  # a name without a module is a ValueError
+        raise ValueError(
+            f"{what}{name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
+            "one that is installed."
+        ) from error
+
+
+def reward_problems(
+    given: Any, weights: Any, environment_factory: Any = None, columns: Sequence[str] = ()
+) -> Iterator[str | Exception]:
+    """Problems with the names, types, number and parameters of reward functions, without loading a model. `columns` are
+    those of all rows; empty where they are not known beforehand.
+    """
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    available = dict.fromkeys([*PASSED, *(name for name in columns if name not in RESERVED)])
+    for function in functions:
+        if callable(function) or (isinstance(function, str) and is_function_name(function)):
+            yield from caught(_check_function, function, available if columns else None)
+        elif not isinstance(function, (str, os.PathLike)):
+            yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
+        elif (error := missing_folder(function)) is not None:
+            yield ValueError(f"reward_funcs: {error}")
+    if environment_factory is not None:
+        return  # whose get_reward may be one more
+    if not functions:
+        yield ValueError(
+            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+        )
+    elif weights is not None and len(weights) != len(functions):
+        yield ValueError(
+            f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
+            f"({', '.join(map(_named_as, functions))}). Give one for each."
+        )
+
+
+def _check_function(function: Any, available: Mapping[str, Any] | None) -> None:
+    named = named_function(function) if isinstance(function, str) else function
+    if available is not None and not isinstance(named, nn.Module):
+        asked_for(named, background.name_of(named), available)
+
+
+def _named_as(function: Any) -> str:
+    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else background.name_of(function)
+
+
+def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
+    """`given`, one or several functions, models or names of models, as a list of functions."""
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    if tokenizers is None:
+        tokenizers = [None] * len(functions)
+    elif not isinstance(tokenizers, (list, tuple)):  # it belongs to one model, and would misread the texts of another
+        tokenizers = [tokenizers]
+    if len(tokenizers) != len(functions):
+        raise ValueError(
+            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
+            f"({len(functions)}); give None for those that need none."
+        )
+    made: list[Callable[..., Any]] = []
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        if isinstance(function, str) and is_function_name(function):
+            function = named_function(function)
+        elif isinstance(function, (str, os.PathLike)):
+            try:
+                model = load_reward_model(os.fspath(function), trust_remote_code=trust_remote_code)
+            except MissingModelError as error:
+                instead = did_you_mean(os.fspath(function), BUILT_IN) or f" ({', '.join(BUILT_IN)})."
+                raise MissingModelError(f"reward_funcs: {error} It is no built-in function{instead}") from error
+            name, function = Path(function).name, scorer(model, tokenizer, trust_remote_code)
+            function.__name__ = name  # that of an adapter, and not of its base
+        elif isinstance(function, nn.Module):
+            function = scorer(function, tokenizer, trust_remote_code)
+        made.append(function)
+    return made

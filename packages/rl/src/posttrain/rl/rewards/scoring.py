@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from posttrain.core.config import opt
-from posttrain.core.errors import DataError, MissingModelError, did_you_mean
-from posttrain.core.training.preflight import caught
-from posttrain.lm.loading.loading import missing_folder
+from posttrain.core.errors import DataError, did_you_mean
 from posttrain.rl.losses.advantages import total_rewards
 from posttrain.rl.losses.credit import TurnRewards
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.functions import BUILT_IN
-from posttrain.rl.rewards.group_scores import GroupScores
-from posttrain.rl.rewards.process import RemoteFunction
-from posttrain.rl.rewards.score_heads import load_reward_model
-from posttrain.rl.rewards.scorers import scorer
+from posttrain.rl.rewards.process import is_remote
 from posttrain.rl.samples.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -141,6 +131,8 @@ class Rewards:
         self.functions, self.options = list(functions), options or RewardArguments()
         self.names = distinct([background.name_of(function) for function in self.functions])
         self._waits = [background.is_async(function) for function in self.functions]
+        timeout = self.options.reward_timeout  # functions of the rollout process have their own
+        self._limits = [None if is_remote(function) else timeout for function in self.functions]
         weights = self.options.reward_weights
         if weights is not None and len(weights) == len(self.functions) - from_environments:
             weights = [*weights, *[1.0] * from_environments]
@@ -152,74 +144,52 @@ class Rewards:
         self.weights = torch.tensor(weights or [1.0] * len(self.functions), dtype=torch.float32)
         self._told: set[str] = set()
 
-    def __call__(
-        self,
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        columns: Mapping[str, list[Any]] | None = None,
-        extra: Mapping[str, Any] | None = None,
-        num_turns: Callable[[int], int] | None = None,
-        is_whole: bool = True,
-    ) -> Scores:
-        """Score N completions.
+    def of(self, samples: Sequence[Sample], trainer_state: Any = None, is_whole: bool = True) -> Scores:
+        """Score N completed samples; columns are those of their rows, and what a ``rollout_func`` returned.
 
         Args:
-            prompts, completions: as the dataset has them: texts, or lists of messages.
-            columns: of the dataset, N values each. extra: further arguments for reward functions.
-            num_turns: of the policy in the completion at a place; None: they are not counted.
             is_whole: they are not a part of those that are learned from together.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
                 and ``reward_on_none`` is "raise".
         """
-        if not self.functions:
-            return Scores(torch.zeros(len(completions), 0), torch.zeros(len(completions), 0, dtype=torch.bool), [])
+        scores = None
+        if is_whole and self.groups is not None:
+            groups, self.groups = self.groups, None
+            scores = groups.of(samples)
+        scores = self._scores(samples, trainer_state) if scores is None else scores
+        if is_whole and self.functions and (unknown := scores.rewards.isnan().all(1)).any():
+            self._report_nothing(unknown, samples)
+        return scores
+
+    def _scores(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
+        names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
-        given = {**(columns or {}), "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        shared = {
+        given = {
+            "trainer_state": trainer_state,
+            "environments": [sample.environment for sample in samples],
             "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
             "log_extra": lambda column, values: table.update({column: list(values)}),
-            **(extra or {}),
+            **{name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)},
+            "prompts": [sample.prompt for sample in samples],
+            "completions": [sample.completion for sample in samples],
+            "completion_ids": [sample.ids for sample in samples],
         }
-        calls: list[Callable[[], Any]] = [
-            partial(self._score, number, given, shared, num_turns) for number in range(len(self.functions))
-        ]
+        calls = [partial(self._score, number, samples, given) for number in range(len(self.functions))]
         threads = self.options.reward_concurrency > 1 or any(self._waits)
         # Otherwise here, in the main thread, where signals and the debugger work.
         found = self._run_in_threads(calls) if threads else [call() for call in calls]
-        rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(len(calls), -1).t()
-        failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(len(calls), -1).t()
-        if is_whole and (unknown := rewards.isnan().all(1)).any():
-            self._report_nothing(unknown, prompts, completions)
+        shape = len(calls), len(samples)
+        rewards = torch.tensor([values for values, *_ in found], dtype=torch.float32).view(shape).t()
+        failed = torch.tensor([marks for _, marks, *_ in found], dtype=torch.bool).view(shape).t()
         seconds, turns = [seconds for _, _, seconds, _ in found], [turns for *_, turns in found]
-        of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(completions))]
+        of_each = [{f: own[i] for f, own in enumerate(turns) if i in own} for i in range(len(samples))]
         kept = self.names, self.weights
         return Scores(rewards.contiguous(), failed.contiguous(), seconds, metrics, table, of_each, *kept)
 
-    def of(self, samples: Sequence[Sample], trainer_state: Any, is_whole: bool = True) -> Scores:
-        """Score completed samples; columns are those of their rows, and what a ``rollout_func`` returned."""
-        if is_whole and self.groups is not None:
-            groups, self.groups = self.groups, None
-            if (scores := groups.of(samples)) is not None:
-                if (unknown := scores.rewards.isnan().all(1)).any():
-                    self._report_nothing(unknown, [one.prompt for one in samples], [one.completion for one in samples])
-                return scores
-        names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
-        columns = {name: [sample.extra.get(name, sample.row.get(name)) for sample in samples] for name in sorted(names)}
-        return self(
-            [sample.prompt for sample in samples],
-            [sample.completion for sample in samples],
-            [sample.ids for sample in samples],
-            columns,
-            {"trainer_state": trainer_state, "environments": [sample.environment for sample in samples]},
-            lambda place: samples[place].num_turns,
-            is_whole,
-        )
-
-    def _run_in_threads(self, calls: list[Callable[[], Any]]) -> list[Any]:
+    def _run_in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """The result of each call: async ones side by side, and `reward_concurrency` of the others at a time."""
         at_once, waits = self.options.reward_concurrency, self._waits
         pool_of = partial(ThreadPoolExecutor, initializer=background.keep_device())
@@ -229,31 +199,25 @@ class Rewards:
             return [call() if one is None else one.result() for one, call in zip(begun, calls, strict=True)]
 
     def _score(
-        self,
-        number: int,
-        given: Mapping[str, list[Any]],
-        shared: Mapping[str, Any],
-        num_turns: Callable[[int], int] | None,
+        self, number: int, samples: Sequence[Sample], given: Mapping[str, Any]
     ) -> tuple[list[float], list[bool], float, dict[int, TurnRewards]]:
         """(rewards, which failed, seconds, rewards of turns by completions) of one function."""
-        function, name, started = self.functions[number], self.names[number], time.perf_counter()
-        arguments = asked_for(function, name, {**shared, **given})
-        size = len(given["completions"])
+        name, size, started = self.names[number], len(samples), time.perf_counter()
+        arguments = asked_for(self.functions[number], name, given)
         turns: dict[int, TurnRewards] = {}
+        cause: Exception | None = None
         try:
-            values, turns = with_totals(self._call(function, name, arguments, size), num_turns)
+            values, turns = with_totals(self._call(number, arguments, size), samples)
             failed = [value is not None and not math.isfinite(value) for value in values]
             wrong = sorted({repr(value) for value, bad in zip(values, failed, strict=True) if bad})
             problem = f"returned {' and '.join(wrong)} for {sum(failed)} of {size} completions"
         except Exception as error:
-            values, failed, turns = [None] * size, [True] * size, {}
+            cause, values, failed = error, [None] * size, [True] * size
             problem = f"failed on {size} completions: {type(error).__name__}: {error}"
             if isinstance(error, TimeoutError):
                 problem += ". Mend it, or set reward_timeout to more seconds, or to None for no limit"
-            if self.options.reward_on_error == "raise":
-                raise RewardError(self._message(name, problem, given, failed)) from error
         if any(failed):
-            self._report_problem(name, problem, given, failed)
+            self._report_failure(name, problem, samples[failed.index(True)], cause)
         instead = self.options.reward_error_value if self.options.reward_on_error == "value" else math.nan
         rewards = [
             instead if bad else math.nan if value is None else value for value, bad in zip(values, failed, strict=True)
@@ -261,14 +225,12 @@ class Rewards:
         turns = {place: given for place, given in turns.items() if not failed[place]}
         return rewards, failed, time.perf_counter() - started, turns
 
-    def _call(self, function: Callable[..., Any], name: str, arguments: dict[str, Any], size: int) -> list[Any]:
-        """What `function` returned, `size` numbers, Nones or rewards of turns."""
-        limit = f"reward_timeout={self.options.reward_timeout} bounds it."
-        with background.naming_slow(f"The reward function {name!r}", limit):
-            # Lists of their own, so that a function that changes them changes nothing here.
-            own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-            bounds_itself = isinstance(function, RemoteFunction)
-            returned = background.call(partial(function, **own), None if bounds_itself else self.options.reward_timeout)
+    def _call(self, number: int, arguments: dict[str, Any], size: int) -> list[Any]:
+        """What a function returned, `size` numbers, Nones or rewards of turns."""
+        # Lists of their own, so that a function that changes them changes nothing here.
+        own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
+        slow = f"The reward function {self.names[number]!r}", f"reward_timeout={self.options.reward_timeout} bounds it."
+        returned = background.call(partial(self.functions[number], **own), self._limits[number], slow)
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
@@ -277,25 +239,17 @@ class Rewards:
             raise ValueError(f"it returned {len(returned)} rewards for {size} completions; one for each is needed")
         return list(returned)
 
-    def _report_problem(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> None:
-        message = self._message(name, problem, given, failed)
+    def _report_failure(self, name: str, problem: str, sample: Sample, cause: Exception | None) -> None:
+        message = f"The reward function {name!r} {problem}\n{_shown(sample)}"
         if self.options.reward_on_error == "raise":
-            raise RewardError(message)
+            raise RewardError(message) from cause
         if name not in self._told:  # the first failure in full; the share of the later ones is in the log
             self._told.add(name)
             what = "left out" if self.options.reward_on_error == "mask" else f"scored {self.options.reward_error_value}"
             logger.warning("%s\nThese are %s; later failures are counted in rewards/%s/failed.", message, what, name)
 
-    def _message(self, name: str, problem: str, given: Mapping[str, list[Any]], failed: list[bool]) -> str:
-        first = failed.index(True)
-        return (
-            f"The reward function {name!r} {problem}\n  prompt: {_short(given['prompts'][first])}\n  completion: "
-            f"{_short(given['completions'][first])}"
-        )
-
-    def _report_nothing(self, unknown: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        first = int(unknown.nonzero()[0])
-        which = f"  prompt: {_short(prompts[first])}\n  completion: {_short(completions[first])}"
+    def _report_nothing(self, unknown: torch.Tensor, samples: Sequence[Sample]) -> None:
+        which = _shown(samples[int(unknown.nonzero()[0])])
         if unknown.all() and self.options.reward_on_none == "raise":
             raise RewardError(
                 f"No reward function gave a reward for any of {len(unknown)} completions ({', '.join(self.names)} "
@@ -313,13 +267,15 @@ class Rewards:
             )
 
 
+def _shown(sample: Sample) -> str:
+    return f"  prompt: {_short(sample.prompt)}\n  completion: {_short(sample.completion)}"
+
+
 def with_totals(
-    returned: Sequence[Any], num_turns: Callable[[int], int] | None
+    returned: Sequence[Any], samples: Sequence[Sample]
 ) -> tuple[list[float | None], dict[int, TurnRewards]]:
     """(the reward of each completion, the rewards of turns of those that have any) of what a function `returned`.
-
-    Raises:
-        TypeError: a reward is no number. ValueError: there are more or fewer than one for each turn.
+    Raises TypeError where a reward is no number, ValueError where there are more or fewer than one for each turn.
     """
     values: list[float | None] = []
     turns: dict[int, TurnRewards] = {}
@@ -329,10 +285,10 @@ def with_totals(
         if not isinstance(value, TurnRewards):
             values.append(_number(value))
             continue
-        if num_turns is not None and len(value.turns) != num_turns(place):
+        if len(value.turns) != (number := samples[place].num_turns):
             raise ValueError(
-                f"it returned {len(value.turns)} rewards of turns for a completion of {num_turns(place)} turns of the "
-                "policy; give one for each, and None for those without"
+                f"it returned {len(value.turns)} rewards of turns for a completion of {number} turns of the policy; "
+                "give one for each, and None for those without"
             )
         turns[place] = TurnRewards([_number(reward) for reward in value.turns], float(value.outcome))
         values.append(turns[place].total)
@@ -346,11 +302,14 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``.
+def _short(value: Any, length: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "..."
 
-    Raises:
-        DataError: it needs one that is not there.
+
+def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `available` arguments that the signature of `function` names; all of them for ``**kwargs``. Raises
+    DataError where it needs one that is not there.
     """
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -365,116 +324,70 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
     return {name: value for name, value in available.items() if takes_all or name in names}
 
 
-def _short(value: Any, length: int = 300) -> str:
-    text = repr(value)
-    return text if len(text) <= length else text[:length] + "..."
-
-
-def functions_by_name(args: RewardArguments) -> list[str] | None:
-    """The names that a config has, the reward model's first; None where it has none."""
-    model = [args.reward_model_name_or_path] if args.reward_model_name_or_path else []
-    return [*model, *(args.reward_funcs or [])] or None
-
-
-def is_function_name(name: str) -> bool:
-    """Whether `name` is that of a function, ``accuracy_reward``, ``module:function`` or ``module.function``, and not of
-    a model."""
-    dotted = "." in name.strip(".") and not {"/", os.sep} & set(name) and not os.path.exists(name)
-    return name in BUILT_IN or ":" in name or dotted
-
-
-def named_function(name: str, what: str = "reward_funcs: ") -> Callable[..., Any]:
-    """A reward function of ours by its name, or one of any module that can be imported, or is in this folder.
-
-    Raises:
-        ValueError: it cannot be imported; the message begins with `what`.
-    """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    if not {"", os.getcwd()} & set(sys.path):  # programs that pip installs do not look where they are called
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:  # a name without a module is a ValueError
-        raise ValueError(
-            f"{what}{name!r} cannot be imported: {error}. Give module:function, of a module in this folder or "
-            "one that is installed."
-        ) from error
-
-
-def reward_problems(
-    given: Any, weights: Any, environment_factory: Any = None, columns: Sequence[str] = ()
-) -> Iterator[str | Exception]:
-    """Problems with the names, types, number and parameters of reward functions, without loading a model.
-
-    Args:
-        columns: those of all rows; empty where they are not known beforehand.
-    """
-    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    available = dict.fromkeys([*PASSED, *(name for name in columns if name not in RESERVED)])
-    for function in functions:
-        if callable(function) or (isinstance(function, str) and is_function_name(function)):
-            yield from caught(_check_function, function, available if columns else None)
-        elif not isinstance(function, (str, os.PathLike)):
-            yield TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
-        elif (error := missing_folder(function)) is not None:
-            yield ValueError(f"reward_funcs: {error}")
-    if environment_factory is not None:
-        return  # whose get_reward may be one more
-    if not functions:
-        yield ValueError(
-            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
-        )
-    elif weights is not None and len(weights) != len(functions):
-        yield ValueError(
-            f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
-            f"({', '.join(map(_named_as, functions))}). Give one for each."
-        )
-
-
-def _check_function(function: Any, available: Mapping[str, Any] | None) -> None:
-    named = named_function(function) if isinstance(function, str) else function
-    if available is not None and not isinstance(named, nn.Module):
-        asked_for(named, background.name_of(named), available)
-
-
 def distinct(names: list[str]) -> list[str]:
     """`names`, each that stands there several times with its place behind it, so that it has metrics of its own."""
     return [f"{name}_{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
 
 
-def _named_as(function: Any) -> str:
-    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else background.name_of(function)
+READ = ("row", "prompt", "ids", "completion", "extra", "environment")
+"""What reward functions are given of a sample."""
 
 
-def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:
-    """`given`, one or several functions, models or names of models, as a list of functions."""
-    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    if tokenizers is None:
-        tokenizers = [None] * len(functions)
-    elif not isinstance(tokenizers, (list, tuple)):  # it belongs to one model, and would misread the texts of another
-        tokenizers = [tokenizers]
-    if len(tokenizers) != len(functions):
-        raise ValueError(
-            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
-            f"({len(functions)}); give None for those that need none."
-        )
-    made: list[Callable[..., Any]] = []
-    for function, tokenizer in zip(functions, tokenizers, strict=True):
-        if isinstance(function, str) and is_function_name(function):
-            function = named_function(function)
-        elif isinstance(function, (str, os.PathLike)):
-            try:
-                model = load_reward_model(os.fspath(function), trust_remote_code=trust_remote_code)
-            except MissingModelError as error:
-                instead = did_you_mean(os.fspath(function), BUILT_IN) or f" ({', '.join(BUILT_IN)})."
-                raise MissingModelError(f"reward_funcs: {error} It is no built-in function{instead}") from error
-            name, function = Path(function).name, scorer(model, tokenizer, trust_remote_code)
-            function.__name__ = name  # that of an adapter, and not of its base
-        elif isinstance(function, nn.Module):
-            function = scorer(function, tokenizer, trust_remote_code)
-        elif not callable(function):
-            raise TypeError(f"reward_funcs holds {function!r}; give functions, reward models or names of such.")
-        made.append(function)
-    return made
+class GroupScores:
+    """The scores of the completions of a rollout, which end one after the other, by `score` of a group; `groups` says
+    of each completion which one it is of. So many `threads` score groups at a time.
+    """
+
+    def __init__(self, score: Callable[[list[Sample]], Scores], groups: Sequence[int], threads: int) -> None:
+        self._score, self._groups, self._left = score, groups, Counter(groups)
+        self._ended: dict[int, Sample] = {}
+        self._scores: dict[int, Future[Scores]] = {}
+        self._threads = ThreadPoolExecutor(threads, "posttrain-score", background.keep_device())
+
+    def ended(self, place: int, sample: Sample) -> None:
+        """The completion at `place` is `sample`: its group is scored if it was the last. Raises what another group
+        could not be scored for.
+        """
+        for scores in self._scores.values():
+            if scores.done():
+                scores.result()
+        self._ended[place], group = sample, self._groups[place]
+        self._left[group] -= 1
+        if not self._left[group]:
+            members = [self._ended[other] for other, number in enumerate(self._groups) if number == group]
+            self._scores[group] = self._threads.submit(self._score, members)
+
+    def of(self, samples: Sequence[Sample]) -> Scores | None:
+        """The scores of `samples`, waited for; None where they are not those that have ended."""
+        ended, sizes = self._ended, Counter(self._groups)
+        try:
+            changes = (vars(one)[x] is not vars(ended[place])[x] for place, one in enumerate(samples) for x in READ)
+            if len(samples) != len(ended) or any(changes):
+                return None
+            return joined([self._scores[group].result() for group in sizes], [*sizes.values()])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def joined(parts: Sequence[Scores], sizes: Sequence[int]) -> Scores:
+    """The scores of all `parts`, of so many completions each, by the same functions."""
+    metrics: dict[str, list[float]] = {}
+    columns: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, values in part.metrics.items():
+            metrics.setdefault(name, []).extend(values)
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        given: list[Mapping[str, list[Any]]] = [part.columns for part in parts]
+        columns[name] = [v for own, size in zip(given, sizes, strict=True) for v in own.get(name, [None] * size)]
+    return replace(
+        parts[0],
+        rewards=torch.cat([part.rewards for part in parts]),
+        failed=torch.cat([part.failed for part in parts]),
+        seconds=[sum(each) for each in zip(*(part.seconds for part in parts), strict=True)],
+        metrics=metrics,
+        columns=columns,
+        turns=[turns for part in parts for turns in part.turns],
+    )

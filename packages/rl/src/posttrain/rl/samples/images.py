@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from posttrain.core.errors import DataError
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, sees
 from posttrain.lm.images.image_features import ImageCopies
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, SeenPrompt
 from posttrain.lm.images.images import (
@@ -34,9 +34,7 @@ from posttrain.rl.samples.prompts import PromptCodec
 
 def can_see(model: nn.Module | str, processor: Any) -> bool:
     """Whether the model and the processor that were passed read images."""
-    config = config_of(model) if isinstance(model, nn.Module) else None
-    named = not isinstance(model, nn.Module)
-    return hasattr(processor, "image_processor") and (named or getattr(config, "vision_config", None) is not None)
+    return hasattr(processor, "image_processor") and (not isinstance(model, nn.Module) or sees(model))
 
 
 def refuse_images(prompt: Any) -> None:
@@ -49,11 +47,7 @@ def refuse_images(prompt: Any) -> None:
 
 
 class ImagePrompts:
-    """Makes tokens of prompts with images.
-
-    Attributes:
-        positions: numbers their positions, where the model has several axes of them.
-    """
+    """Makes tokens of prompts with images; `positions` numbers theirs, where the model has several axes of them."""
 
     def __init__(self, processor: Any, model: nn.Module, reader: ImageReader, args: Any = None) -> None:
         self.reader, self.positions = reader, ImagePositions.of(model)
@@ -71,13 +65,8 @@ class ImagePrompts:
     def encode(
         self, codec: PromptCodec, row: Mapping[str, Any], prompt: Any, tools: Any, keeps_images: bool = False
     ) -> tuple[list[int], Shown]:
-        """(tokens, images) of a prompt.
-
-        Args:
-            keeps_images: for engines that read them again, see `posttrain.rl.generation.protocol.Pictured`.
-
-        Raises:
-            DataError: an image cannot be read, or has no place.
+        """(tokens, images) of a prompt; if `keeps_images`, for engines that read them again, see `Pictured`. Raises
+        DataError where an image cannot be read, or has no place.
         """
         placed, values = _placed(row, prompt)
         images, found = read_images(values, self.reader), []
@@ -178,6 +167,15 @@ class RolloutImages:
         order = tuple(map(used.index, each))
         copies = ImageCopies(tuple(self.tokens[prompt] for prompt in used), order, entries)
         return {"image_inputs": CountedBatch(inputs), "image_copies": copies}
+
+    def shared_layout(
+        self, rows: Sequence[int], prompts: Sequence[torch.Tensor], positions: ImagePositions | None
+    ) -> dict[str, Any]:
+        """What `posttrain.rl.policy.logprobs.lay_out` must know to lay these rows behind one copy of their prompts."""
+        keys = [self.prompts[row] for row in rows]
+        shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
+        seen = [self.prompt(key, shown[key]) for key in self.runs(rows)]
+        return {"keys": keys, "positions": None if positions is None else list(map(positions, seen))}
 
     def shared_inputs(self, ids: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
         """As `inputs`, for one row (1, N) in which adjacent completions of a prompt stand behind one copy of it."""

@@ -102,10 +102,8 @@ class GroupedStream(IterableDataset):
 
 
 def require_prompts(dataset: Any, at_least: int) -> None:
-    """Reject a training dataset with fewer prompts than one rollout takes.
-
-    Raises:
-        DataError: with the arguments that decide on their number.
+    """Raise DataError where a training dataset has fewer prompts than one rollout takes, with what decides on their
+    number.
     """
     if has_length(dataset) and len(dataset) < at_least:
         raise DataError(
@@ -116,11 +114,7 @@ def require_prompts(dataset: Any, at_least: int) -> None:
 
 
 def check_prompts(dataset: Any, name: str, columns: tuple[str, ...] = ("prompt",)) -> None:
-    """Reject a dataset without prompts.
-
-    Raises:
-        DataError: naming the column, the row and the remedy.
-    """
+    """Raise DataError where a dataset has no prompts, with the column, the row and the remedy."""
     check_dataset(dataset, name)
     if is_stream(dataset):
         return
@@ -137,11 +131,11 @@ def check_prompts(dataset: Any, name: str, columns: tuple[str, ...] = ("prompt",
 
 def _prompts_of(dataset: Any) -> Iterator[Any] | None:
     """The prompts of `dataset`, in order; None for rows that are expensive to read, which are checked in use."""
-    rows = dataset.select_columns("prompt") if hasattr(dataset, "select_columns") else dataset
-    if isinstance(rows, list):
-        return (row.get("prompt") if isinstance(row, Mapping) else None for row in rows)
-    if not hasattr(rows, "select_columns"):
+    if isinstance(dataset, list):
+        return (row.get("prompt") if isinstance(row, Mapping) else None for row in dataset)
+    if not hasattr(dataset, "select_columns"):
         return None
+    rows = dataset.select_columns("prompt")
     return (prompt for start in range(0, len(rows), 1000) for prompt in rows[start : start + 1000]["prompt"])
 
 
@@ -167,10 +161,8 @@ def rows_listed(numbers: list[int]) -> str:
 
 
 def context_length(config: Any, engine: int | None = None) -> int | None:
-    """Tokens of prompt and completion together that a model reads at most; None: its config names no limit.
-
-    Args:
-        engine: the limit of the engine that generates, where it has one of its own.
+    """Tokens of prompt and completion together that a model reads at most, and the `engine`, where it has a limit of
+    its own; None: there is none.
     """
     return min(filter(None, (context_of(config), engine)), default=None)
 
@@ -182,15 +174,9 @@ def with_room(
     context: int | None,
     drops: bool,
 ) -> Any:
-    """`dataset` without prompts that leave no room for a completion; they are counted in a warning.
-
-    Args:
-        tokens_of: a row's prompt. It is asked where that has as many bytes as there is room for tokens.
-        context: tokens of prompt and completion that the model reads at most; None: any number.
-        drops: whether such prompts are left out. Else they are errors.
-
-    Raises:
-        DataError: such prompts, or prompts without any token, with the first rows.
+    """`dataset` without prompts that leave no room for a completion in the `context`, which are counted in a warning;
+    or a DataError unless it `drops` such. The tokens of a row's prompt are asked for where that has as many bytes as
+    there is room for tokens. Prompts without any token are always errors.
     """
     if is_stream(dataset) or "prompt" not in dataset[0]:
         return dataset
@@ -273,11 +259,7 @@ def prompt_problems(args: Any, parts: Parts) -> Iterator[Problem]:
 
 
 class PromptCodec:
-    """Prompts to tokens and completions to texts.
-
-    Args:
-        limit: tokens that the model knows, from 0 on.
-    """
+    """Prompts to tokens, of which the model knows `limit`, from 0 on, and completions to texts."""
 
     def __init__(
         self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None, limit: int | None = None
@@ -318,10 +300,8 @@ class PromptCodec:
         return ids
 
     def encode_completion(self, prompt: Any, completion: Any) -> list[int]:
-        """The tokens of a completion that is given, with the one that ends it: a text, or the messages that follow.
-
-        Raises:
-            DataError: the completion is neither.
+        """The tokens of a completion that is given, with the one that ends it: a text, or the messages that follow; a
+        DataError where it is neither.
         """
         if isinstance(prompt, str):
             if not isinstance(completion, str):
@@ -338,10 +318,8 @@ class PromptCodec:
         return chat_template.Template(self.tokenizer, tools or None, self.kwargs)
 
     def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
-        """How tools with these schemas are called and answered under the chat template.
-
-        Raises:
-            ValueError: they cannot be.
+        """How tools with these schemas are called and answered under the chat template; a ValueError where they cannot
+        be.
         """
         names = tuple(argument_types(schemas))
         if names not in self._protocols:
@@ -351,10 +329,8 @@ class PromptCodec:
     def decode(
         self, prompt: Any, ids: list[int], prompt_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()
     ) -> Any:
-        """Decodes tokens of the policy into a text, or into an assistant's message if the prompt is messages.
-
-        Args:
-            prompt_ids: the prompt's tokens. tools: schemas; calls become ``tool_calls``.
+        """Decodes tokens of the policy into a text, or into an assistant's message, whose calls of `tools` (schemas)
+        become ``tool_calls``, if the prompt is messages.
         """
         if isinstance(prompt, str):
             return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from posttrain.lm.images.vision import Shown
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.policy.logprobs import lay_out, lay_out_values
 from posttrain.rl.samples.images import RolloutImages
+from posttrain.rl.samples.prompts import PromptCodec
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,8 @@ class Sample:
         versions: Sequence[int] | None = None,
         routes: torch.Tensor | None = None,
     ) -> Sample:
-        """This sample with more tokens behind its completion, which the policy chose or not.
-
-        Args:
-            routes: with which everything up to them was read. Those of tokens that were read before stay as they were.
+        """This sample with more tokens behind its completion, which the policy chose or not. With `routes` everything
+        up to them was read; those of tokens that were read before stay as they were.
         """
         before = self.versions or []  # tokens of others have the version of the last one before them
         versions = None if self.versions is None else [*before, *(versions or before[-1:] * len(ids))]
@@ -122,9 +121,25 @@ class Sample:
         )
 
 
+def lengths_of(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """((N,) tokens of the prompt, (N,) tokens that the policy chose) of each trajectory."""
+    prompts, chosen = torch.tensor([[len(one.prompt_ids), one.num_chosen] for one in samples]).view(-1, 2).unbind(1)
+    return prompts, chosen
+
+
 def sequences(samples: Sequence[Sample]) -> list[Sample]:
     """The sequences of all trajectories, one after the other."""
     return [one for sample in samples for one in sample.sequences]
+
+
+def alike(samples: Sequence[Sample]) -> list[tuple[int, list[int]]]:
+    """Adjacent samples of one prompt, of equal number together: (how many of each prompt, the places of all)."""
+    found: dict[int, list[int]] = {}
+    prompts = [(sample.prompt_ids, id(sample.shown)) for sample in samples]
+    for _, run in groupby(range(len(samples)), prompts.__getitem__):
+        places = [*run]
+        found.setdefault(len(places), []).extend(places)
+    return [*found.items()]
 
 
 def complete_in_room(
@@ -133,10 +148,8 @@ def complete_in_room(
     context: int | None,
     complete: Callable[[list[Sample], Sampling], list[Sample]],
 ) -> list[Sample]:
-    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`.
-
-    Args:
-        complete: is called once for all samples with the same room.
+    """`samples` completed as `sampling` says, with fewer tokens near the end of the `context`; `complete` is called
+    once for all samples with the same room.
     """
     by_room: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
@@ -150,10 +163,8 @@ def complete_in_room(
 
 
 def room_for(sample: Sample, most: int, context: int | None) -> int:
-    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`.
-
-    Raises:
-        DataError: none.
+    """Tokens that a completion of `sample` may have: `most`, or fewer near the end of the `context`; a DataError where
+    none.
     """
     if (room := room_left(sample, most, context)) < 1:
         raise DataError(
@@ -170,19 +181,60 @@ def room_left(sample: Sample, max_tokens: int, context: int | None) -> int:
     return left if context is None else min(left, context - len(sample.prompt_ids) - len(sample.ids))
 
 
+def take_rollout(samples: Sequence[Sample], output: Mapping[str, Any], codec: PromptCodec) -> list[Sample]:
+    """`samples` with the output of a ``rollout_func``.
+
+    Args:
+        output: ``prompt_ids``, ``completion_ids`` and ``logprobs``, one of each for each sample; ``env_mask``, 0 at
+            tokens that the policy did not choose; all other keys go to the reward functions.
+
+    Raises:
+        ValueError: a key is missing or has the wrong length.
+    """
+    needed = ("prompt_ids", "completion_ids", "logprobs")
+    if missing := [name for name in needed if name not in output]:
+        raise ValueError(f"rollout_func must return {', '.join(needed)} in its dict; {', '.join(missing)} is missing.")
+    others = {name: value for name, value in output.items() if name not in (*needed, "env_mask", "completions")}
+    for name in (*needed[:2], *(["env_mask"] if output.get("env_mask") is not None else [])):
+        if len(output[name]) != len(samples):
+            raise ValueError(
+                f"rollout_func returned {len(output[name])} of {name} for {len(samples)} prompts; one for each is "
+                "needed (a prompt comes num_generations times)."
+            )
+    found, ends = [], {codec.tokenizer.eos_token_id, codec.tokenizer.pad_token_id}
+    for i, sample in enumerate(samples):
+        prompt_ids, ids = list(output["prompt_ids"][i]), list(output["completion_ids"][i])
+        if not prompt_ids or not ids:
+            raise ValueError(
+                f"rollout_func returned no tokens for prompt {i}; a prompt and a completion have at least one."
+            )
+        extra = {
+            name: values[i] if isinstance(values, list) and i < len(values) else values
+            for name, values in others.items()
+        }
+        found.append(
+            replace(
+                sample,
+                prompt_ids=prompt_ids,
+                ids=ids,
+                logps=None if output["logprobs"] is None else list(map(_best_logp, output["logprobs"][i])),
+                learn=None if output.get("env_mask") is None else [bool(m) for m in output["env_mask"][i]],
+                completion=codec.decode(sample.prompt, ids, prompt_ids),
+                finished=ids[-1] in ends,
+                extra=sample.extra | extra,
+            )
+        )
+    return found
+
+
+def _best_logp(value: Any) -> float:
+    value = value[0] if isinstance(value, (list, tuple)) else value  # a top-k list, best first
+    return float("nan") if value is None else float(value)
+
+
 #: Fields of a rollout with a value of each token, which may also be one of each completion; and others of its rows.
-OF_TOKENS = (
-    "advantages",
-    "old_logps",
-    "ref_logps",
-    "sampling_logps",
-    "correction",
-    "entropy_mask",
-    "teacher_ids",
-    "teacher_logps",
-    "teacher_places",
-    "groups",
-)
+OF_TOKENS: tuple[str, ...] = ("advantages", "old_logps", "ref_logps", "sampling_logps", "correction", "entropy_mask")
+OF_TOKENS += ("teacher_ids", "teacher_logps", "teacher_places", "groups")
 OF_ROWS = ("teacher_rows", "teacher_lengths", "teacher_groups")
 
 
@@ -240,11 +292,8 @@ class Rollout:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], mask_truncated: bool = False, image_token_id: int | None = None) -> Rollout:
-        """The tokens of `samples`, each a trajectory, not yet scored.
-
-        Args:
-            mask_truncated: do not train on truncated completions.
-            image_token_id: the token that stands for a feature of an image.
+        """The tokens of `samples`, each a trajectory, not yet scored; those that were cut do not count if
+        `mask_truncated`. `image_token_id` stands for a feature of an image.
         """
         numbers = [number for number, sample in enumerate(samples) for _ in sample.sequences]
         one_each = len(numbers) == len(samples)
@@ -319,47 +368,29 @@ class Rollout:
         first = edges if self.trajectories is None else torch.searchsorted(self.trajectories, edges)
         found = []
         for start, stop in pairwise(first.tolist()):
-            part = self._part(start, stop, share, pad_token_id, multiple, positions) | whole
+            rows, width = range(start, stop), int(self.completion_lengths[start:stop].max())
+            prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
+            completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
+            seen = self.images.shared_layout(rows, prompts, positions) if self.images is not None and share else {}
+            mask = self.loss_mask[start:stop, :width]
+            part = lay_out(prompts, completions, mask, share, pad_token_id, multiple, **seen) | whole
+            if self.images is not None and share:
+                part |= self.images.shared_inputs(part["input_ids"], rows)
+            elif self.images is not None:
+                part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
+            if self.routes is not None:
+                routes = self.routes[start:stop]
+                part[ROUTES] = lay_out_values(routes, prompts, completions, share, part["input_ids"], OWN)
+            for name in (*OF_TOKENS, *OF_ROWS):
+                if (values := getattr(self, name)) is not None:
+                    values = values[start:stop]
+                    part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
             if self.trajectories is not None:
                 numbers = self.trajectories[start:stop] - self.trajectories[start]
                 firsts = torch.searchsorted(numbers, torch.arange(int(numbers[-1]) + 1))
                 part |= {"trajectories": numbers, "first_sequences": firsts}
             found.append(part)
         return found
-
-    def _part(
-        self,
-        start: int,
-        stop: int,
-        share: bool,
-        pad_token_id: int,
-        multiple: int | None,
-        positions: ImagePositions | None,
-    ) -> dict[str, Any]:
-        rows = range(start, stop)
-        prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
-        completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
-        width = int(self.completion_lengths[start:stop].max())
-        layout = completions, self.loss_mask[start:stop, :width], share, pad_token_id, multiple
-        if self.images is None:
-            part = lay_out(prompts, *layout)
-        elif share:
-            keys = [self.images.prompts[row] for row in rows]
-            shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
-            seen = [self.images.prompt(key, shown[key]) for key in self.images.runs(rows)]
-            part = lay_out(prompts, *layout, keys, None if positions is None else list(map(positions, seen)))
-            part |= self.images.shared_inputs(part["input_ids"], rows)
-        else:
-            part = lay_out(prompts, *layout)
-            part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
-        if self.routes is not None:
-            part[ROUTES] = lay_out_values(self.routes[start:stop], prompts, completions, share, part["input_ids"], OWN)
-        for name in (*OF_TOKENS, *OF_ROWS):
-            values = getattr(self, name)
-            if values is not None:
-                values = values[start:stop]
-                part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
-        return part
 
     def part(self, start: int, stop: int) -> Rollout:
         """The completions `start` to `stop`, of text and each a trajectory."""
@@ -378,8 +409,7 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Every tensor by name, for a checkpoint."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        state = {name: value for name, value in values.items() if value is not None}
+        state = {name: value for name, value in vars(self).items() if value is not None}
         return state if self.images is None else state | {"images": vars(self.images)}
 
     @classmethod

@@ -1,7 +1,9 @@
-"""Parsers of tool calls, one for each format.
+"""The formats of tool calls: a parser of each, and the field that describes it to transformers.
 
-The chat template shows the format of a model, see `posttrain.rl.tools.protocol`. A parser finds the blocks of a text
-that hold calls; a block that does not match the format is a call without arguments (None).
+The chat template shows the format of a model, see `posttrain.rl.tools.protocol`. A parser, by which the trainers read,
+finds the blocks of a text that hold calls; a block that does not match the format is a call without arguments (None).
+A field is a part of a response template, the language in which transformers describes a turn, for tokenizers that are
+used elsewhere too; it knows nothing of calls that cannot be parsed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from posttrain.rl.tools import fields
-
 Types = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> name of an argument -> JSON schema of the argument."""
 
 UNREADABLE = "unreadable"
+END = "<END>"  # stands for the pattern of what ends a turn, which depends on the tokenizer
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks within strings
 
@@ -54,8 +55,8 @@ class Form:
     Attributes:
         read: ``(text, types)`` -> the blocks of calls, in their order.
         is_marked: no other text looks like a call. Other formats are parsed only if the template uses them.
-        field: the format as the field ``tool_calls`` of a response template, see `rl.tools.response_templates`,
-            with `tool_fields.END` for the pattern of what ends a turn; None if such a field cannot describe it.
+        field: the format as the field ``tool_calls`` of a response template, see `rl.tools.response_templates`, with
+            `END` for the pattern of what ends a turn; None if such a field cannot describe it.
     """
 
     name: str
@@ -159,10 +160,8 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _elements(functions: str, arguments: str) -> Callable[[str, Types], list[Call]]:
-    """Calls in elements like those of XML, with nothing between them; what is no element would be a lost argument.
-
-    Args:
-        functions: a pattern with the groups `name` and `rest`. arguments: one with `key` and `value`, for `rest`.
+    """Calls in elements like those of XML, with nothing between them; what is no element would be a lost argument. The
+    pattern `functions` has the groups `name` and `rest`, and `arguments`, which reads the rest, `key` and `value`.
     """
     function, argument = re.compile(functions, re.DOTALL), re.compile(arguments, re.DOTALL)
 
@@ -209,7 +208,9 @@ def _python(text: str, types: Types) -> list[Call]:
 def _python_call(call: Any) -> Call:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("arguments have names")
-    return Call(ast.unparse(call.func), {keyword.arg: _literal(keyword.value) for keyword in call.keywords})
+    return Call(
+        ast.unparse(call.func), {each.arg: ast.literal_eval(_Constants().visit(each.value)) for each in call.keywords}
+    )
 
 
 class _Constants(ast.NodeTransformer):
@@ -217,10 +218,6 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
-
-
-def _literal(value: ast.expr) -> Any:
-    return ast.literal_eval(_Constants().visit(value))
 
 
 def _bare_python(text: str, types: Types) -> list[Block]:
@@ -252,7 +249,7 @@ def _bare_json(text: str, types: Types) -> list[Block]:
         place = more.end()
 
 
-def _quoted(delimiter: str) -> Callable[[str, Types], list[Call]]:
+def _with_delimiters(delimiter: str) -> Callable[[str, Types], list[Call]]:
     """``call:look{where:<d>here<d>,far:2}`` with delimiters <d> around texts."""
     strings, keys = re.compile(f"{delimiter}(.*?){delimiter}", re.DOTALL), re.compile(r"(^|[{,]\s*)([\w.-]+)\s*:")
     words = re.compile(r"\b(?:True|False|None)\b(?!\"?:)")
@@ -269,121 +266,165 @@ def _quoted(delimiter: str) -> Callable[[str, Types], list[Call]]:
     return read
 
 
+# ------------------------------------------------------------------------------------------ both ways to read a format
+
+
+def _one(opening: str, closing: str, call: Any = None) -> dict[str, Any]:
+    """The field of one call in JSON between two marks; `call`: where its name and arguments stand in the JSON; None:
+    `opening` has a group `name`.
+    """
+    function = {"name": "{name}", "arguments": "{content}"} if call is None else call
+    return {
+        "open_pattern": rf"\s*{opening.replace('(?P<id>', '(?:')}", "close_pattern": rf"{closing}\s*", "repeats": True,
+        "content": "json", "transform": {"type": "function", "function": function},
+    }  # fmt: skip
+
+
+def _tags(pattern: str) -> dict[str, Any]:
+    """Arguments in elements like those of XML, as texts; the tools' schemas give them types."""
+    return {"content": "xml-inline", "content_args": {"tag_pattern": pattern, "value_parser": {"name": "text"}}}
+
+
+def _list(
+    name: str, start: str, stop: str, key: str = "name", values: str = "arguments", is_open: bool = False
+) -> Form:
+    """A JSON list of calls between two marks, or if `is_open`, behind the first one."""
+    field = _one(start, stop, {"name": f"{{{key}}}", "arguments": f"{{{values}}}"})
+    field |= {"repeats": False, "transform_each": True}
+    return Form(name, before_json(start) if is_open else between(start, stop, _json_text), field=field)
+
+
+def _behind(name: str, opening: str, closing: str = "", ends: str = END, call: Any = None) -> Form:
+    """A mark followed by JSON of one call, or of the arguments of the tool that it names; `ends` is for the field."""
+    return Form(name, before_json(opening, closing), field=_one(opening, closing or ends, call))
+
+
+def _xml(name: str, tag: str) -> Form:
+    """``<function=look><parameter=where>here</parameter></function>`` in an element."""
+    field = _one(rf"<{tag}>\s*<function=(?P<name>[^>\n]+)>", f"</{tag}>")
+    tags = _tags(rf"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?{_XML_END}")
+    return Form(name, between(f"<{tag}>", f"</{tag}>", _XML), field=field | tags)
+
+
+def _invoke(name: str, start: str, stop: str, space: str) -> Form:
+    """``<invoke name="look"><parameter name="where">here</parameter></invoke>`` between two marks."""
+    opening = rf"(?:{start}\s*)?<{space}invoke name=\"?(?P<name>[^\">]+)\"?>"
+    field = _one(opening, rf"</{space}invoke>\s*(?:{stop})?")
+    tags = _tags(rf"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>\n?(?P<value>.*?)\n?{_INVOKE_END}")
+    return Form(name, between(start, stop, _INVOKE), field=field | tags)
+
+
+def _parts(name: str, start: str, stop: str, opening: str, closing: str) -> Form:
+    """Marks around each call too, with `name` and perhaps `id` before the JSON of its arguments."""
+    field = _one(rf"(?:{start}\s*)?{opening}", rf"{closing}\s*(?:{stop})?")
+    return Form(name, between(start, stop, _items(rf"{opening}(?P<json>.*?){closing}")), field=field)
+
+
+def _quoted(name: str, start: str, stop: str, delimiter: str) -> Form:
+    """``call:look{where:<d>here<d>,far:2}`` with delimiters <d> around texts."""
+    read = between(start, stop, _with_delimiters(re.escape(delimiter)))
+    arguments = {"string_delims": [[delimiter, delimiter]], "unquoted_keys": True}
+    return Form(name, read, field=_one(rf"{start}\s*call:(?P<name>[\w.-]+)", stop) | {"content_args": arguments})
+
+
+def _python_list(name: str, start: str, stop: str) -> Form:
+    """``[look(where='here'), stop()]`` between two marks."""
+    later = rf"(?<={start}(?:(?!{stop}).)*\)\s*),\s*"
+    field = _one(rf"(?:{start}\s*\[\s*|{later})(?P<name>[\w.]+)\(", rf"\)(?:\s*\]\s*{stop}|(?=\s*,\s*[\w.]+\())") | {
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"(?P<key>\w+)\s*=\s*(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|"
+            r"(?P<nested>[\[{](?:[^\[\]{}'\"]|'[^']*'|\"[^\"]*\"|(?&nested))*[\]}])|[^,()]*)",
+            "value_parser": {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+        },
+    }
+    return Form(name, between(start, stop, _python), field=field)
+
+
+#: What ends an argument: the mark before another argument or the end of the call, since a text may hold marks too.
+_XML_END = r"(?:</parameter>(?=\s*(?:<parameter=|</function>|\Z))|\Z)"
+_INVOKE_END = r"</(?:\w+:)?parameter>(?=\s*(?:<(?:\w+:)?parameter name=|</(?:\w+:)?invoke>|\Z))"
 _XML = _elements(
     r"<function=(?P<name>[^>\n]+)>(?P<rest>.*?)(?:</function>(?=\s*(?:<function=|\Z))|\Z)",
-    rf"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?){fields.XML_END}",
+    rf"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?){_XML_END}",
 )
 _INVOKE = _elements(
     r"<(?:\w+:)?invoke name=\"?(?P<name>[^\">]+)\"?>(?P<rest>.*?)</(?:\w+:)?invoke>",
-    rf"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>(?P<value>.*?){fields.INVOKE_END}",
+    rf"<(?:\w+:)?parameter name=\"?(?P<key>[^\">]+)\"?[^>]*>(?P<value>.*?){_INVOKE_END}",
 )
 _KEYS = _elements(
     r"\A(?P<name>[^\s<{\[]+)(?P<rest>.*)\Z",
     r"<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
 )
-_DEEPSEEK = _items(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)(?:<｜tool▁sep｜>|\n```json\n)"
-    r"(?P<json>.*?)(?:\n```)?\s*<｜tool▁call▁end｜>"
-)
-_KIMI = _items(
-    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^:<]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
-    r"(?P<json>.*?)<\|tool_call_end\|>"
+_GLM = _one(r"<tool_call>(?P<name>[^\s<{\[]+)\s*", "</tool_call>") | _tags(
+    r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
 )
 _SOLAR = _items(
     r"<\|tool_call:begin\|>(?P<id>.*?)<\|tool_call:name\|>(?P<name>.*?)"
     r"<\|tool_call:args\|>(?P<json>.*?)<\|tool_call:end\|>"
+)
+_LLAMA = _one(
+    r"(?:\A|<\|python_tag\|>)\s*(?=\{\s*\"(?:name|type|function)\")",
+    END,
+    call={"name": "{content.name}", "arguments": "{content.parameters}"},
 )
 
 FORMS = (
     Form(
         "Hermes, Qwen2.5, Qwen3: JSON in <tool_call>",
         between("<tool_call>", "</tool_call>", _json_text),
-        field=fields.HERMES,
+        field=_one("<tool_call>", "</tool_call>", "{content}"),
     ),
-    Form(
-        "Qwen3-Coder, Qwen3.5: <function=...> in <tool_call>",
-        between("<tool_call>", "</tool_call>", _XML),
-        field=fields.QWEN_CODER,
-    ),
-    Form("GLM: <arg_key> in <tool_call>", between("<tool_call>", "</tool_call>", _KEYS), field=fields.GLM),
-    Form(
-        "Seed: <function=...> in <seed:tool_call>",
-        between("<seed:tool_call>", "</seed:tool_call>", _XML),
-        field=fields.SEED,
-    ),
-    Form(
-        "MiniMax: <invoke> in <minimax:tool_call>",
-        between("<minimax:tool_call>", "</minimax:tool_call>", _INVOKE),
-        field=fields.MINIMAX,
-    ),
-    Form(
+    _xml("Qwen3-Coder, Qwen3.5: <function=...> in <tool_call>", "tool_call"),
+    Form("GLM: <arg_key> in <tool_call>", between("<tool_call>", "</tool_call>", _KEYS), field=_GLM),
+    _xml("Seed: <function=...> in <seed:tool_call>", "seed:tool_call"),
+    _invoke("MiniMax: <invoke> in <minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", ""),
+    _invoke(
         "Muse: <atem:invoke>",
-        between(r"(?:to=\S+<\|message\|>)?<atem:function_calls>", "</atem:function_calls>", _INVOKE),
-        field=fields.MUSE,
+        r"(?:to=\S+<\|message\|>)?<atem:function_calls>",
+        "</atem:function_calls>",
+        "atem:",
     ),
-    Form(
+    _behind(
         "gpt-oss: the commentary channel",
-        before_json(
-            r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?"
-            r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
-        ),
-        field=fields.GPT_OSS,
+        r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)\s*(?:<\|channel\|>\w+)?"
+        r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>",
     ),
-    Form("Mistral: a list behind [TOOL_CALLS]", before_json(r"\[TOOL_CALLS\]\s*(?=[\[{])"), field=fields.MISTRAL_LIST),
-    Form(
+    _list("Mistral: a list behind [TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?=[\[{])", END, is_open=True),
+    _behind(
         "Mistral: [TOOL_CALLS]name[ARGS]",
-        before_json(r"\[TOOL_CALLS\](?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*"),
-        field=fields.MISTRAL,
+        r"\[TOOL_CALLS\](?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\]\s*",
+        ends=rf"(?:(?=\[TOOL_CALLS\])|{END})",
     ),
-    Form(
+    _parts(
         "DeepSeek: <｜tool▁calls▁begin｜>",
-        between("<｜tool▁calls▁begin｜>", r"<｜tool▁calls▁end｜>", _DEEPSEEK),
-        field=fields.DEEPSEEK,
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)(?:<｜tool▁sep｜>|\n```json\n)",
+        r"(?:\n```)?\s*<｜tool▁call▁end｜>",
     ),
-    Form(
+    _parts(
         "Kimi: <|tool_calls_section_begin|>",
-        between(r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>", _KIMI),
-        field=fields.KIMI,
+        r"<\|tool_calls_section_begin\|>",
+        r"<\|tool_calls_section_end\|>",
+        r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^:<]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        r"<\|tool_call_end\|>",
     ),
-    Form(
-        "Gemma 4: call:name{...}",
-        between(r"<\|tool_call>", r"<tool_call\|>", _quoted(re.escape('<|"|>'))),
-        field=fields.GEMMA,
-    ),
-    Form(
-        "FunctionGemma: call:name{...}",
-        between("<start_function_call>", "<end_function_call>", _quoted("<escape>")),
-        field=fields.FUNCTION_GEMMA,
-    ),
-    Form(
-        "Cohere: <|START_ACTION|>", between(r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", _json_text), field=fields.COHERE
-    ),
+    _quoted("Gemma 4: call:name{...}", r"<\|tool_call>", r"<tool_call\|>", '<|"|>'),
+    _quoted("FunctionGemma: call:name{...}", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _list("Cohere: <|START_ACTION|>", r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", "tool_name", "parameters"),
     Form("Command R: Action", between(r"Action:\s*```json", "```", _json_text)),
-    Form(
-        "LFM2: Python in <|tool_call_start|>",
-        between(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
-        field=fields.LFM,
-    ),
-    Form(
-        "Llama 4: Python in <|python_start|>",
-        between(r"<\|python_start\|>", r"<\|python_end\|>", _python),
-        field=fields.LLAMA_PYTHON,
-    ),
-    Form(
-        "Phi-4: a list in <|tool_call|>", between(r"<\|tool_call\|>", r"<\|/tool_call\|>", _json_text), field=fields.PHI
-    ),
-    Form("Granite: a list behind <|tool_call|>", before_json(r"<\|tool_call\|>\s*(?=[\[{])"), field=fields.GRANITE),
-    Form("a list in <tool_calls>", between("<tool_calls>", "</tool_calls>", _json_text), field=fields.LIST),
-    Form("Nemotron: a list in <TOOLCALL>", between("<TOOLCALL>", "</TOOLCALL>", _json_text), field=fields.NEMOTRON),
+    _python_list("LFM2: Python in <|tool_call_start|>", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
+    _python_list("Llama 4: Python in <|python_start|>", r"<\|python_start\|>", r"<\|python_end\|>"),
+    _list("Phi-4: a list in <|tool_call|>", r"<\|tool_call\|>", r"<\|/tool_call\|>"),
+    _list("Granite: a list behind <|tool_call|>", r"<\|tool_call\|>\s*(?=[\[{])", END, is_open=True),
+    _list("a list in <tool_calls>", "<tool_calls>", "</tool_calls>"),
+    _list("Nemotron: a list in <TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>"),
     Form("Apertus: <|tools_prefix|>", between(r"<\|tools_prefix\|>", r"<\|tools_suffix\|>", _json_text)),
     Form("Solar: <|tool_call:begin|>", between(r"<\|tool_calls\|>", r"(?=<\|calls\|>)|\Z", _SOLAR)),
-    Form("GigaChat: <|function_call|>", before_json(r"<\|function_call\|>\s*(?=\{)"), field=fields.GIGACHAT),
-    Form(
-        "Functionary: <function=name>{...}",
-        before_json(r"<function=(?P<name>[\w.-]+)>(?=\{)", "</function>"),
-        field=fields.FUNCTIONARY,
-    ),
-    Form("Llama 3: JSON", _bare_json, is_marked=False, field=fields.LLAMA),
+    _behind("GigaChat: <|function_call|>", r"<\|function_call\|>\s*(?=\{)", call="{content}"),
+    _behind("Functionary: <function=name>{...}", r"<function=(?P<name>[\w.-]+)>(?=\{)", "</function>"),
+    Form("Llama 3: JSON", _bare_json, is_marked=False, field=_LLAMA),
     Form("Python", _bare_python, is_marked=False),
 )
 

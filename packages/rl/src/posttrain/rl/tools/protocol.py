@@ -101,12 +101,12 @@ class ToolProtocol:
             made = message.get("tool_calls") or ()
             return Turn(message, tuple(Call(*_function(call), call.get("id")) for call in made))
         text = self.tokenizer.decode(ids)
-        start, stop = self._thought(text)
+        stop = self._end_of_thoughts(text)
         blocks = [
             Block(b.start + stop, b.stop + stop, b.calls) for b in self._blocks(self._without_end(text[stop:]), schemas)
         ]
         calls = tuple(call for block in blocks for call in block.calls)
-        message = {"role": "assistant", **self._contents(text, (start, stop), blocks, ids)}
+        message = {"role": "assistant", **self._contents(text, stop, blocks, ids)}
         if readable := [call.as_message() for call in calls if call.arguments is not None]:
             message["tool_calls"] = readable
         return Turn(message, calls)
@@ -124,8 +124,8 @@ class ToolProtocol:
             text = text.removesuffix(end).rstrip()
         return text
 
-    def _contents(self, text: str, thought: tuple[int, int], blocks: list[Block], ids: Sequence[int]) -> dict[str, str]:
-        """The rest of a turn: `content` and the thoughts before it."""
+    def _contents(self, text: str, begin: int, blocks: list[Block], ids: Sequence[int]) -> dict[str, str]:
+        """The rest of a turn: `content`, and the thoughts up to where it begins."""
         if self._has_channels and "<|message|>" in text:
             said: dict[str, list[str]] = {"analysis": [], "commentary": [], "final": []}
             for found in CHANNEL.finditer(text):
@@ -133,39 +133,37 @@ class ToolProtocol:
                     said[found[1]].append(found[2])
             thinking = {"thinking": "\n".join(said["analysis"])} if said["analysis"] else {}
             return {"content": "\n".join(said["commentary"] + said["final"])} | thinking
-        if not blocks and thought == (0, 0):
+        if not blocks and not begin:
             return {"content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-        edges = [thought[1], *(edge for block in blocks for edge in (block.start, block.stop)), len(text)]
+        edges = [begin, *(edge for block in blocks for edge in (block.start, block.stop)), len(text)]
         content = "".join(text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
         contents = {"content": self._plain(content).strip()}
-        thoughts = text[: thought[1]].strip()
+        thoughts = text[:begin].strip()
         for opening, closing in THOUGHTS:
             thoughts = thoughts.removeprefix(opening).removesuffix(closing)
         thoughts = self._plain(thoughts).strip()
         return contents | {"reasoning_content": thoughts} if thoughts else contents
 
-    def _thought(self, text: str) -> tuple[int, int]:
-        """Where the thoughts of a turn begin and stop.
-
-        No calls are made in there. A call that can be read ends thoughts that nothing else ends, as in the engines
-        that serve these models.
+    def _end_of_thoughts(self, text: str) -> int:
+        """Where the thoughts that a turn begins with stop; no calls are made in there. A call that can be read ends
+        thoughts that nothing else ends, as in the engines that serve these models.
         """
         for opening, closing in THOUGHTS:
             opened = opening == self._opened or text.lstrip().startswith(opening)
             stop = text.find(closing)
             if stop >= 0 and (opened or opening not in text[:stop]):
-                return 0, stop + len(closing)
+                return stop + len(closing)
             if opened and stop < 0:
                 made = (b.start for b in self._blocks(text, ()) if all(call.arguments is not None for call in b.calls))
-                return 0, min(made, default=len(text))
-        return 0, 0
+                return min(made, default=len(text))
+        return 0
 
     def _plain(self, text: str) -> str:
         return self._special_pattern.sub("", text) if self._special else text
 
     @cached_property
     def _special(self) -> list[str]:
-        return [str(t) for t in self.tokenizer.added_tokens_decoder.values() if getattr(t, "special", True)]
+        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -180,13 +178,9 @@ class ToolProtocol:
         schemas: Sequence[dict[str, Any]],
         following: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """The tokens between a turn of the policy and its next one: the end of its turn, the answers, the next
-        beginning.
-
-        Args:
-            written: the tokens of the policy, or the last of them.
-            answers: messages of the role ``tool``, in the order of the calls.
-            following: messages behind the answers.
+        """The tokens between a turn of the policy and its next one: the end of its turn, the `answers`, messages of the
+        role ``tool`` in the order of the calls, those `following`, and the next beginning. `written`: the tokens of the
+        policy, or the last of them.
         """
         ids, ends = self._encode(self._tail(answers, schemas, following))
         return behind(written, ids, ends, self.tokenizer)
@@ -236,7 +230,8 @@ class ToolProtocol:
         """A turn of the assistant that calls these tools, each with an argument that can be found."""
         if not self._shows_calls:
             return {"role": "assistant", "content": f"{VALUE}{len(names) - 1}"}
-        calls = [_dummy(name, i, id) for i, (name, id) in enumerate(zip(names, ids, strict=True))]
+        made = [{"name": name, "arguments": {"where": f"{VALUE}{number}"}} for number, name in enumerate(names)]
+        calls = [{"id": id, "type": "function", "function": one} for id, one in zip(ids, made, strict=True)]
         return {"role": "assistant", "content": self._content, "tool_calls": calls}
 
     def _template(self, schemas: Sequence[dict[str, Any]]) -> chat_template.Template:
@@ -252,6 +247,7 @@ class ToolProtocol:
         self._opened = next((a for a, b in THOUGHTS if asked.rfind(a) > asked.rfind(b)), None)
         self._has_channels = "<|channel|>" in asked or "<|channel|>" in str(self.tokenizer.chat_template)
         self.form, self.example, self._closing, self._ending, self._parser_reads = None, "", "", "", False
+        self._shows_calls = True
         text = self._conversation(template)
         self._shows_calls = text is not None
         if text is not None:
@@ -263,10 +259,8 @@ class ToolProtocol:
     def _conversation(self, template: chat_template.Template) -> str | None:
         """A conversation with a call, in the first variant that the template renders; None if it renders none."""
         for self._content in ("", None):  # some templates show a call only where the turn has no content
-            calls = [_dummy(NAME, 0, identifier(0))]
-            turn = {"role": "assistant", "content": self._content, "tool_calls": calls}
             try:
-                text = template.render([QUESTION, turn, self._answer("0")])
+                text = template.render([QUESTION, self._asking([NAME], [identifier(0)]), self._answer("0")])
             except DataError:
                 continue
             if f"{VALUE}0" in text:
@@ -318,10 +312,8 @@ class ToolProtocol:
 
 
 def behind(written: Sequence[int], ids: list[int], ends: int, tokenizer: Any) -> list[int]:
-    """Those of `ids` that are still to come after what the policy has `written`, which may have ended its turn itself.
-
-    Args:
-        ids: from the end of a turn to the next one's beginning; the first `ends` of them end the turn.
+    """Those of `ids`, from the end of a turn to the next one's beginning, that are still to come after what the policy
+    has `written`, which may have ended its turn itself. The first `ends` of them end the turn.
     """
     added = tokenizer.added_tokens_decoder
     for length in range(min(len(written), len(ids), LONGEST_END), 0, -1):
@@ -400,10 +392,6 @@ def names_all(text: str, schemas: Sequence[dict[str, Any]]) -> bool:
 def _function(call: Mapping[str, Any]) -> tuple[Any, Any]:
     function = call.get("function", call)
     return function.get("name"), function.get("arguments") or {}
-
-
-def _dummy(name: str, number: int, id: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": {"where": f"{VALUE}{number}"}}}
 
 
 def identifier(number: int) -> str:

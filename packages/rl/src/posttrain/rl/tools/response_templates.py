@@ -19,8 +19,7 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text.chat_template import Message, Template
-from posttrain.rl.tools.fields import END
-from posttrain.rl.tools.formats import Form
+from posttrain.rl.tools.formats import END, Form
 from posttrain.rl.tools.protocol import (
     NAME,
     QUESTION,
@@ -94,10 +93,8 @@ class Thoughts:
 
 
 class ResponseMarks:
-    """The marks that a chat template writes around the parts of an assistant's turn.
-
-    Args:
-        tokenizer: knows the special tokens. source: the chat template.
+    """The marks that a chat template, `source`, writes around the parts of an assistant's turn; `tokenizer` knows
+    special tokens.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
@@ -111,11 +108,7 @@ class ResponseMarks:
     # ------------------------------------------------------------------------------------------------ the template
 
     def checked_template(self) -> dict[str, Any]:
-        """The response template.
-
-        Raises:
-            DataError: it does not parse back what the chat template renders.
-        """
+        """The response template; a DataError where it does not parse back what the chat template renders."""
         made = self.response_template()
         reader = copy.copy(self.tokenizer)
         reader.response_template = made

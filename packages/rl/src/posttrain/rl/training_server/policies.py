@@ -1,4 +1,7 @@
-"""LoRA models on one base: their gradients, optimizer steps and checkpoints."""
+"""LoRA models on one base: their losses and gradients, optimizer steps and checkpoints.
+
+The losses are those of https://tinker-docs.thinkingmachines.ai/losses, of each token: N rows of up to T tokens, (N, T).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import dataclasses
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +23,13 @@ from posttrain.core.checkpoint import codec, weights
 from posttrain.core.checkpoint.disk import remove
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.errors import CheckpointError, require
+from posttrain.core.errors import CheckpointError, did_you_mean, require
 from posttrain.core.models.wrapping import PretrainedModel, text_config
 from posttrain.core.optim import builder
 from posttrain.lm.loading import adapters
+from posttrain.rl.losses.policy_losses import cispo, clipped, importance_ratio
 from posttrain.rl.policy.logprobs import token_scores
-from posttrain.rl.training_server import losses, wire
+from posttrain.rl.training_server import wire
 
 ALPHA = 32
 """What LoRA's product is multiplied by, over the rank, as in the service: rates then suit all ranks alike."""
@@ -34,6 +38,71 @@ ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weigh
 STATES, SAMPLERS = "weights", "sampler_weights"
 """The kinds of checkpoints in paths of the API: with the optimizer, or to sample from."""
 PATH = re.compile(rf"tinker://(?P<run>\w[\w.:-]*)/(?P<kind>{STATES}|{SAMPLERS})/(?P<name>\w[\w.-]*)")
+
+
+Tensors = Mapping[str, torch.Tensor]
+Options = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, whose sum over tokens is minimized.
+
+    of_tokens: ``(log-probabilities, what it reads, its options) -> (N, T)``; 0 where both of the first are. reads: the
+    inputs of each row beside ``target_tokens``. options: their defaults; None where a request must have it.
+    """
+
+    of_tokens: Callable[[torch.Tensor, Tensors, Options], torch.Tensor]
+    reads: tuple[str, ...] = ("logprobs", "advantages")
+    options: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def _ratio(logps: torch.Tensor, x: Tensors) -> torch.Tensor:
+    return importance_ratio(logps, x["logprobs"], torch.ones_like(logps))
+
+
+def _ppo(logps: torch.Tensor, x: Tensors, o: Options) -> torch.Tensor:
+    low, high = 1 - o["clip_low_threshold"], o["clip_high_threshold"] - 1
+    return clipped(_ratio(logps, x), x["advantages"], low, high)
+
+
+def _cispo(logps: torch.Tensor, x: Tensors, o: Options) -> torch.Tensor:
+    ratio = _ratio(logps, x).clamp(min=o["clip_low_threshold"])
+    return cispo(logps, ratio, x["advantages"], o["clip_high_threshold"])
+
+
+def _dro(logps: torch.Tensor, x: Tensors, o: Options) -> torch.Tensor:
+    """Richemond et al. 2024, https://arxiv.org/abs/2405.19107, with advantages for rewards less values."""
+    return -(logps * x["advantages"] - 0.5 * o["beta"] * (logps - x["logprobs"]).square())
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(lambda logps, x, o: -logps * x["weights"], ("weights",)),
+    "importance_sampling": Loss(lambda logps, x, o: -_ratio(logps, x) * x["advantages"]),
+    "ppo": Loss(_ppo, options={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "cispo": Loss(_cispo, options={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": Loss(_dro, options={"beta": None}),
+}
+"""``loss_fn`` -> the loss."""
+
+
+def find_loss(name: str, given: Mapping[str, float | str]) -> tuple[Loss, dict[str, float]]:
+    """(the loss `name`, its options, of which a request has `given` some); a ValueError where there is no such loss, or
+    an option is unknown, missing, or no number.
+    """
+    if name not in LOSSES:
+        raise ValueError(
+            f"loss_fn={name!r} is not done here; there are {', '.join(LOSSES)}{did_you_mean(name, LOSSES, '.')} "
+            "forward_backward_custom computes any other in your program."
+        )
+    loss, found = LOSSES[name], {**LOSSES[name].options, **given}
+    for option, value in found.items():
+        if option not in loss.options or not isinstance(value, (int, float)):
+            takes = ", ".join(loss.options) or "none"
+            raise ValueError(
+                f"loss_fn_config: {option}={value!r} is no option of {name} with a number; it has {takes}."
+            )
+    return loss, {option: float(value) for option, value in found.items() if not isinstance(value, (str, type(None)))}
 
 
 @dataclass
@@ -95,10 +164,7 @@ def scores(
     model: nn.Module, rows: Sequence[tuple[Sequence[int], torch.Tensor]], most: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """(which rows, (N, T) log-probabilities of their targets, 0 behind a row's end) of some rows of like length at a
-    time.
-
-    Args:
-        rows: the tokens that are read and what each position predicts, (T,). most: see `Base`.
+    time. Each row is the tokens that are read and what each position predicts, (T,); `most`: see `Base`.
     """
     device, pad = next(model.parameters()).device, nn.utils.rnn.pad_sequence
     order = sorted(range(len(rows)), key=lambda place: len(rows[place][0]), reverse=True)
@@ -129,7 +195,6 @@ class Policy:
 
     def forward_backward(self, request: wire.ForwardBackward) -> bytes:
         """Add the gradients of the summed loss to those that are there; the loss and each row's log-probabilities.
-
         Where it fails, there is no step with the other gradients.
         """
         try:
@@ -141,7 +206,7 @@ class Policy:
             raise
 
     def _forward_backward(self, request: wire.ForwardBackward) -> bytes:
-        loss, options = losses.find(request.loss, request.options())
+        loss, options = find_loss(request.loss, request.options())
         data, pad, total = request.data(), nn.utils.rnn.pad_sequence, 0.0
         if "weights" in loss.reads:
             for row in data:
@@ -180,10 +245,8 @@ class Policy:
                 raise ValueError(f"data[{number}] has a token that is none of 0 to {size - 1} of {self.base.name}.")
 
     def optim_step(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a step of AdamW with the gradients since the last one, and the numbers of `ADAM` that are in `params`.
-
-        Raises:
-            ValueError: there are no gradients that a step can be taken with.
+        """Take a step of AdamW with the gradients since the last one, and the numbers of `ADAM` that are in `params`; a
+        ValueError where there are no gradients that a step can be taken with.
         """
         if others := sorted(params.keys() - ADAM.keys()):
             raise ValueError(f"optim_step has no {others[0]!r}; AdamW here takes {', '.join(ADAM)}.")
@@ -253,10 +316,8 @@ def folder_of(output: Path, path: str) -> Path:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint in `folder`, whole: of two, where a save was killed in the last moment, the later one.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    """The checkpoint in `folder`, whole: of two, where a save was killed in the last moment, the later one. Raises
+    CheckpointError where there is none, or it is damaged.
     """
     store = Store(folder)
     store.clean()  # what was killed while it took the place of another gives that its name back

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import weights
+from posttrain.rl.agents.scheduler import OpenTurns, TurnsTogether
 from posttrain.rl.generation.local import LocalGenerator
-from posttrain.rl.generation.local_steps import Call, LocalSteps
-from posttrain.rl.generation.protocol import Sampling
-from posttrain.rl.rewards.background import keep_device
+from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.rewards.background import fulfil, keep_device
+from posttrain.rl.samples.samples import Sample, alike
 from posttrain.rl.training_server import wire
 from posttrain.rl.training_server.policies import Base, config_in, newest, scores, trained
 
@@ -48,6 +50,11 @@ class Request:
     prompt_logps: Any = None
     answer: Future[bytes] = field(default_factory=Future)
     rows: dict[int, wire.Row] = field(default_factory=dict)
+
+    def turns(self) -> list[tuple[tuple[Request, int], Sample, Sampling]]:
+        """Its completions, as they are asked for."""
+        samples = [Sample({}, "", self.prompt, seed=seed) for seed in self.seeds]
+        return [((self, number), sample, self.sampling) for number, sample in enumerate(samples)]
 
     def add(self, number: int, *row: Any) -> None:
         """Take a completion down; with the last, `answer` is given."""
@@ -113,15 +120,17 @@ class Samplers:
         """Answer requests with the weights of `key`, written together, until `take` gives no more that have come."""
         new = take()
         while new:
-            engine = self.engine_of(key)
+            engine, later = self.engine_of(key), list[Request]()
             self._score(engine.model, new)
-            context = engine.steps()
-            if context is None:  # a kind of model that only its own `generate` continues
-                new = _generate(engine, new)
-            else:
-                with context as steps:
-                    new = _write(steps, new, take)
-            new = new or take()
+            with _turns(engine) as turns:
+                while new or turns:
+                    turns.begin([turn for request in new for turn in request.turns()])
+                    for (request, number), sample in turns.step():
+                        request.add(number, sample.ids, sample.logps or [], sample.finished)
+                    came = [] if later else take()
+                    later += [one for one in came if one.scored]  # which the attention of the turns would not do
+                    new = [one for one in came if not one.scored]
+            new = later or take()
 
     def _score(self, model: nn.Module, requests: list[Request]) -> None:
         """Find the log-probabilities of prompts that were asked for."""
@@ -133,47 +142,25 @@ class Samplers:
                 request.prompt_logps[-behind:] = row[: len(request.prompt) - 1][-behind:]
 
 
-def _write(steps: LocalSteps, new: list[Request], take: Callable[[], list[Request]]) -> list[Request]:
-    """Write what is asked with the steps of the engine, and return what came meanwhile and has a prompt to score first,
-    which the engine's attention would not do.
-    """
-    owners: dict[Call, list[tuple[Request, int]]] = {}
-    later: list[Request] = []
-    while new or steps:
-        for *asked, rows in _groups(new):
-            owners[steps.add(*asked)] = rows
-        for call, ended in steps.step():
-            for row in ended:
-                found, (request, number) = call.completion(row), owners[call][row]
-                request.add(number, found.ids[0], (found.logps or [[]])[0], found.finished[0])
-            if all(request.answer.done() for request, _ in owners[call]):
-                del owners[call]
-        came = [] if later else take()
-        later, new = later + [one for one in came if one.scored], [one for one in came if not one.scored]
-    return later
+@contextlib.contextmanager
+def _turns(engine: LocalGenerator) -> Iterator[OpenTurns | TurnsTogether]:
+    """Turns that the engine writes: a batch to its end, where only the `generate` of a model continues it."""
 
+    def completed(sample: Sample, done: Completions, number: int = 0) -> Sample:
+        logps = None if done.logps is None else done.logps[number]
+        return replace(sample, ids=done.ids[number], logps=logps, finished=done.finished[number])
 
-def _generate(engine: LocalGenerator, requests: list[Request]) -> list[Request]:
-    for *asked, rows in _groups(requests):
-        found = engine.generate(*asked)
-        logps = found.logps or [[] for _ in rows]
-        for (request, number), *own in zip(rows, found.ids, logps, found.finished, strict=True):
-            request.add(number, *own)
-    return []
+    def turn(samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        found = list(samples)
+        for size, rows in alike(samples):
+            prompts, seeds = [samples[row].prompt_ids for row in rows[::size]], [samples[row].seed for row in rows]
+            done = engine.generate(prompts, size, sampling, seeds)
+            for number, row in enumerate(rows):
+                found[row] = completed(samples[row], done, number)
+        return found
 
-
-def _groups(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
-    """(prompts, completions of each, how, their seeds, the request and number of each), where equal prompts are one."""
-    equal: dict[tuple[Sampling, tuple[int, ...]], list[tuple[Request, int]]] = defaultdict(list)
-    for request in requests:
-        equal[request.sampling, tuple(request.prompt)] += [(request, i) for i in range(len(request.seeds))]
-    groups: dict[tuple[Sampling, int], tuple[Any, ...]] = {}
-    for (sampling, prompt), rows in equal.items():
-        group = groups.setdefault((sampling, len(rows)), ([], len(rows), sampling, [], []))
-        group[0].append(prompt)
-        group[3].extend(request.seeds[number] for request, number in rows)
-        group[4].extend(rows)
-    return [*groups.values()]
+    with engine.steps() or contextlib.nullcontext() as steps:
+        yield TurnsTogether(turn) if steps is None else OpenTurns(completed, steps)
 
 
 def _kind(config: Any | None) -> str:
@@ -182,10 +169,8 @@ def _kind(config: Any | None) -> str:
 
 
 def read_request(base: Base, ends: tuple[int, ...], body: dict[str, Any]) -> Request:
-    """What a client asks of a sampler; a ValueError where that is not done here.
-
-    Args:
-        ends: the tokens that end an answer, unless the request says otherwise.
+    """What a client asks of a sampler; a ValueError where that is not done here. `ends` are the tokens that end an
+    answer, unless the request says otherwise.
     """
     if asked := [name for name in NOT_DONE if body.get(name)]:
         raise ValueError(f"{asked[0]} is not done by this server; leave it out")
@@ -230,10 +215,7 @@ class Worker:
         def run() -> None:
             with self._lock:
                 self._waiting -= 1
-            try:
-                answer.set_result(work())
-            except Exception as error:
-                answer.set_exception(error)
+            fulfil(answer, work)
 
         with self._lock:
             self._waiting += 1
@@ -263,5 +245,4 @@ class Worker:
                     request.answer.set_exception(error)
 
     def close(self) -> None:
-        """Begin nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -66,10 +66,8 @@ class Run:
 
 
 class TrainingServer:
-    """Serves LoRA models on `base`, with checkpoints in the folder `output`.
-
-    Args:
-        key: what clients must send as their API key; None: any. is_local: answer programs on this machine alone.
+    """Serves LoRA models on `base`, with checkpoints in the folder `output`. Clients must send `key` as their API key;
+    None: any. If `is_local`, only programs on this machine are answered.
     """
 
     def __init__(self, base: Base, output: Path, key: str | None = None, is_local: bool = True) -> None:

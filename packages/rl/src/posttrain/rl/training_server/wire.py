@@ -22,11 +22,7 @@ TYPES = {FLOAT32: torch.float32, INT64: torch.int64}
 
 
 def read(message: bytes) -> Fields:
-    """The values of each field by its number: ints, or bytes.
-
-    Raises:
-        ValueError: this is no such message.
-    """
+    """The values of each field by its number: ints, or bytes; a ValueError where this is no such message."""
     found: Fields = {}
     place = 0
     while place < len(message):
@@ -134,10 +130,8 @@ def _floats(values: torch.Tensor) -> bytes:
 
 
 def forward_backward_output(logps: Sequence[torch.Tensor], metrics: Mapping[str, float]) -> bytes:
-    """The answer to a `ForwardBackward`.
-
-    Args:
-        logps: of each row, (T,). metrics: a name ends in how the values of several requests are joined: ``"loss:sum"``.
+    """The answer to a `ForwardBackward`, with the log-probabilities (T,) of each row. The name of a metric ends in how
+    the values of several requests are joined: ``"loss:sum"``.
     """
     places = struct.pack(f"<{len(logps) + 1}q", 0, *itertools.accumulate(4 * len(each) for each in logps))
     batched = write([(1, b"".join(map(_floats, logps))), (2, places), (3, FLOAT32)])

@@ -1,4 +1,4 @@
-"""A source without a trainer: from batches of prompts to micro-batches, and where it stands."""
+"""The rollouts of a run without a trainer: from batches of prompts to micro-batches, and where it stands."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.rl.losses.credit import TurnRewards
-from posttrain.rl.online.source import Source
+from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.prompts import Layout
 from posttrain.rl.samples.samples import Rollout, Sample
@@ -15,20 +15,27 @@ from posttrain.rl.samples.samples import Rollout, Sample
 ALONE = SimpleNamespace(rank=0, world_size=1, peer_rank=0, is_main=True, gather_object=lambda value: [value])
 
 
-class Scripted:
+class Scripted(Rollouts):
     """Completes each prompt by itself, and gives the rewards of each rollout in turn."""
 
-    layout, overlap, credits_turns = Layout(group_size=2, per_process=4, chunk=4), False, False
-
-    def __init__(self, *rewards, turns=()):
-        self.rewards, self.begun, self.owner = iter(rewards), [], self
+    def __init__(self, *rewards, turns=(), credits_turns=False, **changes):
+        self.rewards, self.begun_samples = iter(rewards), []
         self.turns = [[{0: TurnRewards(one)} for one in turns]]
-
-    def new_samples(self, rows):
-        return [Sample(row, row["prompt"], [row["number"]]) for row in rows]
+        args = SimpleNamespace(
+            steps_per_generation=2, num_iterations=2, max_staleness=0, dynamic_sampling=False,
+            dynamic_sampling_rounds=2, seed=1, pass_threshold=1.0,
+        )  # fmt: skip
+        vars(args).update(changes)
+        sampler = SimpleNamespace(synced_at=None, can=SimpleNamespace(has_own_weights=False))
+        owner = SimpleNamespace(
+            layout=Layout(group_size=2, per_process=4, chunk=4), credits_turns=credits_turns, sampler=sampler,
+            dist=ALONE, metrics=Metrics(), clock=Clock(),
+            new_samples=lambda rows: [Sample(row, row["prompt"], [row["number"]]) for row in rows],
+        )  # fmt: skip
+        super().__init__(owner, args)
 
     def sample_to_score(self, samples):
-        self.begun.append(samples)
+        self.begun_samples.append(samples)
         return samples
 
     def sync(self):
@@ -40,34 +47,20 @@ class Scripted:
         return Scores(rewards, torch.zeros_like(rewards, dtype=torch.bool), [0.0], turns=turns)
 
 
-def source(rollouts, **changes):
-    args = SimpleNamespace(
-        steps_per_generation=2, num_iterations=2, max_staleness=0, dynamic_sampling=False, dynamic_sampling_rounds=2,
-        seed=1, pass_threshold=1.0,
-    )  # fmt: skip
-    vars(args).update(changes)
-    sampler = SimpleNamespace(synced_at=None, can=SimpleNamespace(has_own_weights=False))
-    return Source(args, ALONE, sampler, rollouts)
-
-
 def batches(count):
     for batch in range(count):
         yield [{"prompt": f"{batch}.{i // 2}", "number": 10 * batch + i // 2} for i in range(4)]
 
 
-def scored(made, read):
-    return made.next(read, Metrics(), Clock())
-
-
 def test_a_seed_depends_on_the_rollout_and_the_place_in_it_alone():
-    made = source(Scripted([1, 2, 3, 4], [1, 2, 3, 4]))
+    made = Scripted([1, 2, 3, 4], [1, 2, 3, 4])
     read = batches(2)
-    first, second = scored(made, read)[0], scored(made, read)[0]
+    first, second = made.next_scored(read)[0], made.next_scored(read)[0]
     assert [(s.rollout, s.place) for s in first + second] == [(r, p) for r in range(2) for p in range(4)]
     assert len({sample.seed for sample in first + second}) == 8
-    again, _ = scored(source(Scripted([1, 2, 3, 4])), batches(1))
+    again, _ = Scripted([1, 2, 3, 4]).next_scored(batches(1))
     assert [sample.seed for sample in again] == [sample.seed for sample in first]
-    assert scored(made, read) is None
+    assert made.next_scored(read) is None
 
 
 def test_an_engine_of_the_trainers_weights_is_asked_once():
@@ -78,56 +71,58 @@ def test_an_engine_of_the_trainers_weights_is_asked_once():
 
     rollouts = Gone()
     with pytest.raises(ConnectionError, match="it is gone"):
-        scored(source(rollouts), batches(1))
-    assert len(rollouts.begun) == 1
+        rollouts.next_scored(batches(1))
+    assert len(rollouts.begun_samples) == 1
 
 
 def test_groups_that_teach_nothing_are_replaced():
-    rollouts = Scripted([1, 1, 0, 1], [0, 1, 5, 5])
-    samples, scores = scored(source(rollouts, dynamic_sampling=True), batches(3))
+    rollouts = Scripted([1, 1, 0, 1], [0, 1, 5, 5], dynamic_sampling=True)
+    samples, scores = rollouts.next_scored(batches(3))
     assert [sample.prompt for sample in samples] == ["0.1", "0.1", "1.0", "1.0"]
-    assert scores.rewards[:, 0].tolist() == [0, 1, 0, 1] and len(rollouts.begun) == 2
+    assert scores.rewards[:, 0].tolist() == [0, 1, 0, 1] and len(rollouts.begun_samples) == 2
 
 
 @pytest.mark.parametrize("credits_turns", [True, False])
 def test_a_group_whose_turns_were_rewarded_differently_teaches(credits_turns):
-    rollouts = Scripted([1, 1, 1, 1], [0, 1, 5, 5], turns=[[1, 0], [0, 1], [1, 0], [1, 0]])
-    rollouts.credits_turns = credits_turns
-    samples, _ = scored(source(rollouts, dynamic_sampling=True), batches(3))
+    given = dict(turns=[[1, 0], [0, 1], [1, 0], [1, 0]], credits_turns=credits_turns)
+    rollouts = Scripted([1, 1, 1, 1], [0, 1, 5, 5], dynamic_sampling=True, **given)
+    samples, _ = rollouts.next_scored(batches(3))
     prompts = ["0.0", "0.0", "1.0", "1.0"]  # those that teach, then the rest
     assert [sample.prompt for sample in samples] == (prompts if credits_turns else [*prompts[2:], *prompts[:2]])
 
 
 def test_the_rounds_of_dynamic_sampling_end():
-    rollouts = Scripted([1, 1, 1, 1], [2, 2, 2, 3])
-    samples, scores = scored(source(rollouts, dynamic_sampling=True), batches(3))
+    rollouts = Scripted([1, 1, 1, 1], [2, 2, 2, 3], dynamic_sampling=True)
+    samples, scores = rollouts.next_scored(batches(3))
     assert [sample.prompt for sample in samples] == ["1.1", "1.1", "0.0", "0.0"]  # those that teach, then the rest
-    assert scores.rewards[:, 0].tolist() == [2, 3, 1, 1] and len(rollouts.begun) == 2
+    assert scores.rewards[:, 0].tolist() == [2, 3, 1, 1] and len(rollouts.begun_samples) == 2
 
 
 @pytest.mark.parametrize("used", [1, 3, 4])
-def test_a_source_goes_on_where_another_stood(used):
+def test_rollouts_go_on_where_others_stood(used):
     rollout = Rollout.of([Sample({}, "", [1], [2], logps=[0.5])])
     parts = [{"part": 0}, {"part": 1}]
 
     def stream(made, rollouts):
-        return made.micro_batches(lambda: next(rollouts, None), lambda _: parts)
+        made.parts_of, made.owner.make_rollout = (lambda _: parts), (lambda read: next(read, None))
+        return made.micro_batches(rollouts)
 
-    made = source(Scripted())
+    made = Scripted()
     whole = [part["part"] for part in stream(made, iter([rollout]))]
     assert whole == [0, 1, 0, 1]  # gone through num_iterations times
-    made = source(Scripted())
+    made = Scripted()
     running = stream(made, iter([rollout]))
     begun = [next(running)["part"] for _ in range(used)]
-    state, other = made.state_dict([4, 1, 2]), source(Scripted())
+    state, other = made.state_dict([4, 1, 2]), Scripted()
     other.load_state_dict(state, [4, 1, 2], step=0)
     assert begun + [part["part"] for part in stream(other, iter([]))] == whole
     assert ("rollout" in state) == (used < 4)
 
 
 def test_a_rollout_that_was_distributed_otherwise_is_skipped(caplog):
-    made = source(Scripted())
-    next(made.micro_batches(lambda: Rollout.of([Sample({}, "", [1], [2])]), lambda _: [{}, {}]))
-    other = source(Scripted())
+    made = Scripted()
+    made.parts_of, made.owner.make_rollout = (lambda _: [{}, {}]), (lambda read: next(read, None))
+    next(made.micro_batches(iter([Rollout.of([Sample({}, "", [1], [2])])])))
+    other = Scripted()
     other.load_state_dict(made.state_dict([4, 1, 2]), [2, 2, 2], step=0)
     assert other.rollout is None and "distributed differently" in caplog.text
