@@ -11,7 +11,7 @@ size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs)
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -82,6 +82,9 @@ class Tiles:
         # Each block of a slice of the vocabulary is an exchange between processes.
         self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
         self.statistics_dtype = torch.promote_types(self.dtype, torch.float32)
+        #: The rule of `fused_scores.score`.
+        self.rule: dict[str, Any] = {"softcap": options.softcap, "scale": options.scale}
+        self.rule |= {"temperature": options.temperature, "smoothing": options.label_smoothing}
         #: Whether one kernel scores a tile; not where it would also sum gradients over rows, or weigh them.
         self.fuses = options.part is None and bias is None and not options.dft and fused_scores.can_score(self.tile)
 
@@ -262,39 +265,6 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
 
 
-def _score_tile(
-    tiles: Tiles,
-    tile: torch.Tensor,
-    labels: torch.Tensor,
-    stats: tuple[str, ...],
-    scores: torch.Tensor,
-    gradients: Gradients | None,
-    weights: torch.Tensor | None = None,
-) -> None:
-    """Write the losses of a tile and each of `stats` into `scores`, and its gradient over it; see `_score_all`."""
-    options = tiles.options
-    if tiles.fuses:
-        fused_scores.score(
-            tile,
-            labels,
-            scores,
-            stats,
-            softcap=options.softcap,
-            scale=options.scale,
-            temperature=options.temperature,
-            smoothing=options.label_smoothing,
-            with_gradient=gradients is not None,
-        )
-        return
-    for a, b in tiles.blocks(tile):
-        logits, slope = tiles.logits(tile[a:b], with_slope=gradients is not None)
-        _score(logits, tiles, labels[a:b], stats, scores[:, a:b])
-        if weights is not None:
-            weights[a:b] = dynamic_weights(scores[0, a:b])
-        if gradients is not None:
-            gradients.of_block(tile[a:b], labels[a:b], slope, None if weights is None else weights[a:b])
-
-
 def _score_all(
     tiles: Tiles,
     labels: torch.Tensor,
@@ -309,11 +279,20 @@ def _score_all(
     """
     scores = tiles.scores(1 + len(stats))
     for start, stop in tiles:
-        tile, here = tiles.multiply(start, stop), slice(start, stop)
-        of_rows = None if weights is None else weights[here]
-        _score_tile(tiles, tile, labels[here], stats, scores[:, here], gradients, of_rows)
+        tile = tiles.multiply(start, stop)
+        if tiles.fuses:
+            given = tile, labels[start:stop], scores[:, start:stop], stats
+            fused_scores.score(*given, **tiles.rule, with_gradient=gradients is not None)
+        for a, b in () if tiles.fuses else tiles.blocks(tile):
+            rows = slice(start + a, start + b)
+            logits, slope = tiles.logits(tile[a:b], with_slope=gradients is not None)
+            _score(logits, tiles, labels[rows], stats, scores[:, rows])
+            if weights is not None:
+                weights[rows] = dynamic_weights(scores[0, rows])
+            if gradients is not None:
+                gradients.of_block(tile[a:b], labels[rows], slope, None if weights is None else weights[rows])
         if gradients is not None:
-            gradients.of_tile(start, stop, tile, of_rows)
+            gradients.of_tile(start, stop, tile, None if weights is None else weights[start:stop])
     return scores
 
 
@@ -384,12 +363,12 @@ class TokenLosses(torch.autograd.Function):
             for start, stop in tiles:
                 tile, factor = tiles.multiply(start, stop), factors[start:stop]
                 if tiles.fuses:
-                    _score_tile(tiles, tile, labels[start:stop], (), scores[:, start:stop], gradients)
-                else:
-                    for a, b in tiles.blocks(tile):
-                        logits, slope = tiles.logits(tile[a:b], with_slope=True)
-                        tiles.softmax(logits)
-                        gradients.of_block(tile[a:b], labels[start + a : start + b], slope, factor[a:b])
+                    given = tile, labels[start:stop], scores[:, start:stop], ()
+                    fused_scores.score(*given, **tiles.rule, with_gradient=True)
+                for a, b in () if tiles.fuses else tiles.blocks(tile):
+                    logits, slope = tiles.logits(tile[a:b], with_slope=True)
+                    tiles.softmax(logits)
+                    gradients.of_block(tile[a:b], labels[start + a : start + b], slope, factor[a:b])
                 gradients.of_tile(start, stop, tile, factor)
             hidden, *of_head = gradients.sums()
         return hidden, *(None if g is None else g.to(weight.dtype) for g in of_head), *[None] * 5
