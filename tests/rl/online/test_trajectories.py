@@ -7,7 +7,8 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.report import report, trajectories
-from posttrain.lm.generate.trajectories import Filter, append, path_of, read
+from posttrain.lm.generate.samples import append_lines
+from posttrain.lm.generate.trajectories import Filter, path_of, read
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from tests import tiny
 
@@ -78,8 +79,8 @@ def line(sample, **changes):
 
 
 def test_filters_and_lines_that_a_run_has_repeated(tmp_path):
-    append([line(0), line(1, reward=None), line(2, ending="failed", tokens=9)], path_of(tmp_path, 0))
-    append([line(0, reward=0.0)], path_of(tmp_path, 0))  # of a run that was resumed
+    append_lines(path_of(tmp_path, 0), [line(0), line(1, reward=None), line(2, ending="failed", tokens=9)])
+    append_lines(path_of(tmp_path, 0), [line(0, reward=0.0)])  # of a run that was resumed
     path_of(tmp_path, 1).write_text('{"step": 1, "roll')  # of a process that was killed
 
     def kept(**options):

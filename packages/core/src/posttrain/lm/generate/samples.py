@@ -18,9 +18,14 @@ Row = dict[str, Any]
 
 def append(samples: Iterable[Mapping[str, Any]], step: int, directory: str | Path) -> None:
     """Append `samples` of optimizer step `step` to the file `SAMPLES` in `directory` as JSON lines."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    with (Path(directory) / SAMPLES).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+    append_lines(Path(directory) / SAMPLES, ({"step": step, **sample} for sample in samples))
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add `rows` to a file of JSON lines, with a text in place of a value that JSON does not have."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
 def read(directory: str | Path, last_step: int, since: float = 0.0) -> dict[str, list[Row]]:

@@ -13,7 +13,6 @@ A line is one trajectory: a completion of a prompt, or an episode of an agent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,6 @@ def path_of(folder: str | Path, rank: int) -> Path:
 def files_of(folder: str | Path) -> list[Path]:
     """The files of all processes that are there."""
     return sorted(Path(folder).glob("trajectories-*.jsonl"))
-
-
-def append(trajectories: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Add lines to the file at `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in trajectories)
 
 
 @dataclass(frozen=True)

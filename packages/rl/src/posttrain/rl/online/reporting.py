@@ -20,6 +20,7 @@ from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
 from posttrain.core.logging.trackers import show_table
 from posttrain.lm.generate import trajectories
+from posttrain.lm.generate.samples import append_lines
 from posttrain.rl.losses.advantages import equal_groups, standard_deviation, total_rewards
 from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trajectories import stored
@@ -260,7 +261,7 @@ class Reporter:
             made = stored(samples[: self.args.log_trajectories], scores, advantages, step, tokenizer)
             path = trajectories.path_of(self.args.output_dir, self.dist.rank)
             with run_goes_on(str(path)):
-                trajectories.append(made, path)
+                append_lines(path, made)
 
     def collect(self, samples: list[Sample], scores: Scores, advantages: torch.Tensor, step: int) -> None:
         """Keep the samples of a batch until the evaluation ends."""
