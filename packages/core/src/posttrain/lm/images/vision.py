@@ -83,13 +83,14 @@ def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[st
     if not talks:
         return row, [*given, *videos]
     waiting = {"image": given, "video": videos}
-    kinds = {part["type"] for talk in talks.values() for message in talk for part in _parts(message)}
+    messages = [message for talk in talks.values() for message in talk]
+    kinds = {part["type"] for message in messages for part in _parts(message)}
     for kind, values in waiting.items():
         if values and kind not in kinds:
-            _show_first(talks, len(values), kind)
+            _show_first(messages, len(values), kind)
     images: list[Any] = []
     taken = dict.fromkeys(waiting, 0)
-    for message in (message for talk in talks.values() for message in talk):
+    for message in messages:
         for place, part in enumerate(_parts(message)):
             if (kind := part["type"]) in waiting:
                 values, number, own = waiting[kind], taken[kind], kind in part
@@ -139,8 +140,8 @@ def _parts(message: Any) -> list[Any]:
     return content
 
 
-def _show_first(talks: Mapping[str, list[Any]], number: int, kind: str) -> None:
-    for message in (message for talk in talks.values() for message in talk):
+def _show_first(messages: list[Any], number: int, kind: str) -> None:
+    for message in messages:
         if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), list):
             message["content"] = [*({"type": kind} for _ in range(number)), *message["content"]]
             return
