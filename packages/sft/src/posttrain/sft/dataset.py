@@ -258,5 +258,5 @@ class DataReport(TokenReport):
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""
-        counts = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("ended", "cut", "_told")}
+        counts = {k: value for k, value in dataclasses.asdict(self).items() if k not in ("ended", "cut", "_logged")}
         return counts | {"eos_share": self.eos_share, "notes": self.notes}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,7 @@ from posttrain.lm.text import chat_template, layouts
 from posttrain.sft.dataset import DataReport, prepare_sets
 from posttrain.sft.mixture import named_sets
 from posttrain.sft.rows import Draft
-from posttrain.sft.vision import PACKED, TALKS, VisionDraft, VisionPreparation, check_config, preparation
-from posttrain.sft.vision_packing import ready_rows
+from posttrain.sft.vision import PACKED, TALKS, VisionPreparation, check_config, preparation, ready_rows
 
 
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -63,10 +62,7 @@ def show_row(row: dict[str, Any], number: int, tokenizer: Any, sources: tuple[st
         title = f"document {i + 1}: {source}{length} tokens, {trained} trained on"
         documents.append(preview.Document(title, preview.cells_of(ids, labels, tokenizer)))
         start += length
-    title = (
-        documents[0].title.partition(": ")[2] if len(documents) == 1 else f"{len(documents)} documents, {start} tokens"
-    )
-    return preview.Row(f"row {number}: {title}", documents)
+    return _shown(f"row {number}", documents, f", {start} tokens")
 
 
 def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -108,8 +104,6 @@ def _document(draft: Draft, row: Mapping[str, Any], prepare: VisionPreparation) 
     """One prepared row, whose images are read once more."""
     title = f"row {draft.row}: {len(draft.ids):,} tokens, {draft.trained:,} trained on"
     cells = preview.cells_of(draft.ids.tolist(), draft.labels.tolist(), prepare.tokenizer)
-    if not isinstance(draft, VisionDraft):
-        return preview.Document(title, cells)
     _, values = place_images(row, TALKS)
     texts = [draft.shown.text[first:last] for _, (first, last) in draft.shown.places]
     tokens = map(len, prepare.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
@@ -122,7 +116,6 @@ def _document(draft: Draft, row: Mapping[str, Any], prepare: VisionPreparation) 
     return preview.Document(title, preview.joined(cells, draft.shown.ids), pictures)
 
 
-def _shown(title: str, documents: Sequence[preview.Document]) -> preview.Row:
-    if len(documents) == 1:
-        return preview.Row(f"{title}: {documents[0].title.partition(': ')[2]}", list(documents))
-    return preview.Row(f"{title}: {len(documents)} documents", list(documents))
+def _shown(title: str, documents: list[preview.Document], more: str = "") -> preview.Row:
+    what = documents[0].title.partition(": ")[2] if len(documents) == 1 else f"{len(documents)} documents{more}"
+    return preview.Row(f"{title}: {what}", documents)
