@@ -73,7 +73,9 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     """
     config = run.config
     check_config(config, processor)
-    prepare = preparation(VisionProcessor(processor, _config_of(run)), config)
+    model, where = run.model.model_name_or_path, {"revision": run.model.model_revision}
+    holder = SimpleNamespace(config=loading.config_of(model, where, config.trust_remote_code))  # and no weights
+    prepare = preparation(VisionProcessor(processor, holder), config)
     rows = ready_rows(dataset, config, prepare, config.packing)
     is_sized = hasattr(rows, "__len__")
     first = [rows[i] for i in range(min(count, len(rows)))] if is_sized else list(islice(iter(rows), count))
@@ -90,14 +92,6 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     number_of = f"{len(rows):,} " if is_sized else ""
     lines = [f"train: {number_of}{kind}, which are prepared while batches are made. Of the first {len(first):,}:"]
     return shown, lines + report.lines()
-
-
-def _config_of(run: Run) -> Any:
-    """What has the config of the model of `run`, and no weights."""
-    from transformers import AutoConfig
-
-    where = {"trust_remote_code": run.config.trust_remote_code, "revision": run.model.model_revision}
-    return SimpleNamespace(config=AutoConfig.from_pretrained(run.model.model_name_or_path, **where))
 
 
 def _document(draft: Draft, row: Mapping[str, Any], prepare: VisionPreparation) -> preview.Document:

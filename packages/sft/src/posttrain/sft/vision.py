@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from posttrain.core.data.collators import IGNORE_INDEX, pad_rows, round_up
+from posttrain.core.data.collators import IGNORE_INDEX, pad_rows
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.data.samplers import is_stream
 from posttrain.core.errors import ConfigError, DataError, require
@@ -21,6 +21,7 @@ from posttrain.lm.images.images import ROW_NUMBER, ImageReader, fault_of, number
 from posttrain.lm.images.vision import CountedBatch, VisionProcessor, check_processor, join_tensors, place_images
 from posttrain.lm.preparation.pipeline import counts_of
 from posttrain.lm.preparation.rows import NO_TOKENS, ReadsImages
+from posttrain.sft.collators import SFTCollator
 from posttrain.sft.config import SFTConfig
 from posttrain.sft.dataset import shuffled
 from posttrain.sft.packing import Packing, pack
@@ -136,11 +137,8 @@ class VisionCollator:
         is_packed = PACKED in rows[0]
         bins = [self._prepared(row[PACKED]) for row in rows] if is_packed else [self._prepared(rows)]
         kept = [[draft for draft in drafts if not draft.fault] for drafts in bins]
-        joins = self.padding_free or (is_packed and self.one_row)
-        lines = kept if is_packed else [[draft] for draft in kept[0]]
-        if joins:
-            lines = [[draft for line in lines for draft in line]]
-        batch = self.lay_out([line for line in lines if line], packed=is_packed or joins)
+        lines = [line for line in kept if line] if is_packed else [[draft] for draft in kept[0]]
+        batch = self.lay_out(lines, packed=is_packed or self.padding_free)
         batch.row_facts = counts_of([draft for drafts in bins for draft in drafts], self.prepare)
         return batch
 
@@ -150,39 +148,32 @@ class VisionCollator:
         return self.prepare(bare, numbers)
 
     def lay_out(self, lines: list[list[Draft]], packed: bool) -> CountedBatch:
-        """The batch of prepared documents, those of each row of the batch in a list."""
+        """The batch of prepared documents, those of each row in a list, before rows are joined to one."""
         if not lines:
             end = np.array([self.prepare.eos_token_id or 0], dtype=np.int32)
             lines = [[Draft(-1, ids=end, labels=np.full_like(end, IGNORE_INDEX))]]
-        width = round_up(max(sum(len(draft.ids) for draft in line) for line in lines), self.pad_to_multiple_of)
-        ids = torch.full((len(lines), width), self.prepare.tokenizer.pad_token_id)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE_INDEX)
-        others = {name: torch.zeros_like(ids) for name in self.prepare.vision.token_inputs}
-        positions = torch.zeros(self.positions.dimensions, *ids.shape, dtype=torch.long)
-        for place, line in enumerate(lines):
-            start = 0
-            for draft in line:
-                stop = start + len(draft.ids)
-                ids[place, start:stop], mask[place, start:stop] = torch.from_numpy(draft.ids), 1
-                labels[place, start:stop] = torch.from_numpy(draft.labels)
-                seen = draft.shown.prompt(draft.ids.tolist())
-                for name, values in seen.numbers.items():
-                    others[name][place, start:stop] = torch.tensor(values)
-                if packed:
-                    labels[place, start] = IGNORE_INDEX
-                    positions[:, place, start:stop] = self.positions(seen)
-                start = stop
-            positions[:, place, start:] = torch.arange(width - start)
+        if self.padding_free or (packed and self.one_row):
+            lines = [[draft for line in lines for draft in line]]
+        rows = []
+        for line in lines:
+            ids, labels = (np.concatenate([getattr(draft, name) for draft in line]) for name in ("ids", "labels"))
+            lengths = {"seq_lengths": [len(draft.ids) for draft in line]} if packed else {}
+            rows.append({"input_ids": ids, "labels": labels, **lengths})
+        pad, multiple = self.prepare.tokenizer.pad_token_id, self.pad_to_multiple_of
+        batch = CountedBatch(SFTCollator(pad, multiple, seq_lengths=self.seq_lengths)(rows))
+        seen = [[draft.shown.prompt(draft.ids.tolist()) for draft in line] for line in lines]
+        for name in self.prepare.vision.token_inputs:
+            numbers = [[n for one in line for n in one.numbers.get(name, [0] * len(one.ids))] for line in seen]
+            batch[name] = pad_rows(numbers, 0, pad_to_multiple_of=multiple)
+        if packed and self.positions.dimensions > 1:
+            axes = [torch.cat([self.positions(one) for one in line], 1) for line in seen]
+            padding = [torch.arange(batch["input_ids"].shape[1] - row.shape[1]).expand(len(row), -1) for row in axes]
+            batch["position_ids"] = torch.stack([torch.cat(both, 1) for both in zip(axes, padding, strict=True)], 1)
         images = join_tensors([draft.shown.tensors for line in lines for draft in line])
-        where = (
-            {"position_ids": positions if len(positions) > 1 else positions[0]} if packed else {"attention_mask": mask}
-        )
-        if packed and self.seq_lengths:
-            where["seq_lengths"] = pad_rows([[len(draft.ids) for draft in line] for line in lines], 0)
-        batch = CountedBatch({"input_ids": ids, "labels": labels, **where, **others, **images})
         batch.entries = {
             name: [sum(len(draft.shown.tensors.get(name, ())) for draft in line) for line in lines] for name in images
         }
+        batch.update(images)
         return batch
 
     def of_tokens(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -191,8 +182,7 @@ class VisionCollator:
         for row in rows:
             parts = np.split(np.array(row["input_ids"], dtype=np.int32), np.cumsum(row["seq_lengths"])[:-1])
             lines.append([Draft(-1, ids=part, labels=part.copy()) for part in parts])
-        joined = [[draft for line in lines for draft in line]] if self.one_row or self.padding_free else lines
-        return self.lay_out(joined, packed=True)
+        return self.lay_out(lines, packed=True)
 
 
 def preparation(vision: VisionProcessor, args: Any, formatting_func: Any = None) -> VisionPreparation:
