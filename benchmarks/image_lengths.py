@@ -60,8 +60,7 @@ def main() -> None:
     from posttrain.lm.images.vision import VisionProcessor
     from posttrain.sft import SFTConfig
     from posttrain.sft.packing import pack
-    from posttrain.sft.vision import preparation
-    from posttrain.sft.vision_packing import row_lengths
+    from posttrain.sft.vision import preparation, row_lengths
     from tests import tiny_vision
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.lm.attention import document_kernels, varlen_attention
-from posttrain.lm.attention.block_mask import block_mask
+from posttrain.lm.attention.document_kernels import block_mask
 from posttrain.lm.attention.segments import Segments
 from tests import tiny
 from tests.contract.trainers import TRAINERS

@@ -13,7 +13,7 @@ import pytest
 from posttrain.core import get_training_chat_template
 from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template
-from posttrain.lm.text.tool_calls import require_calls
+from posttrain.lm.text.chat_template import require_calls
 from tests import tiny
 
 trl = pytest.importorskip("trl")

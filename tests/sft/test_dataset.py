@@ -499,6 +499,7 @@ def test_the_report_adds_up(tok):
     assert report.lines()[0].startswith("eval: 3 rows read, 2 kept")
     numbers = json.loads(json.dumps(report.to_dict()))
     assert numbers["eos_share"] == 1.0 and numbers["dropped"] == {"completion is null": [1, [2]]}
+    assert not any(name.startswith("_") for name in numbers)
 
 
 @pytest.mark.skipif("POSTTRAIN_DATA" not in os.environ, reason="POSTTRAIN_DATA does not name a folder of real data")

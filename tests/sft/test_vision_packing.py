@@ -20,8 +20,7 @@ from posttrain.lm.attention.segments import with_segments
 from posttrain.lm.images.image_tokens import CHECKED, ImageTokens
 from posttrain.lm.images.images import ImageReader, numbered
 from posttrain.sft import SFTConfig, SFTTrainer
-from posttrain.sft.vision import PACKED
-from posttrain.sft.vision_packing import PackedRows, images_leak, pack_rows, row_lengths
+from posttrain.sft.vision import PACKED, PackedRows, images_leak, pack_rows, row_lengths
 from tests import tiny_vision, versions
 from tests.contract.trainers import images, weights
 from tests.sft.test_vision_families import collator, family, loss_of, say  # noqa: F401  (a fixture)

@@ -8,7 +8,7 @@ import transformers
 
 from posttrain.core.models.wrapping import base_model
 from posttrain.lm.attention import document_kernels, varlen_attention
-from posttrain.lm.attention.block_mask import block_mask
+from posttrain.lm.attention.document_kernels import block_mask
 from posttrain.lm.attention.segments import Segments, shared_beginning, without_padding
 from posttrain.lm.attention.varlen_attention import enable_segments, segment_attention, segments_problem
 from tests.tiny import causal_lm

@@ -49,8 +49,10 @@ TURNS = [
 def trained(template, messages=TURNS, tok=None, **kwargs):
     """The pieces of text that the mask covers, and the whole text."""
     tok = tok or tokenizer(chat_template=template)
-    ids, mask = chat_template.assistant_mask(tok, messages, **kwargs)
-    assert len(ids) == len(mask) and ids == chat_template.encode_chat(tok, messages, **kwargs)
+    found = chat_template.Template(tok, kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
+    text, spans = found.assistant_spans(messages)
+    ids, mask, _ = chat_template.encode_texts(tok, [text], [spans])[0]
+    assert len(ids) == len(mask) and ids == chat_template.encode_texts(tok, [found.render(messages)])[0].ids
     pieces, inside = [], False
     for token, taught in zip(ids, mask.tolist(), strict=True):
         if taught and not inside:
@@ -172,14 +174,14 @@ def test_letters_of_several_bytes_do_not_shift_the_mask():
 
 def test_a_template_that_hides_its_turns_is_refused():
     with pytest.raises(DataError, match="does not show where"):
-        chat_template.assistant_mask(tokenizer(chat_template=COUNTING), TURNS)
+        chat_template.Template(tokenizer(chat_template=COUNTING)).assistant_spans(TURNS)
 
 
 def test_what_the_template_refuses_is_said():
     with pytest.raises(DataError, match="roles must alternate"):
-        chat_template.encode_chat(tokenizer(chat_template=ALTERNATING), [TURNS[0], TURNS[0]])
+        chat_template.Template(tokenizer(chat_template=ALTERNATING)).render([TURNS[0], TURNS[0]])
     with pytest.raises(DataError, match="no chat template"):
-        chat_template.encode_chat(tokenizer(chat_template=None), TURNS)
+        chat_template.Template(tokenizer(chat_template=None))
 
 
 def test_a_token_across_the_border_is_cut_there():

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template
-from posttrain.lm.text.tool_calls import require_calls
+from posttrain.lm.text.chat_template import require_calls
 from tests.tiny import CHATML, tokenizer
 
 GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

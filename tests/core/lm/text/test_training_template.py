@@ -34,7 +34,8 @@ def test_the_marks_are_where_the_trainers_find_the_turns(family):
     tokenizer = template(FAMILIES[family]).tokenizer
     made = get_training_chat_template(tokenizer)
     for messages in (TURNS, TALK, TURNS[:3], TALK[:3]):
-        ids, mask = chat_template.assistant_mask(tokenizer, messages)
+        text, spans = chat_template.Template(tokenizer).assistant_spans(messages)
+        ids, mask, _ = chat_template.encode_texts(tokenizer, [text], [spans])[0]
         theirs, marks = marked(tokenizer, messages, made)
         assert theirs == ids
         assert 0 < marks.sum() < len(ids) and np.array_equal(marks, mask)

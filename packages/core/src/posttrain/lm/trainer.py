@@ -238,7 +238,7 @@ def model_problems(args: Any, parts: Parts, wanted: str) -> Iterator[Problem]:
             yield TypeError("model_init is a model; pass the function that makes it, without calling it.")
     elif not parts.is_named and not isinstance(parts.model, nn.Module):
         yield TypeError(f"model is of type {type(parts.model).__name__}; {wanted}")
-    kwargs = getattr(args, "model_init_kwargs", None)
+    kwargs = args.model_init_kwargs
     if parts.is_named:
         if loading.missing_folder(parts.model) is None:
             read = loading.explain_missing(os.fspath(parts.model), "model")(loading.config_of)

@@ -54,27 +54,25 @@ class SFTCollator:
     keep_rows: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        ids = [row["input_ids"] for row in rows]
-        labels = [row.get("labels", row["input_ids"]) for row in rows]
-        if not self.padding_free and "seq_lengths" not in rows[0]:
-            mask = [np.ones(len(row), dtype=np.int64) for row in ids]
-            batch = {
-                "input_ids": pad_rows(ids, self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of),
-                "labels": pad_rows(labels, IGNORE_INDEX, pad_to_multiple_of=self.pad_to_multiple_of),
-                "attention_mask": pad_rows(mask, 0, pad_to_multiple_of=self.pad_to_multiple_of),
-            }
-            return batch | self._sources(rows, [[len(row)] for row in ids])
         documents = [row.get("seq_lengths") or [len(row["input_ids"])] for row in rows]
-        flat = self.padding_free or (self.flash_kwargs and not self.keep_rows)
-        sources = self._sources(rows, documents, flat)
-        if flat:
-            ids, labels = ([np.concatenate(column)] for column in (ids, labels))
-            documents = [[length for row in documents for length in row]]
-        batch = {
-            "input_ids": pad_rows(ids, self.pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of),
-            "labels": pad_rows(labels, IGNORE_INDEX, pad_to_multiple_of=self.pad_to_multiple_of),
+        columns: dict[str, tuple[list[Any], int]] = {
+            "input_ids": ([row["input_ids"] for row in rows], self.pad_token_id),
+            "labels": ([row.get("labels", row["input_ids"]) for row in rows], IGNORE_INDEX),
         }
-        width = round_up(max(sum(row) for row in documents), self.pad_to_multiple_of)
+        if "source" in rows[0] or "sources" in rows[0]:
+            numbers = [row["sources"] if "sources" in row else [row["source"]] for row in rows]
+            columns["sources"] = [np.repeat(*pair) for pair in zip(numbers, documents, strict=True)], 0
+        is_packed = self.padding_free or "seq_lengths" in rows[0]
+        if not is_packed:
+            columns["attention_mask"] = [np.ones(length, dtype=np.int64) for (length,) in documents], 0
+        elif self.padding_free or (self.flash_kwargs and not self.keep_rows):
+            columns = {name: ([np.concatenate(values)], fill) for name, (values, fill) in columns.items()}
+            documents = [[length for row in documents for length in row]]
+        multiple = self.pad_to_multiple_of
+        batch = {name: pad_rows(values, fill, pad_to_multiple_of=multiple) for name, (values, fill) in columns.items()}
+        if not is_packed:
+            return batch
+        width = round_up(max(sum(row) for row in documents), multiple)
         batch["position_ids"] = torch.zeros_like(batch["input_ids"])
         whole: list[int] = []  # documents of the batch, padding among them
         for i, lengths in enumerate(documents):
@@ -85,19 +83,7 @@ class SFTCollator:
             whole += lengths
         if self.flash_kwargs:
             batch |= flash_kwargs(whole)
-        return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {}) | sources
-
-    def _sources(
-        self, rows: list[dict[str, Any]], documents: list[list[int]], flat: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """``sources`` (B, T), or (1, T) without padding, of rows that have them; at padding 0."""
-        if "source" not in rows[0] and "sources" not in rows[0]:
-            return {}
-        numbers = [row["sources"] if "sources" in row else [row["source"]] for row in rows]
-        tokens = [np.repeat(number, lengths) for number, lengths in zip(numbers, documents, strict=True)]
-        if flat:
-            tokens = [np.concatenate(tokens)]
-        return {"sources": pad_rows(tokens, 0, pad_to_multiple_of=self.pad_to_multiple_of)}
+        return batch | ({"seq_lengths": pad_rows(documents, 0)} if self.seq_lengths else {})
 
 
 NAME = "DataCollatorForLanguageModeling"  # of ours, of transformers and of trl

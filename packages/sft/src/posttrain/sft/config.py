@@ -30,16 +30,12 @@ FORMERLY_OF_PACKING = ("infinite", "num_of_sequences", "chars_per_token", "datas
 
 
 #: Arguments that the trainer itself took in earlier versions, and the fields of `SFTConfig` that they are now.
-MOVED_TO_CONFIG = {
-    "dataset_text_field": "dataset_text_field",
-    "max_seq_length": "max_length",
-    "max_length": "max_length",
-    "packing": "packing",
-    "eval_packing": "eval_packing",
-    "dataset_num_proc": "dataset_num_proc",
-    "dataset_kwargs": "dataset_kwargs",
-    "model_init_kwargs": "model_init_kwargs",
-    "neftune_noise_alpha": "neftune_noise_alpha",
+MOVED_TO_CONFIG = {"max_seq_length": "max_length"} | {
+    name: name
+    for name in (
+        "dataset_text_field max_length packing eval_packing dataset_num_proc dataset_kwargs model_init_kwargs "
+        "neftune_noise_alpha"
+    ).split()
 }
 
 

@@ -91,7 +91,6 @@ def prepare_sets(
         DataError: as `prepare_dataset` and `mix_datasets`.
     """
     several = isinstance(dataset, Mapping)
-    by_tokens = args.dataset_weights_of == "tokens"
     if name == "train" and not several:
         refuse_mixing(args)
     # The wrapped strategy cuts rows when packing, so they must stay whole before.
@@ -115,7 +114,7 @@ def prepare_sets(
     done = Prepared(next(iter(parts.values())), reports)
     if several:
         done.sources = tuple(parts)
-        how = (args.dataset_weights, args.seed, by_tokens, args.dataset_max_tokens)
+        how = (args.dataset_weights, args.seed, args.dataset_weights_of == "tokens", args.dataset_max_tokens)
         done.dataset, done.mixture = mix_datasets(parts, *how)
     if args.shuffle_dataset and name == "train":
         done.dataset = shuffled(done.dataset, args.seed)
@@ -258,5 +257,5 @@ class DataReport(TokenReport):
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, ready for JSON."""
-        counts = {key: value for key, value in dataclasses.asdict(self).items() if key not in ("ended", "cut", "_told")}
+        counts = {k: value for k, value in dataclasses.asdict(self).items() if k not in ("ended", "cut", "_logged")}
         return counts | {"eos_share": self.eos_share, "notes": self.notes}

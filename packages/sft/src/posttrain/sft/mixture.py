@@ -6,6 +6,7 @@ behaves and resumes like a single dataset. Rows carry the number of their datase
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -309,20 +310,15 @@ def _mix_streams(parts: Mapping[str, Any], weights: np.ndarray, seed: int) -> An
     labelled = []
     for number, part in enumerate(parts.values()):
         stream = part if is_stream(part) else part.to_iterable_dataset()
-        labelled.append(stream.map(_Source(number), batched=True, features=features))
+        labelled.append(stream.map(functools.partial(_source, number), batched=True, features=features))
     return datasets.interleave_datasets(
         labelled, probabilities=weights.tolist(), seed=seed, stopping_strategy="all_exhausted"
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Adds the column ``source`` to a batch of rows; a class, so that workers can be given it."""
-
-    number: int
-
-    def __call__(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        return {"source": [self.number] * len(batch["input_ids"])}
+def _source(number: int, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The column ``source`` of a batch of rows."""
+    return {"source": [number] * len(batch["input_ids"])}
 
 
 def named_sets(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:

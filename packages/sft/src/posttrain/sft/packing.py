@@ -7,7 +7,7 @@ document predicts the next one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.core.errors import DataError
+from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models.wrapping import base_model, has_virtual_tokens
 from posttrain.lm.attention.flash_attention import plain_attention
 from posttrain.lm.preparation.pipeline import cache_location
@@ -58,9 +59,6 @@ class Packing:
         return list(
             zip(self.rows[pieces].tolist(), self.starts[pieces].tolist(), self.stops[pieces].tolist(), strict=True)
         )
-
-    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        return (self[i] for i in range(len(self)))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -300,15 +298,11 @@ def documents_leak(
         found = found[:, : 2 * length].flatten(0, 1) if len(found) > 1 else found[0, : 4 * length]
         return list(found.float().split(length))
 
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eval_mode(model):
             before, odd, second = logits(()), logits((0, 2)), logits((1,))
     except TypeError:  # the model takes no positions
         return 1.0
-    finally:
-        model.train(was_training)
     pairs = [(before[1], odd[1]), (before[3], odd[3]), (before[2], second[2]), (before[3], second[3])]
     largest = max(float(part.abs().max()) for part in before)
     return max(float((a - b).abs().max()) for a, b in pairs) / max(largest, 1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,7 @@ from posttrain.lm.text import chat_template, layouts
 from posttrain.sft.dataset import DataReport, prepare_sets
 from posttrain.sft.mixture import named_sets
 from posttrain.sft.rows import Draft
-from posttrain.sft.vision import PACKED, TALKS, VisionDraft, VisionPreparation, check_config, preparation
-from posttrain.sft.vision_packing import ready_rows
+from posttrain.sft.vision import PACKED, TALKS, VisionPreparation, check_config, preparation, ready_rows
 
 
 def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -63,10 +62,7 @@ def show_row(row: dict[str, Any], number: int, tokenizer: Any, sources: tuple[st
         title = f"document {i + 1}: {source}{length} tokens, {trained} trained on"
         documents.append(preview.Document(title, preview.cells_of(ids, labels, tokenizer)))
         start += length
-    title = (
-        documents[0].title.partition(": ")[2] if len(documents) == 1 else f"{len(documents)} documents, {start} tokens"
-    )
-    return preview.Row(f"row {number}: {title}", documents)
+    return _shown(f"row {number}", documents, f", {start} tokens")
 
 
 def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
@@ -77,7 +73,9 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     """
     config = run.config
     check_config(config, processor)
-    prepare = preparation(VisionProcessor(processor, _config_of(run)), config)
+    model, where = run.model.model_name_or_path, {"revision": run.model.model_revision}
+    holder = SimpleNamespace(config=loading.config_of(model, where, config.trust_remote_code))  # and no weights
+    prepare = preparation(VisionProcessor(processor, holder), config)
     rows = ready_rows(dataset, config, prepare, config.packing)
     is_sized = hasattr(rows, "__len__")
     first = [rows[i] for i in range(min(count, len(rows)))] if is_sized else list(islice(iter(rows), count))
@@ -96,20 +94,10 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     return shown, lines + report.lines()
 
 
-def _config_of(run: Run) -> Any:
-    """What has the config of the model of `run`, and no weights."""
-    from transformers import AutoConfig
-
-    where = {"trust_remote_code": run.config.trust_remote_code, "revision": run.model.model_revision}
-    return SimpleNamespace(config=AutoConfig.from_pretrained(run.model.model_name_or_path, **where))
-
-
 def _document(draft: Draft, row: Mapping[str, Any], prepare: VisionPreparation) -> preview.Document:
     """One prepared row, whose images are read once more."""
     title = f"row {draft.row}: {len(draft.ids):,} tokens, {draft.trained:,} trained on"
     cells = preview.cells_of(draft.ids.tolist(), draft.labels.tolist(), prepare.tokenizer)
-    if not isinstance(draft, VisionDraft):
-        return preview.Document(title, cells)
     _, values = place_images(row, TALKS)
     texts = [draft.shown.text[first:last] for _, (first, last) in draft.shown.places]
     tokens = map(len, prepare.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
@@ -122,7 +110,6 @@ def _document(draft: Draft, row: Mapping[str, Any], prepare: VisionPreparation) 
     return preview.Document(title, preview.joined(cells, draft.shown.ids), pictures)
 
 
-def _shown(title: str, documents: Sequence[preview.Document]) -> preview.Row:
-    if len(documents) == 1:
-        return preview.Row(f"{title}: {documents[0].title.partition(': ')[2]}", list(documents))
-    return preview.Row(f"{title}: {len(documents)} documents", list(documents))
+def _shown(title: str, documents: list[preview.Document], more: str = "") -> preview.Row:
+    what = documents[0].title.partition(": ")[2] if len(documents) == 1 else f"{len(documents)} documents{more}"
+    return preview.Row(f"{title}: {what}", documents)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.core.errors import DataError, did_you_mean
+from posttrain.lm.images.vision import Shown
 from posttrain.lm.preparation.rows import (
     NO_TOKENS,
     NOT_INVOKED,
@@ -22,11 +23,10 @@ from posttrain.lm.preparation.rows import (
     whole_numbers,
 )
 from posttrain.lm.text import chat_template, tokenization, turn_closers
-from posttrain.lm.text.tool_calls import require_calls
+from posttrain.lm.text.chat_template import require_calls
 
 FORMATS = ("tokenized", "prompt_completion", "language_modeling")
-TRUNCATION = ("keep_start", "keep_end")
-TOO_LONG = ("truncate", "drop", "split", "error")
+NOTHING_SHOWN = Shown("")
 
 
 class FormattingError(DataError):
@@ -35,7 +35,7 @@ class FormattingError(DataError):
 
 @dataclass
 class Draft:
-    """A row in preparation: a text with the spans to train on (None: all), or given tokens."""
+    """A row in preparation: a text with the spans to train on (None: all) and what is shown in it, or given tokens."""
 
     row: int
     text: str = ""
@@ -51,6 +51,7 @@ class Draft:
     cut: bool = False
     ends: bool = False
     trained: int = 0
+    shown: Shown = field(default_factory=lambda: NOTHING_SHOWN)
 
 
 def preparation_options(args: Any) -> dict[str, Any]:
@@ -98,10 +99,6 @@ class Preparation(RowPreparation):
     }
 
     def __post_init__(self) -> None:
-        if self.truncation not in TRUNCATION:
-            raise ValueError(f"truncation={self.truncation!r} is not one of {', '.join(TRUNCATION)}")
-        if self.too_long not in TOO_LONG:
-            raise ValueError(f"too_long={self.too_long!r} is not one of {', '.join(TOO_LONG)}")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length} must be >= 2: one token to read and one to predict")
         if self.train_on is None and self.assistant_only_loss:
@@ -172,7 +169,8 @@ class Preparation(RowPreparation):
     def _read(self, row: Any, index: int) -> list[Draft]:
         try:
             check_row(row)
-            formatted = [row] if self.formatting_func is None else self._format(row, index)
+            function = self.formatting_func
+            formatted = [row] if function is None else self._format(function, row, index)
         except FormattingError:
             raise
         except DataError as error:
@@ -185,15 +183,15 @@ class Preparation(RowPreparation):
                 drafts.append(Draft(index, fault=str(error)))
         return drafts
 
-    def _format(self, row: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
-        """The rows that the user's function makes of one: a text, a conversation, or a list of texts."""
+    def _format(self, function: Callable[..., Any], row: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
+        """The rows that the user's `function` makes of one: a text, a conversation, or a list of texts."""
         if self.takes_batches is None:
-            self.takes_batches = self._reads_batches(row)
+            self.takes_batches = _reads_batches(function, row)
         given = {key: [value] for key, value in row.items()} if self.takes_batches else dict(row)
         try:
-            result = self._formatted(given)
+            result = function(given)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            name = getattr(self.formatting_func, "__name__", type(self.formatting_func).__name__)
+            name = getattr(function, "__name__", type(function).__name__)
             raise FormattingError(
                 f"formatting_func {name} failed on row {index} ({type(error).__name__}: {error}). It was given the "
                 f"columns {', '.join(row)}."
@@ -201,23 +199,6 @@ class Preparation(RowPreparation):
         if isinstance(result, list) and result and not isinstance(result[0], Mapping):
             return [{self.text_field: text} for text in result]
         return [{"messages" if isinstance(result, list) else self.text_field: result}]
-
-    def _formatted(self, given: dict[str, Any]) -> Any:
-        assert self.formatting_func is not None
-        return self.formatting_func(given)
-
-    def _reads_batches(self, row: Mapping[str, Any]) -> bool:
-        """Whether the function expects a batch, a dict of lists, as in older trainers."""
-        try:
-            if not isinstance(self._formatted(dict(row)), list):
-                return False
-        except (TypeError, IndexError, KeyError):
-            pass
-        try:
-            result = self._formatted({key: [value] for key, value in row.items()})
-        except (TypeError, AttributeError, KeyError):
-            return False
-        return isinstance(result, list) and len(result) == 1 and isinstance(result[0], str)
 
     def _read_one(self, row: Mapping[str, Any], index: int) -> Draft:
         if self.formatting_func is None and "input_ids" in row:
@@ -342,6 +323,20 @@ class Preparation(RowPreparation):
         if token not in self.is_space:
             self.is_space[token] = self.tokenizer.decode([token]).isspace()
         return self.is_space[token]
+
+
+def _reads_batches(function: Callable[..., Any], row: Mapping[str, Any]) -> bool:
+    """Whether a user's `function` expects a batch, a dict of lists, as in older trainers."""
+    try:
+        if not isinstance(function(dict(row)), list):
+            return False
+    except (TypeError, IndexError, KeyError):
+        pass
+    try:
+        result = function({key: [value] for key, value in row.items()})
+    except (TypeError, AttributeError, KeyError):
+        return False
+    return isinstance(result, list) and len(result) == 1 and isinstance(result[0], str)
 
 
 def _text(value: Any, name: str, may_be_empty: bool = False) -> str:

@@ -37,13 +37,13 @@ from posttrain.lm.loading import loading
 from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.language_modeling import group_sums
 from posttrain.lm.trainer import LanguageModelTrainer
+from posttrain.sft import vision
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
 from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
 from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, refuse_mixing, shuffled
 from posttrain.sft.mixture import Mixture, budgets_of, check_parts, named_sets, representative, stages_of
 from posttrain.sft.packing import refuse_leaks
-from posttrain.sft.vision import COLUMNS, PACKED, VisionCollator, check_config, vision_collator
-from posttrain.sft.vision_packing import PADDED, images_leak, ready_rows, row_lengths
+from posttrain.sft.vision import VisionCollator
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +190,9 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             inputs = {**inputs, "output_router_logits": True}
         if self._reads_segments:  # the noise of NEFTune is scaled by the length of a row, which must then stay
             inputs = with_segments(inputs) if whole or self.args.neftune_noise_alpha else without_padding(inputs)
-        if "sources" not in inputs and "source" not in inputs:
-            return inputs, None
-        sources = inputs["sources"] if "sources" in inputs else None
-        if sources is None and "labels" in inputs and len(inputs["source"]) == len(inputs["labels"]):
-            sources = inputs["source"][:, None].expand_as(inputs["labels"])  # another collator than ours
+        sources, of_rows, labels = (inputs.get(name) for name in ("sources", "source", "labels"))
+        if sources is None and of_rows is not None and labels is not None and len(of_rows) == len(labels):
+            sources = of_rows[:, None].expand_as(labels)  # another collator than ours
         return {name: value for name, value in inputs.items() if name not in ("source", "sources")}, sources
 
     def _loss_in_head(
@@ -226,7 +224,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         columns = columns_of(dataset) or (dataset[0] if len(dataset) else ())
         if self._image_rows is None or self.args.length_column_name in columns:
             return super().row_lengths(dataset)
-        return row_lengths(dataset, self._image_rows)
+        return vision.row_lengths(dataset, self._image_rows)
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """As the core's; the rows of a mixture in stages are read in their order."""
@@ -280,9 +278,10 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def set_up_batches(self, model: nn.Module, tokenizer: Any, args: Any, parts: Parts) -> Any:
         if self.sees:
-            check_config(args, tokenizer)
+            vision.check_config(args, tokenizer)
             check_model(base_model(model))
-            self.signature_columns = (*COLUMNS, PACKED, *columns_of(parts.train_dataset, parts.eval_dataset))
+            own_columns = columns_of(parts.train_dataset, parts.eval_dataset)
+            self.signature_columns = (*vision.COLUMNS, vision.PACKED, *own_columns)
         parts.train_dataset = representative(parts.train_dataset)  # until they are mixed
         own = usable(args, parts.data_collator)
         collator = own or _collator(args, tokenizer, model, self.sees, self._formatting_func)
@@ -301,8 +300,10 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
             logger.info("Attention goes over whole rows, under a mask, by which the router's loss leaves padding out.")
             return False
         example = None if self._image_rows is None else self._image_rows.vision.example()
-        with self.dist.autocast():  # kernels differ by precision
-            problem = PADDED if example and not self._packs else varlen_attention.segments_problem(self.model, example)
+        problem: str | None = vision.PADDED
+        if not example or self._packs:
+            with self.dist.autocast():  # kernels differ by precision
+                problem = varlen_attention.segments_problem(self.model, example)
         if problem:
             logger.info("Attention goes over whole rows, under a mask: %s", problem)
             return False
@@ -317,7 +318,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         if isinstance(collate, VisionCollator):
             one_row = flash_attention.reads_boundaries(self.model)
             seeing = self.data_collator = dataclasses.replace(collate, one_row=one_row)
-            collate, of_images = seeing.of_tokens, functools.partial(images_leak, collate=seeing)
+            collate, of_images = seeing.of_tokens, functools.partial(vision.images_leak, collate=seeing)
         elif not isinstance(collate, SFTCollator):
             collate = SFTCollator(0, flash_kwargs=flash_attention.reads_boundaries(self.model))
         with self.dist.autocast():
@@ -381,7 +382,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         # Rows to predict on stay apart, so that each has its prediction.
         packing = bool({"train": self.args.packing, "eval": self.args.eval_packing}.get(role))
         if self._image_rows is not None:
-            return ready_rows(dataset, self.args, self._image_rows, packing, name)
+            return vision.ready_rows(dataset, self.args, self._image_rows, packing, name)
         with self.dist.main_first():  # one process writes the cache, the others read it
             done = prepare_sets(
                 dataset,
@@ -413,21 +414,14 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
 
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
-    """The weight of the router's loss; 0 for a model without routers."""
-    base = base_model(model)
+    """The weight of the router's loss, which `model` then gives its own loss too; 0 for a model without routers."""
+    weight, base = loading.router_coefficient(model, wanted), base_model(model)
     config = base.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
-        if wanted:
-            raise ValueError(
-                f"router_aux_loss_coef={wanted} weighs the load-balancing loss of a mixture of experts, and "
-                f"{type(base).__name__} has none. Leave router_aux_loss_coef out."
-            )
-        return 0.0
     for holder in (config, base):  # a model may have taken it over from its config when it was made
         if wanted is not None and hasattr(holder, "router_aux_loss_coef"):
             holder.router_aux_loss_coef = wanted
-    weight = getattr(config, "router_aux_loss_coef", 0.0) if wanted is None else wanted
-    config.output_router_logits = weight > 0
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = weight > 0
     return weight
 
 
@@ -438,7 +432,7 @@ def _collator(
     if multiple == "auto":
         multiple = 8 if accelerator.gpu() and not args.use_cpu and (args.bf16 or args.fp16) else None
     if sees:
-        return vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
+        return vision.vision_collator(tokenizer, base_model(model), args, formatting_func, multiple)
     pad = tokenizer_of(tokenizer).pad_token_id
     return SFTCollator(pad, pad_to_multiple_of=multiple, padding_free=args.padding_free)
 

@@ -429,14 +429,15 @@ def as_metrics(returned: Any) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
-    """Set the model (and an optimizer that averages weights) to evaluation mode and restore it at the end."""
-    was_training = model.training
-    with averages_in(optimizer, otherwise=was_training):
+    """Set the model (and an optimizer that averages weights) to evaluation mode and each module back at the end."""
+    training = [module for module in model.modules() if module.training]
+    with averages_in(optimizer, otherwise=model.training):
         model.eval()
         try:
             yield
         finally:
-            model.train(was_training)
+            for module in training:
+                module.training = True
 
 
 @contextlib.contextmanager

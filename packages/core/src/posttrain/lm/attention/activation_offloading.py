@@ -69,7 +69,6 @@ class OffloadActivations:
         device: tensors of its type are moved.
         stays: modules whose activations stay, such as the output head, which the backward pass needs first.
         min_bytes: tensors of fewer bytes stay.
-        in_flight: maximum concurrent copies to the host.
     """
 
     #: Types of the tensors that are moved.
@@ -81,10 +80,8 @@ class OffloadActivations:
         device: torch.device,
         stays: Iterable[nn.Module] = (),
         min_bytes: int = MIN_BYTES,
-        in_flight: int = IN_FLIGHT,
     ) -> None:
-        self.model, self.device, self.stays = model, device, tuple(stays)
-        self.min_bytes, self.in_flight = min_bytes, in_flight
+        self.model, self.device, self.stays, self.min_bytes = model, device, tuple(stays), min_bytes
         #: Bytes that were moved to the host since this object was made.
         self.moved = 0
         self._beside = torch.Stream(device) if device.type != "cpu" else None
@@ -144,7 +141,7 @@ class OffloadActivations:
         with self._beside:
             host.copy_(tensor, non_blocking=True)
         self._under_way.append((tensor, self._beside.record_event()))
-        self._settle(self.in_flight)
+        self._settle(IN_FLIGHT)
         return host
 
     def _settle(self, left: int) -> None:
@@ -166,9 +163,7 @@ class OffloadActivations:
                 self._fetch(before, self._beside)
             torch.accelerator.current_stream(self.device).wait_event(fetched)
         if tensor.stride() != kept.stride:
-            tensor = torch.empty_strided(tensor.shape, kept.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
+            tensor = tensor.new_empty_strided(tensor.shape, kept.stride).copy_(tensor)
         return tensor
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,7 @@ class Blocks(torch.autograd.Function):
         log_sums = query.new_empty(1, num_tokens, heads, dtype=torch.float32).transpose(1, 2)
         if query.dtype == torch.float64:
             log_sums = log_sums.double()
-        joined: dict[int, torch.Tensor] = {}
+        wide: Any = None  # `out` in the type of the sums, once blocks are merged
         for block in _blocks(layout):
             q, k, v = _block_inputs(block, query, key, value)
             part, part_sums = _flash(q, k, v, 0.0, block.causal, scale=scale)
@@ -167,15 +167,14 @@ class Blocks(torch.autograd.Function):
             if block.first:
                 out[:, :, at], log_sums[:, :, at] = part, part_sums
                 continue
-            if not joined:
+            if wide is None:
                 wide = out.to(log_sums.dtype)
-                joined[0] = wide
             sums = torch.logaddexp(log_sums[:, :, at], part_sums)
             old, new = (log_sums[:, :, at] - sums).exp_(), (part_sums - sums).exp_()
-            joined[0][:, :, at] = joined[0][:, :, at] * old.unsqueeze(-1) + part * new.unsqueeze(-1)
+            wide[:, :, at] = wide[:, :, at] * old.unsqueeze(-1) + part * new.unsqueeze(-1)
             log_sums[:, :, at] = sums
-        if joined:
-            out = joined[0].to(out.dtype)
+        if wide is not None:
+            out = wide.to(out.dtype)
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.layout, ctx.scale = layout, scale
         return out

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,19 +36,17 @@ from posttrain.lm.attention.segments import Segments
 # ----------------------------------------------------------------------------------------------------- slicing a model
 
 
+@dataclass(eq=False)
 class _Slicing:
     """What is known of a model that computes slices.
 
-    Attributes:
-        group: the processes with the same rows.
-        current: the slice of the forward that runs, or ran last; None where it computed whole rows.
-        head_reads_slices: leave hidden states in slices: the head in use does not need whole rows.
+    group: the processes with the same rows. current: the slice of the forward that runs, or ran last; None where it
+    computed whole rows. head_reads_slices: leave hidden states in slices: the head in use does not need whole rows.
     """
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.current: RowSlice | None = None
-        self.head_reads_slices = False
+    group: Any
+    current: RowSlice | None = None
+    head_reads_slices: bool = False
 
 
 _SLICING: WeakKeyDictionary[nn.Module, _Slicing] = WeakKeyDictionary()  # by the body of a model
@@ -221,19 +220,9 @@ class RowSlice:
         return _Total.apply(tensor, self.group)
 
     def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Any, **rule: Any
     ) -> torch.Tensor:
-        """Softmax attention of the slice's queries to the keys of whole rows; arguments and result as of
+        """Softmax attention of the slice's queries to the keys of whole rows; all arguments, and the result, as of
         `varlen_attention.segment_attention`."""
         device = query.device.type
         query, key, value = varlen_attention.in_one_type(query, key, value)
@@ -242,10 +231,10 @@ class RowSlice:
             both = _Gather.apply(both, self.group).transpose(0, 1)[None]
             sizes = [key.shape[-1], value.shape[-1]]
             key, value = both.split(sizes, -1)
-            plain = window is None and not softcap and sinks is None and not dropout and sizes[0] == sizes[1]
-            if device == "cpu" and plain:
-                return Blocks.apply(query, key, value, self.layout, scale)
-            return piece_by_piece(query, key, value, self.layout, scale, window, softcap, sinks, dropout)
+            plain = rule["window"] is None and rule["sinks"] is None and not rule["softcap"] and not rule["dropout"]
+            if device == "cpu" and plain and sizes[0] == sizes[1]:
+                return Blocks.apply(query, key, value, self.layout, rule["scale"])
+            return piece_by_piece(query, key, value, self.layout, **rule)
 
 
 def _order(parts: int) -> list[int]:

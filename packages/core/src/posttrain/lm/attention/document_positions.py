@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import adapters_of, base_model
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 
 
@@ -31,8 +31,7 @@ class DocumentPositions:
 
 def invocation_tokens(model: nn.Module) -> list[int]:
     """The tokens at which an adapter of `model` begins (aLoRA); none where no adapter waits for tokens."""
-    configs = getattr(model, "peft_config", None) or {}  # peft leaves it on the base too
-    found = (vars(config).get("alora_invocation_tokens") for config in configs.values())
+    found = (vars(config).get("alora_invocation_tokens") for config in adapters_of(model).values())
     return list(next(filter(None, found), ()))
 
 

@@ -116,14 +116,6 @@ class Segments:
         moved = at - torch.tensor(self.starts, dtype=torch.int32)
         return torch.arange(self.num_tokens, dtype=torch.int32) + moved[ids], (at + size)[ids]
 
-    def sees(self) -> torch.Tensor:
-        """(S, S) bool: whether segment i attends to segment j: itself and the segments it continues."""
-        sees = torch.eye(len(self.lengths), dtype=torch.bool)
-        for i, parent in enumerate(self.parents):
-            if parent >= 0:
-                sees[i] |= sees[parent]
-        return sees
-
     def dense_mask(self, window: int | None = None) -> torch.Tensor:
         """(N, N) bool: whether token i sees token j, by definition. For tests, and for models that take masks.
 
@@ -131,8 +123,12 @@ class Segments:
             window: a token sees this many positions back, its own counted; None for all.
         """
         positions, ids = self.position_ids()[0], self.segment_ids()
+        sees = torch.eye(len(self.lengths), dtype=torch.bool)  # of segments: itself, and what it continues
+        for i, parent in enumerate(self.parents):
+            if parent >= 0:
+                sees[i] |= sees[parent]
         distance = positions[:, None] - positions[None, :]
-        mask = self.sees()[ids[:, None], ids[None, :]] & (distance >= 0)
+        mask = sees[ids[:, None], ids[None, :]] & (distance >= 0)
         return mask if window is None else mask & (distance < window)
 
     def model_inputs(self, shape: Sequence[int], device: torch.device | str | None = None) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from posttrain.core.data.pipeline import to_device
+from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, layout_of, piece_by_piece
-from posttrain.lm.attention.block_mask import block_mask
-from posttrain.lm.attention.document_kernels import bounds_of, document_kernel
+from posttrain.lm.attention.document_kernels import block_mask, bounds_of, document_kernel
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.images.image_positions import ImageExample, ImagePositions, shared_positions
 
@@ -137,94 +137,76 @@ def _register(underlying: str) -> None:
     AttentionMaskInterface.register(PREFIX + underlying, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The same tokens alone and as segments of one row.
-
-    segments: of the row. row: inputs of a forward of it, besides those of `Segments.model_inputs`, some of which they
-    replace. alone: inputs of a forward of one text for each segment: it, behind what it continues.
-    """
-
-    segments: Segments
-    row: dict[str, torch.Tensor]
-    alone: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, parents: tuple[int, ...], pieces: Mapping[str, list[list[int]]]) -> _Trial:
-        """That of segments with these `parents`, and of each input its numbers for each segment's tokens."""
-        segments = Segments(tuple(map(len, pieces["input_ids"])), parents)
-        chains = [[*segments.ancestors(i), i] for i in range(len(parents))]
-        texts = {
-            name: [torch.tensor([number for i in chain for number in numbers[i]]) for chain in chains]
-            for name, numbers in pieces.items()
-        }
-        row = {name: torch.tensor([sum(numbers, [])]) for name, numbers in pieces.items()}
-        # A causal model's padding on the right is seen by nothing.
-        alone = {name: nn.utils.rnn.pad_sequence(rows, batch_first=True) for name, rows in texts.items()}
-        return cls(segments, row, alone)
-
-    def to(self, device: torch.device) -> _Trial:
-        """With all inputs on `device`."""
-        row, alone = ({n: t.to(device) for n, t in inputs.items()} for inputs in (self.row, self.alone))
-        return replace(self, row=row, alone=alone)
+#: The segments of a row, the inputs of a forward of it besides those of `Segments.model_inputs`, some of which they
+#: replace, and the inputs of a forward of one text for each segment: it, behind what it continues.
+Trial = tuple[Segments, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-def _texts(base: PretrainedModel) -> _Trial:
+def _trial(parents: tuple[int, ...], pieces: Mapping[str, list[list[int]]]) -> Trial:
+    """That of segments with these `parents`, and of each input its numbers for each segment's tokens."""
+    segments = Segments(tuple(map(len, pieces["input_ids"])), parents)
+    chains = [[*segments.ancestors(i), i] for i in range(len(parents))]
+    row, alone = {}, {}
+    for name, numbers in pieces.items():
+        row[name] = torch.tensor([sum(numbers, [])])
+        texts = [torch.tensor([number for i in chain for number in numbers[i]]) for chain in chains]
+        alone[name] = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # on the right it is seen by nothing
+    return segments, row, alone
+
+
+def _texts(base: PretrainedModel) -> Trial:
     lengths, parents = (7, 5, 4, 6, 5), (-1, -1, 1, 1, 2)
     row = torch.arange(1, 1 + sum(lengths)).mul(7).remainder(base.config.vocab_size)
-    return _Trial.of(parents, {"input_ids": [piece.tolist() for piece in row.split(lengths)]})
+    return _trial(parents, {"input_ids": [piece.tolist() for piece in row.split(lengths)]})
 
 
-def _prompts(base: PretrainedModel, example: ImageExample) -> _Trial:
+def _prompts(base: PretrainedModel, example: ImageExample) -> Trial:
     """Two prompts with an image, the first with two completions behind it and the second with one."""
     (prompt, later), words = example.prompts(), list(example.words)
     first, other = words[:5], words[:1:-1]
     pieces = {"input_ids": [list(prompt.ids), first, other, list(later.ids), other]}
     for name, numbers in prompt.numbers.items():
         pieces[name] = [list(numbers), [0] * len(first), [0] * len(other), list(later.numbers[name]), [0] * len(other)]
-    trial = _Trial.of((-1, 0, 0, -1, 3), pieces)
-    trial.row.update({name: torch.cat([tensor] * 2) for name, tensor in prompt.tensors.items()})
-    trial.alone.update({name: torch.cat([tensor] * 5) for name, tensor in prompt.tensors.items()})
+    segments, row, alone = _trial((-1, 0, 0, -1, 3), pieces)
+    row |= {name: torch.cat([tensor] * 2) for name, tensor in prompt.tensors.items()}
+    alone |= {name: torch.cat([tensor] * 5) for name, tensor in prompt.tensors.items()}
     if (positions := ImagePositions.of(base)) is not None:
         groups = [(len(prompt.ids), [len(first), len(other)]), (len(later.ids), [len(other)])]
-        trial.row["position_ids"] = shared_positions(map(positions, (prompt, later)), groups)
-    return trial
+        row["position_ids"] = shared_positions(map(positions, (prompt, later)), groups)
+    return segments, row, alone
 
 
 @torch.no_grad()
-def _try(model: nn.Module, base: PretrainedModel, trial: _Trial) -> str | None:
-    name, reader, parameter = type(base).__name__, text_part(base), next(base.parameters())
-    before, segments, trial = reader.config._attn_implementation, trial.segments, trial.to(parameter.device)
-    alone, lengths = trial.alone["input_ids"], segments.lengths
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def _try(model: nn.Module, base: PretrainedModel, trial: Trial) -> str | None:
+    name, reader, segments = type(base).__name__, text_part(base), trial[0]
+    before, lengths = reader.config._attn_implementation, segments.lengths
+    row, texts = to_device(trial[1:], next(base.parameters()).device)
+    alone = texts["input_ids"]
+    documents: Sequence[torch.Tensor] = ()
     try:
-        expected = _scores(model(**trial.alone, use_cache=False))
-        _set_implementation(reader, PREFIX + before.removeprefix(PREFIX))
-        if reader.config._attn_implementation == before and not before.startswith(PREFIX):
-            return f"{name} does not look its attention up in transformers' AttentionInterface."
-        found = _logits_of(model, trial.row, segments)
-        if alone.is_cuda and reader is base:
-            sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
-            packed = torch.cat([line[:size] for line, size in zip(alone, sizes, strict=True)])
-            documents = _logits_of(model, {"input_ids": packed[None]}, Segments.documents(sizes)).float().split(sizes)
+        with eval_mode(model):
+            expected = _scores(model(**texts, use_cache=False))
+            _set_implementation(reader, PREFIX + before.removeprefix(PREFIX))
+            if reader.config._attn_implementation == before and not before.startswith(PREFIX):
+                return f"{name} does not look its attention up in transformers' AttentionInterface."
+            found = _logits_of(model, row, segments)
+            if alone.is_cuda and reader is base:
+                sizes = [offset + length for offset, length in zip(segments.offsets, lengths, strict=True)]
+                packed = {"input_ids": torch.cat([line[:n] for line, n in zip(alone, sizes, strict=True)])[None]}
+                documents = _logits_of(model, packed, Segments.documents(sizes)).split(sizes)
     except ImportError:
         raise  # a package of the kernels is broken, which is no property of the model
     except Exception as error:  # any model may fail here, and is then trained without segments
         return f"{name} could not be tried on segments: {type(error).__name__}: {error}"
     finally:
-        for module in training:
-            module.training = True
         if reader.config._attn_implementation != before:
             reader.set_attn_implementation(before)
     if found.shape[0] != segments.num_tokens or expected.shape[:2] != alone.shape:
         return f"{name} gives logits for {tuple(found.shape[:1])} of {segments.num_tokens} tokens."
-    parts = zip(found.float().split(lengths), expected.float(), segments.offsets, lengths, strict=True)
-    wrong = max(float((part - line[at : at + length]).abs().max()) for part, line, at, length in parts)
-    if alone.is_cuda and reader is base:
-        gaps = [(part - line[: len(part)]).abs().max() for part, line in zip(documents, expected.float(), strict=True)]
-        wrong = max(wrong, float(torch.stack(gaps).max()))
-    wrong /= float(expected.abs().max().clamp_min(1e-12))
+    pairs = [*zip(found.split(lengths), expected, segments.offsets, strict=True)]
+    pairs += [(part, line, 0) for part, line in zip(documents, expected, strict=bool(documents))]
+    gaps = [(part.float() - line[at : at + len(part)].float()).abs().max() for part, line, at in pairs]
+    wrong = float(torch.stack(gaps).max() / expected.float().abs().max().clamp_min(1e-12))
     if not wrong < tolerance(base):
         return (
             f"{name} does not keep segments apart: its logits differ by {wrong:.2g} of the largest from those of "
@@ -278,17 +260,14 @@ def _attention_function(
         )
     query, key, value = (_flat(tensor) for tensor in (query, key, value))
     scaling = kwargs.get("scaling", args[0] if args else None)
-    out = attention(
-        query,
-        key,
-        value,
-        segments,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=layer_window(module, kwargs.get("sliding_window")),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        dropout=kwargs.get("dropout", 0.0),
-    )
+    rule = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window": layer_window(module, kwargs.get("sliding_window")),
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+        "dropout": kwargs.get("dropout", 0.0),
+    }
+    out = attention(query, key, value, segments, **rule)
     return out.transpose(1, 2).reshape(rows, width, out.shape[1], out.shape[-1]), None
 
 
@@ -309,7 +288,7 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
 
 def layer_window(module: nn.Module, window: int | None) -> int | None:
     """The sliding window of a layer. Some models apply it only in their masks, which are not used here."""
-    config = getattr(module, "config", None)
+    config: Any = module.config
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else None
     expected = kind == "sliding_attention" or (not kinds and getattr(config, "sliding_window", None) is not None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,22 +35,21 @@ class _Answers(TrainerCallback):
 
     def answer(self) -> list[tuple[str, str]]:
         """(prompt, completion) of each row, on every process, which all must call."""
-        trainer, tokenizer = self.trainer, self.trainer.processing_class
-        tokenizer = tokenizer_of(tokenizer)
-        reads = _reader(trainer) if has_images(self.rows) else None
-        prompts = [_prompt_of(row, tokenizer) if reads is None else _shown_prompt(row, *reads) for row in self.rows]
-        dist = getattr(trainer, "dist", None)
-        rank, size = (0, 1) if dist is None else (dist.rank, dist.world_size)
-        whole = contextlib.nullcontext() if dist is None else dist.gathered(trainer.model)
-        with whole, eval_mode(trainer.model), trainer.compute_loss_context_manager():
-            batch = max(trainer.args.per_device_eval_batch_size, 1)
-            mine = prompts[rank::size]
+        trainer, args, dist = self.trainer, self.trainer.args, self.trainer.dist
+        tokenizer, reads = tokenizer_of(trainer.processing_class), None
+        if has_images(self.rows):
+            reader = ImageReader.of(args) if hasattr(args, "max_image_pixels") else ImageReader()
+            reads = VisionProcessor(trainer.processing_class, base_model(trainer.model)), reader
+        prompts = [_prompt_of(row, tokenizer, reads) for row in self.rows]
+        with dist.gathered(trainer.model), eval_mode(trainer.model), trainer.compute_loss_context_manager():
+            batch = max(args.per_device_eval_batch_size, 1)
+            mine = prompts[dist.rank :: dist.world_size]
             written = [
                 text
                 for start in range(0, len(mine), batch)
                 for text in complete(trainer.model, tokenizer, mine[start : start + batch], self.generation_config)
             ]
-        parts = [written] if dist is None else dist.gather_object(written)
+        parts, size = dist.gather_object(written), dist.world_size
         self.notes = [prompt.note for prompt in prompts]
         return [(prompt.text, parts[i % size][i // size]) for i, prompt in enumerate(prompts)]
 
@@ -96,56 +95,31 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[Prompt], generation_c
 def _first(dataset: Any, number: int | None) -> list[Any]:
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
-    rows: list[Any] = []
-    for row in dataset if not hasattr(dataset, "__getitem__") else (dataset[i] for i in range(len(dataset))):
-        if number is not None and len(rows) == number:
-            break
-        rows.append(row)
-    return rows
+    rows = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__getitem__") else dataset
+    return list(itertools.islice(rows, number))
 
 
-def _reader(trainer: Any) -> tuple[VisionProcessor, ImageReader]:
-    """What reads prompts with images for `trainer`."""
-    args = trainer.args
-    reader = ImageReader.of(args) if hasattr(args, "max_image_pixels") else ImageReader()
-    return VisionProcessor(trainer.processing_class, base_model(trainer.model)), reader
-
-
-def _shown_prompt(row: Any, vision: VisionProcessor, reader: ImageReader) -> Prompt:
-    """The prompt of a row with or without images; its text has their placeholders."""
-    if (prompt := row.get("prompt")) is None:
-        raise _no_prompt(row)
-    placed, values = place_images(
-        {name: row[name] for name in ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in row}, ("prompt",)
-    )
-    images, text, is_text = read_images(values, reader), prompt, isinstance(prompt, str)
-    if not is_text:
-        options = vision.template_kwargs() | {"add_generation_prompt": True}
-        text = vision.tokenizer.apply_chat_template(placed["prompt"], tokenize=False, **options)
-    shown = vision.show(text, images)
-    ids = vision.tokenizer(shown.text, add_special_tokens=is_text)["input_ids"]
-    note = "; ".join(map(described, values, images))
-    return Prompt(text, list(ids), shown, note)
-
-
-def _prompt_of(row: Any, tokenizer: Any) -> Prompt:
-    """The prompt of a row: its `prompt`, or the `prompt_ids` that it was prepared to."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        return Prompt(prompt, list(tokenizer(prompt)["input_ids"]))
-    if prompt is not None:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return Prompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    if "prompt_ids" in row:
+def _prompt_of(row: Any, tokenizer: Any, reads: tuple[VisionProcessor, ImageReader] | None) -> Prompt:
+    """The prompt of a row, with its images where `reads` reads these: its `prompt`, or the `prompt_ids` of it."""
+    prompt, values, images, options = row.get("prompt"), [], [], {}
+    if prompt is None and reads is None and "prompt_ids" in row:
         return Prompt(tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"]))
-    raise _no_prompt(row)
-
-
-def _no_prompt(row: Any) -> DataError:
-    return DataError(
-        f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep one, "
-        "with remove_unused_columns=True the trainer itself does not read it."
-    )
+    if prompt is None:
+        raise DataError(
+            f"The rows of eval_dataset have no column 'prompt' to be answered, but {', '.join(map(str, row))}. Keep "
+            "one, with remove_unused_columns=True the trainer itself does not read it."
+        )
+    if reads is not None:
+        vision, reader = reads
+        own = {name: row[name] for name in ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in row}
+        placed, values = place_images(own, ("prompt",))
+        prompt, images, options = placed["prompt"], read_images(values, reader), vision.template_kwargs()
+    text, is_text = prompt, isinstance(prompt, str)
+    if not is_text:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, **options | {"add_generation_prompt": True})
+    shown = None if reads is None else reads[0].show(text, images)
+    ids = tokenizer(text if shown is None else shown.text, add_special_tokens=is_text)["input_ids"]
+    return Prompt(text, list(ids), shown, "; ".join(map(described, values, images)))
 
 
 class LogCompletionsCallback(_Answers):

@@ -21,7 +21,7 @@ from torch import nn
 
 from posttrain.core.config import opt
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.data.samplers import EpochSampler, is_stream, transforms_rows
+from posttrain.core.data.samplers import EpochSampler, columns_of, is_stream, transforms_rows
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.special_tokens import tokenizer_of
@@ -149,7 +149,7 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
     Args:
         pad_token_id: not counted in labels, like -100; None if the id does not identify padding.
     """
-    columns = getattr(dataset, "column_names", None)
+    columns = columns_of(dataset)
     if is_stream(dataset):
         return None
     if isinstance(dataset, (list, tuple)):
@@ -157,9 +157,7 @@ def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int
             return None
         read: Callable[[str], Any] = lambda name: [row.get(name) for row in dataset]  # noqa: E731
         columns = list(dataset[0])
-    elif isinstance(columns, list) and hasattr(dataset, "__getitem__") and main_input in columns:
-        if transforms_rows(dataset):
-            return None
+    elif main_input in columns and not transforms_rows(dataset):
         read = dataset.__getitem__
     else:
         return None
@@ -394,20 +392,14 @@ def samples(
         return []
     each = max(1, len(predictions) // len(labels)) if isinstance(labels, np.ndarray) and len(labels) else 1
     shown = []
-    for number_of_row in range(min(number, len(predictions) // each)):
+    for i in range(min(number, len(predictions) // each)):
         row = {
-            "input": _source(dataset, number_of_row, main_input, encodes),
-            "output": predictions[number_of_row * each],
+            "input": _source(dataset, i, main_input, encodes),
+            "target": labels[i] if isinstance(labels, np.ndarray) else None,
+            "output": predictions[i * each],
         }
-        if isinstance(labels, np.ndarray):
-            row["target"] = labels[number_of_row]
-        shown.append(
-            {
-                name: tokenizer.decode([int(t) for t in row[name] if t >= 0], skip_special_tokens=True)
-                for name in ("input", "target", "output")
-                if row.get(name) is not None
-            }
-        )
+        tokens = {name: [int(t) for t in ids if t >= 0] for name, ids in row.items() if ids is not None}
+        shown.append({name: tokenizer.decode(ids, skip_special_tokens=True) for name, ids in tokens.items()})
     return shown
 
 

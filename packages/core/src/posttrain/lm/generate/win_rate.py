@@ -81,8 +81,7 @@ class WinRateCallback(_Answers):
     def _compare(self, args: Any, state: Any, answers: list[tuple[str, str]]) -> None:
         """Judge on the main process, and log on all."""
         logs = self._judged(args, state, answers) if state.is_world_process_zero else {}
-        dist = getattr(self.trainer, "dist", None)
-        self.trainer.log(logs if dist is None else dist.broadcast_object(logs))
+        self.trainer.log(self.trainer.dist.broadcast_object(logs))
 
     def _judged(self, args: Any, state: Any, answers: list[tuple[str, str]]) -> dict[str, float]:
         prompts = [prompt for prompt, _ in answers]

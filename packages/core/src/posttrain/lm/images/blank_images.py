@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, sees
 
 
 def always_see(model: nn.Module, blank: Mapping[str, torch.Tensor]) -> None:
@@ -38,14 +38,14 @@ def always_see(model: nn.Module, blank: Mapping[str, torch.Tensor]) -> None:
 
 def see_alike(model: nn.Module, other: nn.Module) -> None:
     """Show `model` a blank image where `other` is shown one."""
-    shown = _of(getattr(base_model(other), "model", None))
-    if shown is not None:
+    base = base_model(other)
+    if sees(base) and (shown := _of(base.model)) is not None:
         always_see(model, shown.blank)
 
 
-def _of(owner: Any) -> _Blank | None:
-    hooks = getattr(owner, "_forward_pre_hooks", {}).values()
-    return next((h.__self__ for h in hooks if isinstance(getattr(h, "__self__", None), _Blank)), None)
+def _of(owner: nn.Module) -> _Blank | None:
+    found = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
+    return next((one for one in found if isinstance(one, _Blank)), None)
 
 
 class _Blank:

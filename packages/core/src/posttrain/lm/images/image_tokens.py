@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from posttrain.core.errors import DataError, require
 from posttrain.lm.images.images import ROW_NUMBER
-from posttrain.lm.images.vision import Shown, VisionProcessor
+from posttrain.lm.images.vision import Shown, VisionProcessor, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +53,10 @@ class ImageTokens:
             DataError: it has more or fewer places for images, or the processor refuses one of that size.
         """
         self.vision.check_places(text, image=sizes)
-        placeholder, found, places, length = self.vision.processor.image_token, Shown(""), [], 0
-        parts: list[str] = []
-        start = 0
-        for image in map(self._of_size, sizes):
-            at = text.index(placeholder, start)
-            length += at - start
-            places.append(((at, at + len(placeholder)), (length, length + len(image.text))))
-            parts += [text[start:at], image.text]
-            start, length, found.hidden = at + len(placeholder), length + len(image.text), found.hidden + image.hidden
-        found.text, found.places, found.ids = "".join([*parts, text[start:]]), places, self.vision.placeholders
-        return found
+        images = [self._of_size(size) for size in sizes]
+        spans = [found.span() for found in re.finditer(re.escape(self.vision.processor.image_token), text)]
+        text, places = replaced(text, zip(spans, (image.text for image in images), strict=True))
+        return Shown(text, places, ids=self.vision.placeholders, hidden=sum(image.hidden for image in images))
 
     def _of_size(self, size: tuple[int, int]) -> Brief:
         if size not in self._known:
@@ -73,7 +66,9 @@ class ImageTokens:
 
     def _of_blank(self, size: tuple[int, int]) -> Brief:
         image = require("PIL.Image", "pillow", why="rows with images").new("RGB", size)
-        brief = self._brief(self.vision.show(self.vision.processor.image_token, [image]).text)
+        text = self.vision.show(self.vision.processor.image_token, [image]).text
+        hidden = sum(len(run[0]) // len(run[1]) - 1 for run in self._runs.finditer(text))
+        brief = Brief(self._runs.sub(r"\1", text), hidden)
         if self._counts is not None and len(self._frames) < CHECKED:
             tokens = len(self.vision.tokenizer(brief.text, add_special_tokens=False)["input_ids"]) + brief.hidden
             self._frames.append(tokens - self._count(size))
@@ -88,16 +83,6 @@ class ImageTokens:
     def _count(self, size: tuple[int, int]) -> int:
         assert self._counts is not None
         return int(self._counts(image_sizes=[size[::-1]])["num_image_tokens"][0])
-
-    def _brief(self, text: str) -> Brief:
-        hidden = 0
-
-        def once(run: re.Match[str]) -> str:
-            nonlocal hidden
-            hidden += len(run[0]) // len(run[1]) - 1
-            return run[1]
-
-        return Brief(self._runs.sub(once, text), hidden)
 
 
 def row_lengths(dataset: Any, prepare: Any, lengths: Callable[[Sequence[Any], Sequence[int]], list[int]]) -> list[int]:

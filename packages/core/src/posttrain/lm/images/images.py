@@ -12,7 +12,7 @@ import os
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from posttrain.core.config import opt
+from posttrain.core.data import samplers
 from posttrain.core.data.samplers import has_places, transforms_rows
 from posttrain.core.errors import DataError, require
 
@@ -130,7 +131,7 @@ class ImageReader:
             ImageError: with the reason.
         """
         if isinstance(value, Video):
-            return replace(value, frames=self._frames(value))
+            return replace(value, frames=read_images(value.frames, self, "frame {} of a video"))
         image_ops = require("PIL.ImageOps", "pillow", why="rows with images")
         image, name, opened = self._checked(value)
         try:
@@ -167,19 +168,6 @@ class ImageReader:
             warnings.simplefilter("ignore", image_module.DecompressionBombWarning)  # the size is checked below
             given = isinstance(value, image_module.Image)
             image, name = (value, "the image") if given else self._opened(value, image_module)
-            self._check_size(image, name)
-        return image, name, not given
-
-    def _frames(self, video: Video) -> list[Any]:
-        found = []
-        for place, frame in enumerate(video.frames):
-            try:
-                found.append(self(frame))
-            except ImageError as error:
-                raise ImageError(f"frame {place + 1} of a video: {error}") from error
-        return found
-
-    def _check_size(self, image: Any, name: str) -> None:
         width, height = image.size
         if not width or not height:
             raise ImageError(f"{name} is empty: {width} x {height} pixels")
@@ -188,6 +176,7 @@ class ImageReader:
                 f"{name} has {width} x {height} pixels, more than max_image_pixels={self.max_pixels}, and was not "
                 "decoded"
             )
+        return image, name, not given
 
     def _opened(self, value: Any, image_module: Any) -> tuple[Any, str]:
         """(image, not decoded yet; its name in messages)."""
@@ -283,26 +272,20 @@ def has_images(dataset: Any) -> bool:
         return False  # a warning or an error about the dataset itself follows
     if isinstance(dataset, list):  # of rows with several sets of columns
         return any(isinstance(row, Mapping) and _has_images(row) for row in dataset[:ROWS_LOOKED_AT])
-    columns = getattr(dataset, "column_names", None)
-    first: Any = None
-    if has_places(dataset) and len(dataset):
-        first = next(iter(_text_columns(dataset)), None) if hasattr(dataset, "select_columns") else dataset[0]
-    seen = {*IMAGE_COLUMNS, *VIDEO_COLUMNS}
-    return bool(seen & set(columns or ())) or (isinstance(first, Mapping) and _has_images(first))
+    columns = samplers.columns_of(dataset)
+    if {*IMAGE_COLUMNS, *VIDEO_COLUMNS}.intersection(columns):
+        return True
+    if not has_places(dataset) or not len(dataset):
+        return False
+    if hasattr(dataset, "select_columns"):  # stored images would be decoded
+        rest = [name for name in columns if name not in stored_images(dataset)]
+        dataset = dataset.select_columns(rest) if rest else [{}]
+    return isinstance(first := dataset[0], Mapping) and _has_images(first)
 
 
 def _has_images(row: Mapping[str, Any]) -> bool:
-    return any(name in row for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS)) or _shows_images(row)
-
-
-def _text_columns(dataset: Any) -> Iterator[Any]:
-    """The first row without the columns of images, which would be decoded."""
-    rest = [name for name in dataset.column_names if name not in stored_images(dataset)]
-    if rest and len(dataset):
-        yield dataset.select_columns(rest)[0]
-
-
-def _shows_images(row: Mapping[str, Any]) -> bool:
+    if any(name in row for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS)):
+        return True
     for name in ("messages", "prompt", "completion", "chosen", "rejected", "conversations"):
         for message in row[name] if isinstance(row.get(name), (list, tuple)) else ():
             if isinstance(message, Mapping) and isinstance(parts := message.get("content"), (list, tuple)):
@@ -359,9 +342,8 @@ def columns_of(*datasets: Any) -> tuple[str, ...]:
     found = [ROW_NUMBER]
     for dataset in datasets:
         for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-            named = getattr(part, "column_names", None)
-            first = part[0] if named is None and isinstance(part, list) and part else {}
-            found += named or (first if isinstance(first, Mapping) else ())
+            first = part[0] if isinstance(part, list) and part else {}
+            found += samplers.columns_of(part) or (first if isinstance(first, Mapping) else ())
     return tuple(dict.fromkeys(found))
 
 
@@ -381,8 +363,8 @@ class NumberedRows(Dataset):
             self._images = dataset.select_columns(self._stored).with_format("arrow")
 
     @property
-    def column_names(self) -> list[str] | None:
-        return getattr(self.dataset, "column_names", None)
+    def column_names(self) -> list[str]:
+        return samplers.columns_of(self.dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -400,14 +382,14 @@ def numbered(dataset: Any) -> Any:
     return NumberedRows(dataset) if sized and not isinstance(dataset, NumberedRows) else dataset
 
 
-def read_images(values: Iterable[Any], reader: Callable[[Any], Any]) -> list[Any]:
-    """What `reader`, an `ImageReader` or its `size`, makes of each; an error says which of several it is."""
+def read_images(values: Iterable[Any], reader: Callable[[Any], Any], name: str = "image {}") -> list[Any]:
+    """What `reader`, an `ImageReader` or its `size`, makes of each; an error says which of several it is by `name`."""
     images = []
     for place, value in enumerate(values):
         try:
             images.append(reader(value))
         except ImageError as error:
-            raise ImageError(f"image {place + 1}: {error}") from error
+            raise ImageError(f"{name.format(place + 1)}: {error}") from error
     return images
 
 

@@ -19,7 +19,7 @@ from posttrain.lm.images.blank_images import always_see
 from posttrain.lm.images.image_positions import ImageExample, SeenPrompt
 from posttrain.lm.images.images import IMAGE_COLUMNS, IMAGE_PARTS, VIDEO_COLUMNS, Video, images_of, videos_of
 from posttrain.lm.loading.loading import CANNOT_SEE
-from posttrain.lm.text.chat_template import Template
+from posttrain.lm.text.chat_template import PLACEHOLDER, Template
 from posttrain.lm.text.tokenization import Span
 
 #: Attributes of processors and configs that hold the ids of image placeholders and their edges.
@@ -29,8 +29,6 @@ PLACEHOLDERS = tuple(
         "boi_token_id eoi_token_id boi_token_index eoi_token_index"
     ).split()
 )
-#: A text that stands in for a turn, to see what a chat template puts after it.
-ENDS_HERE = "posttrain8c2e"
 #: Words around the image with which a model is tried.
 WORDS = "The quick brown fox jumps over the lazy dog"
 #: What a processor makes of a text that is not a number for each token.
@@ -83,13 +81,14 @@ def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[st
     if not talks:
         return row, [*given, *videos]
     waiting = {"image": given, "video": videos}
-    kinds = {part["type"] for talk in talks.values() for message in talk for part in _parts(message)}
+    messages = [message for talk in talks.values() for message in talk]
+    kinds = {part["type"] for message in messages for part in _parts(message)}
     for kind, values in waiting.items():
         if values and kind not in kinds:
-            _show_first(talks, len(values), kind)
+            _show_first(messages, len(values), kind)
     images: list[Any] = []
     taken = dict.fromkeys(waiting, 0)
-    for message in (message for talk in talks.values() for message in talk):
+    for message in messages:
         for place, part in enumerate(_parts(message)):
             if (kind := part["type"]) in waiting:
                 values, number, own = waiting[kind], taken[kind], kind in part
@@ -139,8 +138,8 @@ def _parts(message: Any) -> list[Any]:
     return content
 
 
-def _show_first(talks: Mapping[str, list[Any]], number: int, kind: str) -> None:
-    for message in (message for talk in talks.values() for message in talk):
+def _show_first(messages: list[Any], number: int, kind: str) -> None:
+    for message in messages:
         if isinstance(message, dict) and message.get("role") == "user" and isinstance(message.get("content"), list):
             message["content"] = [*({"type": kind} for _ in range(number)), *message["content"]]
             return
@@ -203,7 +202,7 @@ class VisionProcessor:
         holders = (processor, getattr(model, "config", None))
         named = {getattr(holder, name, None) for holder in holders for name in PLACEHOLDERS}
         self.placeholders = frozenset(number for number in named if isinstance(number, int))
-        self.image_token_id = None if model is None else image_token_id(model)
+        self.image_token_id = image_token_id(model)
         found = processor(text=["a"], add_special_tokens=False)
         #: Inputs besides the tokens with a number for each of them, such as ``token_type_ids``.
         self.token_inputs = tuple(name for name in found if name not in NOT_OF_TOKENS)
@@ -229,8 +228,8 @@ class VisionProcessor:
         """The special tokens that end an assistant's turn in the chat template; none without a template."""
         if not self.template_kwargs(kwargs).get("chat_template"):
             return set()
-        says = [{"role": role, "content": [{"type": "text", "text": ENDS_HERE}]} for role in ("user", "assistant")]
-        ending = Template(self.tokenizer, None, self.template_kwargs(kwargs)).render(says).rpartition(ENDS_HERE)[2]
+        says = [{"role": role, "content": [{"type": "text", "text": PLACEHOLDER}]} for role in ("user", "assistant")]
+        ending = Template(self.tokenizer, None, self.template_kwargs(kwargs)).render(says).rpartition(PLACEHOLDER)[2]
         ids = self.tokenizer(ending.strip(), add_special_tokens=False)["input_ids"]
         return {token for token in ids if token in self.tokenizer.added_tokens_decoder}
 
@@ -273,15 +272,8 @@ class VisionProcessor:
             kinds[name] = dict(zip(ids[marked].tolist(), numbers[marked].tolist(), strict=True))
         inputs = {*NOT_OF_TOKENS, *kinds}
         tensors = {name: value for name, value in found.items() if name not in inputs and torch.is_tensor(value)}
-        shown: list[str] = []
-        places: list[tuple[Span, Span]] = []
-        end = 0
-        for place in offsets:
-            (start, stop), (first, last) = place["span"], place["new_span"]
-            shown += [text[end:start], place["replacement"]]
-            places.append(((start, stop), (first, last)))
-            end = stop
-        return Shown("".join([*shown, text[end:]]), places, tensors, self._ids_in(offsets), kinds)
+        text, places = replaced(text, [(place["span"], place["replacement"]) for place in offsets])
+        return Shown(text, places, tensors, self._ids_in(offsets), kinds)
 
     def check_places(self, text: str, **shown: Sequence[Any]) -> None:
         """Raise DataError where `text` has not as many places as there are of what is `shown`, image= and video=."""
@@ -313,6 +305,17 @@ class VisionProcessor:
         texts = list({place["replacement"] for place in offsets})
         found = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return self.placeholders | {token for ids in found for token in ids if token in special}
+
+
+def replaced(text: str, parts: Iterable[tuple[Span, str]]) -> tuple[str, list[tuple[Span, Span]]]:
+    """(`text` with other `parts` in place of some spans of it, those spans and where the parts are now)."""
+    pieces, places, end, length = [], [], 0, 0
+    for (start, stop), part in parts:
+        pieces += [text[end:start], part]
+        first = length + start - end
+        end, length = stop, first + len(part)
+        places.append(((start, stop), (first, length)))
+    return "".join([*pieces, text[end:]]), places
 
 
 def _as_frames(videos: Sequence[Video]) -> dict[str, Any]:

@@ -85,17 +85,18 @@ def load_causal_lm(
         model = load_causal_lm(base, kwargs, None, trust_remote_code, auto_class)
         return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     with explain_missing(path, "model"):
+        config = _config(path, kwargs)
         # transformers puts it in the place of the config's, and the base of the angles would be lost with that.
         if rope := kwargs.pop("rope_scaling", None) or kwargs.get("rope_parameters"):
-            own = getattr(_config(path, kwargs), "rope_parameters", None) or {}
+            own = getattr(config, "rope_parameters", None) or {}
             kwargs["rope_parameters"] = {n: own[n] for n in ("rope_theta", "partial_rotary_factor") if n in own} | rope
         name = auto_class
         if auto_class in (READING[0], SEEING[0]):
-            name = whole_class(_config(path, kwargs), auto_class, path)
+            name = whole_class(config, auto_class, path)
         loader: Any = getattr(transformers, name) if isinstance(name, str) else name
         model = loader.from_pretrained(path, **kwargs)
     obey_softcap(model)
-    stored_otherwise = getattr(_config(path, kwargs), "quantization_config", None) is not None
+    stored_otherwise = getattr(config, "quantization_config", None) is not None
     return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
 
 
@@ -133,7 +134,7 @@ def whole_class(config: Any, auto_class: str, name_or_path: str) -> str:
     )
     if auto_class == SEEING[0] and reader is not None and seer is None:
         raise ValueError(CANNOT_SEE.format(f"{name_or_path!r} ({type(config).__name__})"))
-    saved_as_reader = reader is not None and reader.__name__ in (getattr(config, "architectures", None) or ())
+    saved_as_reader = reader is not None and reader.__name__ in (config.architectures or ())
     return SEEING[0] if seer is not None and not saved_as_reader else auto_class
 
 
@@ -285,6 +286,24 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
             f"{path!r} is not a folder here (looked from {os.getcwd()}), and the Hugging Face Hub gave no {what} under "
             f"that name: {reason} Check the name, or download it first if this machine is offline."
         ) from error
+
+
+def router_coefficient(model: nn.Module, given: float | None) -> float:
+    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0.
+
+    Raises:
+        ValueError: `model` is no mixture of experts, and a weight is given.
+    """
+    base = base_model(model)
+    config = wrapping.text_config(wrapping.config_of(base))
+    if hasattr(config, "output_router_logits"):
+        return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
+    if given:
+        raise ValueError(
+            f"router_aux_loss_coef={given} weighs the load-balancing loss of routers, and {type(base).__name__} has "
+            "none. Leave router_aux_loss_coef out: the model is no mixture of experts."
+        )
+    return 0.0
 
 
 def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

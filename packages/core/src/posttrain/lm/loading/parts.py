@@ -27,7 +27,7 @@ def part_names(model: nn.Module) -> dict[str, list[str]]:
         ValueError: the model has no vision part.
     """
     base = base_model(model)
-    if not sees(base) or not hasattr(base, "get_decoder"):
+    if not sees(base):
         raise ValueError(
             f"train_parts chooses between the language and the vision part of a model, and {type(base).__name__} is "
             "one of text alone. Leave train_parts out."
@@ -52,15 +52,11 @@ def freeze_others(model: nn.Module, parts: str) -> None:
     Raises:
         ValueError: the model has no vision part.
     """
-    names, base = part_names(model), base_model(model)
-    weights = {
-        part: [p for n in names[part] for p in base.get_submodule(n).parameters(recurse=False)] for part in names
-    }
-    language = set(weights["language"])
-    for part, owned in weights.items():
-        for weight in owned if parts not in (part, "both") else ():
-            if part == "language" or weight not in language:
-                weight.requires_grad_(False)
+    names, base = part_names(model)["language"], base_model(model)
+    language = {weight for name in names for weight in base.get_submodule(name).parameters(recurse=False)}
+    for weight in base.parameters():
+        if parts not in ("language" if weight in language else "vision", "both"):
+            weight.requires_grad_(False)
     trained = sum(weight.numel() for weight in base.parameters() if weight.requires_grad)
     total = sum(weight.numel() for weight in base.parameters())
     logger.info("train_parts=%r: %s of %s weights of the model are trained.", parts, f"{trained:,}", f"{total:,}")
@@ -75,17 +71,15 @@ def adapter_config(model: nn.Module, peft_config: Any, parts: str | None) -> Any
     Raises:
         ValueError: the model has no vision part, or this kind of adapter cannot leave modules out.
     """
+    given = vars(peft_config)
     if parts is None:
-        named = [
-            getattr(peft_config, name, None) for name in ("target_modules", "target_parameters", "exclude_modules")
-        ]
-        leaves_out = hasattr(peft_config, "exclude_modules")
-        if not sees(model) or not leaves_out or any(named) or not hasattr(base_model(model), "get_decoder"):
+        named = [given.get(name) for name in ("target_modules", "target_parameters", "exclude_modules")]
+        if not sees(model) or "exclude_modules" not in given or any(named):
             return peft_config
         parts = "language"
     names = part_names(model)
-    if not hasattr(peft_config, "exclude_modules") or getattr(peft_config, "target_parameters", None):
-        what = "target_parameters" if hasattr(peft_config, "exclude_modules") else type(peft_config).__name__
+    if "exclude_modules" not in given or given.get("target_parameters"):
+        what = "target_parameters" if "exclude_modules" in given else type(peft_config).__name__
         raise ValueError(
             f"train_parts={parts!r} cannot be followed with {what}, whose weights are not chosen by their modules. "
             "Leave train_parts out."
@@ -110,7 +104,7 @@ def _joined(given: Any, names: list[str]) -> str:
 def tell_adapted(model: nn.Module) -> None:
     """Log on how many modules of which part of a vision-language model the adapter is."""
     base = base_model(model)
-    if not is_peft_model(model) or not sees(base) or not hasattr(base, "get_decoder"):
+    if not is_peft_model(model) or not sees(base):
         return
     language = _language(base)
     adapted = [module for module in base.modules() if hasattr(module, "base_layer")]

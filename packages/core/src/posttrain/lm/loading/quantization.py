@@ -5,40 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from posttrain.core.errors import require
+from posttrain.core.models.wrapping import PretrainedModel
 
 BITS = ("load_in_4bit", "load_in_8bit")
 
 
-def to_one_type(model: nn.Module) -> nn.Module:
+def to_one_type(model: PretrainedModel) -> PretrainedModel:
     """`model`, whose stored weights were read as what they stand for, with all of them in the dtype of its config.
 
     transformers computes float8 weights in that dtype where the device does not multiply them, and leaves norms,
     embeddings and the head in the one they are stored in. What the model keeps in float32 remains.
     """
-    kept = {
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    }
-    config: Any = model.config
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for name, parameter in model.named_parameters():
         stays = parameter.dtype == torch.float32 and any(part in name.split(".") for part in kept)
         if parameter.is_floating_point() and not stays:
-            parameter.data = parameter.data.to(config.dtype)
+            parameter.data = parameter.data.to(model.config.dtype)
     return model
 
 
 def asked_bits(kwargs: dict[str, Any] | None, quantization_config: Any = None) -> str | None:
     """``load_in_4bit`` or ``load_in_8bit`` where bitsandbytes is to quantize a model that is loaded so."""
     kwargs = kwargs if isinstance(kwargs, dict) else {}
-    for holder in (kwargs, kwargs.get("quantization_config"), quantization_config):
-        read = holder.get if isinstance(holder, dict) else lambda name, of=holder: getattr(of, name, None)
-        for name in BITS:
-            if read(name):
-                return name
-    return None
+    holders = (kwargs, kwargs.get("quantization_config"), quantization_config)
+    return next((name for holder in holders for name in BITS if _asks(holder, name)), None)
+
+
+def _asks(config: Any, name: str) -> bool:
+    return bool(config.get(name) if isinstance(config, dict) else getattr(config, name, None))
 
 
 def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
@@ -53,9 +49,7 @@ def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, 
     asked = [name for name in BITS if fields.get(name)]
     if config is None:
         config = fields if asked else None
-    elif asked and not any(
-        config.get(name) if isinstance(config, dict) else getattr(config, name, None) for name in asked
-    ):
+    elif asked and not any(_asks(config, name) for name in asked):
         raise ValueError(f"model_init_kwargs has {asked[0]}=True, which contradicts quantization_config. Keep one.")
     if isinstance(config, dict) and any(config.get(name) for name in BITS):
         require("bitsandbytes", "posttrain-core[quantization]", why="load_in_4bit and load_in_8bit")

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.lm.loss.language_modeling import labelled_places
-from posttrain.lm.loss.tiles import Gradients, Options, Tiles, needs_grad, product_dtype
+from posttrain.lm.loss.tiles import Gradients, Options, Tiles, needs_grad, product_dtype, spend_gradients
 
 
 class HeadStates(NamedTuple):
@@ -159,39 +159,29 @@ class _SummedDivergence(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = Tiles(hidden, weight, bias, options, len(rows), None if len(rows) == len(hidden) else rows)
             gradients, scores = Gradients(tiles, weight, needs), tiles.scores(2)
-            compare = _comparison(teacher, measure, options, tiles)
+            if isinstance(teacher, TopK):
+                compare: Any = _WithTopK(teacher, measure, tiles)
+            else:
+                compare = (_ByRank if measure.by_rank else _ByToken)(teacher, measure, options, tiles)
             for start, stop in tiles:
-                states = tiles.hidden_at(start, stop)
-                tile = tiles.multiply(states)
+                tile = tiles.multiply(start, stop)
                 compare.begin(start, stop)
                 for a, b in tiles.blocks(tile):
                     logits, slope = tiles.logits(tile[a:b], with_slope=any(needs))
                     gradient = compare.block(logits, a, b, scores[:, start + a : start + b])
                     if any(needs):
-                        gradients.write(tiles, tile[a:b], gradient, slope, None)
+                        gradients.write(tile[a:b], gradient, slope)
                 if any(needs):
-                    gradients.of_tile(tiles, start, stop, states, tile, None)
+                    gradients.of_tile(start, stop, tile)
             divergence, entropy = scores.sum(1)
-        ctx.gradients, ctx.factor = gradients, options.scale / options.temperature
+        ctx.gradients, ctx.factor, ctx.dtype = gradients.sums(), options.scale / options.temperature, weight.dtype
         ctx.mark_non_differentiable(entropy)
         return divergence, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "The loss of linear_divergence was differentiated a second time, but its gradients are kept for one "
-                "backward only. Sum the losses before one backward()."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(grad_loss * ctx.factor), None, None, None, None, None
-
-
-def _comparison(teacher: HeadStates | TopK, measure: Measure, options: Options, tiles: Tiles) -> Any:
-    if isinstance(teacher, TopK):
-        return _WithTopK(teacher, measure, tiles)
-    return (_ByRank if measure.by_rank else _ByToken)(teacher, measure, options, tiles)
+        return spend_gradients(ctx, grad_loss, "linear_divergence")
 
 
 class _WithHead:
@@ -204,7 +194,7 @@ class _WithHead:
         self.mixture = torch.empty_like(tiles.probabilities) if 0 < measure.beta < 1 else None
 
     def begin(self, start: int, stop: int) -> None:
-        self.tile = self.tiles.multiply(self.tiles.hidden_at(start, stop))
+        self.tile = self.tiles.multiply(start, stop)
 
     def distributions(
         self, logits: torch.Tensor, a: int, b: int

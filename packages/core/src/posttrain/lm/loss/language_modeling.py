@@ -95,12 +95,11 @@ def linear_cross_entropy(
             f"dft weights a target by its probability; label_smoothing={label_smoothing} has several. Set it to 0."
         )
     options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, 1.0, label_smoothing, dft, part)
-    hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
     # In float16 a gradient made before the loss scaler multiplied it would underflow: wait for the upstream gradient.
     wait = reduction == "none" or options.dtype == torch.float16
-    function = TokenLosses if wait else SummedLoss
     names = ("correct", "entropy") if return_stats else ()
-    loss, *stats = function.apply(hidden, weight, bias, targets, rows, options, names, needs_grad(hidden, weight, bias))
+    function = TokenLosses if wait else SummedLoss
+    (loss, *stats), rows = _score(function, hidden, weight, bias, labels, ignore_index, options, names)
     if wait:
         losses = loss = loss * dynamic_weights(loss) if dft else loss
     else:
@@ -110,7 +109,7 @@ def linear_cross_entropy(
     elif wait:
         loss = loss.sum()
     if reduction == "mean":
-        loss = loss / max(targets.numel(), 1)
+        loss = loss / max(losses.numel(), 1)
     if not return_stats:
         return loss
     found = LossStats(*(stat.sum() for stat in stats))
@@ -157,30 +156,35 @@ def token_logps(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature!r} must be > 0.")
     options = Options(product_dtype(hidden, weight), chunk_size, softcap, scale, temperature, 0.0, part=part)
-    hidden, targets, rows = _targets(hidden, weight, labels, ignore_index, chunk_size)
-    losses, *found = TokenLosses.apply(
-        hidden, weight, bias, targets, rows, options, stats, needs_grad(hidden, weight, bias)
-    )
+    (losses, *found), rows = _score(TokenLosses, hidden, weight, bias, labels, ignore_index, options, stats)
     logps = _scatter(-losses, rows, labels)
     return (logps, *(_scatter(stat, rows, labels) for stat in found)) if stats else logps
 
 
-def _targets(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int, chunk_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Check shapes; return hidden as (N, H), the (M,) labels that count, and their rows in hidden (None for all)."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size!r} must be >= 1.")
+def _score(
+    function: type[SummedLoss | TokenLosses],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    ignore_index: int,
+    options: Options,
+    stats: tuple[str, ...],
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """(what `function` gives for the M labels that count, their rows in the flattened hidden states; None for all)."""
+    if options.chunk_size < 1:
+        raise ValueError(f"chunk_size={options.chunk_size!r} must be >= 1.")
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} must be the shape of labels {tuple(labels.shape)} with one more dimension, "
             f"as wide as weight {tuple(weight.shape)}."
         )
-    rows = labelled_places(labels, ignore_index).to(hidden.device)
+    places = labelled_places(labels, ignore_index).to(hidden.device)
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
-    if rows.numel() == labels.numel():
-        return hidden, labels, None
-    return hidden, labels[rows], rows
+    rows = None if places.numel() == labels.numel() else places
+    labels = labels if rows is None else labels[rows]
+    needs = needs_grad(hidden, weight, bias)
+    return list(function.apply(hidden, weight, bias, labels, rows, options, stats, needs)), rows
 
 
 def _scatter(values: torch.Tensor, rows: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

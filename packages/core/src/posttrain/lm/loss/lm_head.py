@@ -16,6 +16,7 @@ from torch import nn
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.distributed.world import whole_rows
+from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.losses.logits import shift_labels
 from posttrain.core.models import wrapping
 from posttrain.core.models.wrapping import PretrainedModel, base_model, has_virtual_tokens, output_embedding, unwrap
@@ -88,7 +89,6 @@ def loss_in_head(
     *,
     shifted: bool = False,
     label_smoothing: float = 0.0,
-    ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 256,
     return_stats: bool = True,
     dft: bool = False,
@@ -112,7 +112,7 @@ def loss_in_head(
     Raises:
         ValueError: for a problem from `supports_loss_in_head`.
     """
-    targets = labels if shifted else shift_labels(labels, ignore_index)
+    targets = labels if shifted else shift_labels(labels)
     if groups is not None and not shifted:
         groups = shift_labels(groups, 0)
 
@@ -121,9 +121,8 @@ def loss_in_head(
         found = linear_cross_entropy(
             hidden,
             weight,
-            _aligned(model, targets, hidden, ignore_index, part),
+            _aligned(model, targets, hidden, part=part),
             **options,
-            ignore_index=ignore_index,
             chunk_size=chunk_size,
             label_smoothing=label_smoothing,
             return_stats=return_stats,
@@ -290,10 +289,9 @@ def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_s
         by_slices: it is ``function(hidden, head, part)``; where processes compute slices of the rows, `hidden` are the
             states of this one's slice, which is `part`. None: whole rows.
     """
-    head, reason = find_head(model)
-    reason = supports_loss_in_head(model) or reason
-    if head is None or reason:
+    if reason := supports_loss_in_head(model):
         raise ValueError(reason)
+    head = cast("CausalHead", find_head(model)[0])
     linear = head.linear
     config = base_model(model).config.get_text_config()
     if head.softcap is not None and head.softcap_switch is not None:
@@ -411,16 +409,12 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
     body = wrapping.body_of(base)
     skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
-    training = [module for module in base.modules() if module.training]
     handle = linear.register_forward_hook(put, prepend=True)
     try:
-        base.eval()
-        with whole_rows(), skipped if body is not base else contextlib.nullcontext():
+        with eval_mode(base), whole_rows(), skipped if body is not base else contextlib.nullcontext():
             logits = base(**inputs).logits
     finally:
         handle.remove()
-        for module in training:
-            module.training = True
     if len(given) != 1:
         raise ValueError(f"its head ran {len(given)} times in one forward")
     tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) and given[0].dtype == logits.dtype else 3e-2

@@ -11,7 +11,7 @@ size, V vocabulary. Softmax and sums are in float32 (float64 for float64 inputs)
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -82,6 +82,9 @@ class Tiles:
         # Each block of a slice of the vocabulary is an exchange between processes.
         self.block_rows = min(block_rows if options.part is None else self.tile_rows, self.tile_rows)
         self.statistics_dtype = torch.promote_types(self.dtype, torch.float32)
+        #: The rule of `fused_scores.score`.
+        self.rule: dict[str, Any] = {"softcap": options.softcap, "scale": options.scale}
+        self.rule |= {"temperature": options.temperature, "smoothing": options.label_smoothing}
         #: Whether one kernel scores a tile; not where it would also sum gradients over rows, or weigh them.
         self.fuses = options.part is None and bias is None and not options.dft and fused_scores.can_score(self.tile)
 
@@ -106,17 +109,13 @@ class Tiles:
         """
         return self.hidden.new_empty(columns, self.num_rows, dtype=self.statistics_dtype)
 
-    def hidden_at(self, start: int, stop: int) -> torch.Tensor:
-        if self.rows is None:
-            return self.hidden[start:stop].to(self.dtype)
-        return self.hidden.index_select(0, self.rows[start:stop]).to(self.dtype)
-
-    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, V) products of n rows, in the shared buffer."""
-        tile = self.tile[: len(hidden)]
+    def multiply(self, start: int, stop: int) -> torch.Tensor:
+        """(n, V) products of n labelled rows, in the shared buffer; `states` are then their hidden states."""
+        rows = self.hidden[start:stop] if self.rows is None else self.hidden.index_select(0, self.rows[start:stop])
+        self.states, tile = rows.to(self.dtype), self.tile[: stop - start]
         if self.bias is None:
-            return torch.mm(hidden, self.weight.t(), out=tile)
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=tile)
+            return torch.mm(self.states, self.weight.t(), out=tile)
+        return torch.addmm(self.bias, self.states, self.weight.t(), out=tile)
 
     def blocks(self, tile: torch.Tensor):
         """(start, stop) of each block of `tile`."""
@@ -150,21 +149,16 @@ class Gradients:
     def __init__(self, tiles: Tiles, weight: torch.Tensor, needs: tuple[bool, ...]) -> None:
         needs_hidden, needs_weight, needs_bias = needs
         statistics = tiles.statistics_dtype
-        self.weight_dtype, self.part = weight.dtype, tiles.options.part
+        self.tiles, self.part = tiles, tiles.options.part
         self.hidden = torch.zeros_like(tiles.hidden) if needs_hidden else None
         self.weight = torch.zeros_like(weight, dtype=statistics) if needs_weight else None
         self.bias = weight.new_zeros(len(weight), dtype=statistics) if needs_bias else None
 
     def of_block(
-        self,
-        tiles: Tiles,
-        products: torch.Tensor,
-        labels: torch.Tensor,
-        slope: torch.Tensor | None,
-        factor: torch.Tensor | None,
+        self, products: torch.Tensor, labels: torch.Tensor, slope: torch.Tensor | None, factor: torch.Tensor | None
     ) -> None:
         """Overwrite a block of a tile with its gradient times the upstream gradient `factor`, (n,)."""
-        gradient, smoothing = tiles.probabilities[: len(products)], tiles.options.label_smoothing
+        gradient, smoothing = self.tiles.probabilities[: len(products)], self.tiles.options.label_smoothing
         here, vocabulary = torch.arange(len(labels), device=labels.device), gradient.shape[1]
         if self.part is not None:
             vocabulary, (labels, is_own) = self.part.size, self.part.own(labels, gradient.shape[1])
@@ -172,40 +166,30 @@ class Gradients:
         gradient[here, labels] -= 1 - smoothing
         if smoothing:
             gradient.sub_(smoothing / vocabulary)
-        self.write(tiles, products, gradient, slope, factor)
+        self.write(products, gradient, slope, factor)
 
     def write(
         self,
-        tiles: Tiles,
         products: torch.Tensor,
         gradient: torch.Tensor,
         slope: torch.Tensor | None,
-        factor: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
     ) -> None:
         """Overwrite a block of a tile with the `gradient` of its (n, V) logits, which is changed, times `factor`."""
         if slope is not None:
             gradient.mul_(slope)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0) if factor is None else factor @ gradient)
-        if (
-            factor is not None and tiles.dtype == torch.float16
-        ):  # small probabilities underflow unless the loss scale is in the tile
+        if factor is not None and self.tiles.dtype == torch.float16:  # else small probabilities underflow
             gradient.mul_(factor.unsqueeze(1))
         products.copy_(gradient)
 
-    def of_tile(
-        self,
-        tiles: Tiles,
-        start: int,
-        stop: int,
-        hidden: torch.Tensor,
-        tile: torch.Tensor,
-        factor: torch.Tensor | None,
-    ) -> None:
+    def of_tile(self, start: int, stop: int, tile: torch.Tensor, factor: torch.Tensor | None = None) -> None:
         """Add a tile whose gradient with respect to ``hidden @ weight.T`` is ``tile * factor[:, None]``.
 
         The factor is multiplied into the H wide operand, not into the V wide tile.
         """
+        tiles = self.tiles
         factor = None if factor is None or tiles.dtype == torch.float16 else factor.unsqueeze(1)
         if self.hidden is not None:
             gradient = tile @ tiles.weight
@@ -215,23 +199,18 @@ class Gradients:
             else:
                 self.hidden.index_copy_(0, tiles.rows[start:stop], gradient)
         if self.weight is not None:
-            weighted = hidden if factor is None else (hidden * factor).to(tile.dtype)
+            weighted = tiles.states if factor is None else (tiles.states * factor).to(tile.dtype)
             if tile.dtype == self.weight.dtype:
                 self.weight.addmm_(tile.t(), weighted)
             else:  # each tile's product is rounded to 16 bits, their sum is not
                 for a in range(0, len(self.weight), VOCAB_ROWS):
                     self.weight[a : a + VOCAB_ROWS] += tile[:, a : a + VOCAB_ROWS].t() @ weighted
 
-    def scaled(self, factor: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
-        """(hidden, weight, bias) gradients times a 0-d factor, in place, in the types of their tensors."""
+    def sums(self) -> list[torch.Tensor | None]:
+        """[hidden, weight, bias], of all slices of the vocabulary; the types are those of the statistics."""
         if self.part is not None and self.hidden is not None:
             self.part.total(self.hidden)
-        gradients = [self.hidden, self.weight, self.bias]
-        self.hidden = self.weight = self.bias = None  # the optimizer's .grad may take the memory over without a copy
-        if factor is not None:
-            gradients = [None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients]
-        hidden, weight, bias = gradients
-        return hidden, *(None if g is None else g.to(self.weight_dtype) for g in (weight, bias))
+        return [self.hidden, self.weight, self.bias]
 
 
 def _score(
@@ -286,41 +265,52 @@ def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.maximum(highest, last), torch.where(last > highest, whole + place_in_last, place)
 
 
-def _score_tile(
+def _score_all(
     tiles: Tiles,
-    tile: torch.Tensor,
     labels: torch.Tensor,
     stats: tuple[str, ...],
-    scores: torch.Tensor,
-    gradients: Gradients | None,
+    gradients: Gradients | None = None,
     weights: torch.Tensor | None = None,
-) -> None:
-    """Write the losses of a tile of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
+) -> torch.Tensor:
+    """(1 + len(stats), M) the loss of each row and each of `stats`.
 
     Args:
-        gradients: overwrite the tile with its gradient. weights: (n,) for those of `dynamic_weights`; None: without.
+        gradients: get those of the summed loss. weights: (M,) for those of `dynamic_weights`; None: without.
     """
-    options = tiles.options
-    if tiles.fuses:
-        fused_scores.score(
-            tile,
-            labels,
-            scores,
-            stats,
-            softcap=options.softcap,
-            scale=options.scale,
-            temperature=options.temperature,
-            smoothing=options.label_smoothing,
-            with_gradient=gradients is not None,
-        )
-        return
-    for a, b in tiles.blocks(tile):
-        logits, slope = tiles.logits(tile[a:b], with_slope=gradients is not None)
-        _score(logits, tiles, labels[a:b], stats, scores[:, a:b])
-        if weights is not None:
-            weights[a:b] = dynamic_weights(scores[0, a:b])
+    scores = tiles.scores(1 + len(stats))
+    for start, stop in tiles:
+        tile = tiles.multiply(start, stop)
+        if tiles.fuses:
+            given = tile, labels[start:stop], scores[:, start:stop], stats
+            fused_scores.score(*given, **tiles.rule, with_gradient=gradients is not None)
+        for a, b in () if tiles.fuses else tiles.blocks(tile):
+            rows = slice(start + a, start + b)
+            logits, slope = tiles.logits(tile[a:b], with_slope=gradients is not None)
+            _score(logits, tiles, labels[rows], stats, scores[:, rows])
+            if weights is not None:
+                weights[rows] = dynamic_weights(scores[0, rows])
+            if gradients is not None:
+                gradients.of_block(tile[a:b], labels[rows], slope, None if weights is None else weights[rows])
         if gradients is not None:
-            gradients.of_block(tiles, tile[a:b], labels[a:b], slope, None if weights is None else weights[a:b])
+            gradients.of_tile(start, stop, tile, None if weights is None else weights[start:stop])
+    return scores
+
+
+def spend_gradients(ctx, grad_loss: torch.Tensor, what: str, otherwise: str = "") -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a function of (hidden, weight, bias, and five more) whose forward made them, for one backward.
+
+    Raises:
+        RuntimeError: the second time, naming the function `what`, and what to do `otherwise`.
+    """
+    if ctx.gradients is None:
+        raise RuntimeError(
+            f"The loss of {what} was differentiated a second time, but its gradients are kept for one backward only. "
+            f"Sum the losses before one backward(){otherwise}."
+        )
+    gradients, ctx.gradients = ctx.gradients, None  # the optimizer's .grad may take the memory over without a copy
+    factor = grad_loss * ctx.factor
+    hidden, *of_head = (None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
+    return hidden, *(None if g is None else g.to(ctx.dtype) for g in of_head), *[None] * 5
 
 
 class SummedLoss(torch.autograd.Function):
@@ -333,35 +323,19 @@ class SummedLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
             gradients = Gradients(tiles, weight, needs)
-            factor = options.scale / options.temperature
-            scores = tiles.scores(1 + len(stats))
             weights = tiles.scores(1)[0] if options.dft else None
-            for start, stop in tiles:
-                states = tiles.hidden_at(start, stop)
-                tile = tiles.multiply(states)
-                here = slice(start, stop)
-                of_rows = None if weights is None else weights[here]
-                written = gradients if any(needs) else None
-                _score_tile(tiles, tile, labels[here], stats, scores[:, here], written, of_rows)
-                if any(needs):
-                    gradients.of_tile(tiles, start, stop, states, tile, of_rows)
+            scores = _score_all(tiles, labels, stats, gradients if any(needs) else None, weights)
             if weights is not None:
                 scores[0] *= weights
             losses, *found = scores
-        ctx.gradients, ctx.factor = gradients, factor
+        ctx.gradients, ctx.factor, ctx.dtype = gradients.sums(), options.scale / options.temperature, weight.dtype
         ctx.mark_non_differentiable(losses, *found)
         return losses.sum(), losses, *found
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "The loss of linear_cross_entropy was differentiated a second time, but its gradients are kept for "
-                "one backward only. Sum the losses before one backward(), or set reduction='none' and sum yourself."
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(grad_loss * ctx.factor), None, None, None, None, None
+        return spend_gradients(ctx, grad_loss, "linear_cross_entropy", ", or set reduction='none' and sum yourself")
 
 
 class TokenLosses(torch.autograd.Function):
@@ -371,11 +345,7 @@ class TokenLosses(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, rows, options, stats, needs):
         with torch.autocast(hidden.device.type, enabled=False):
             tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
-            scores = tiles.scores(1 + len(stats))
-            for start, stop in tiles:
-                tile = tiles.multiply(tiles.hidden_at(start, stop))
-                _score_tile(tiles, tile, labels[start:stop], stats, scores[:, start:stop], None)
-            losses, *found = (column.clone() for column in scores)
+            losses, *found = (column.clone() for column in _score_all(tiles, labels, stats))
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
         ctx.options, ctx.needs = options, needs
         ctx.mark_non_differentiable(*found)
@@ -391,14 +361,14 @@ class TokenLosses(torch.autograd.Function):
             tiles = Tiles(hidden, weight, bias, options, len(labels), rows)
             gradients, scores = Gradients(tiles, weight, ctx.needs), tiles.scores(1)
             for start, stop in tiles:
-                states, factor = tiles.hidden_at(start, stop), factors[start:stop]
-                tile = tiles.multiply(states)
+                tile, factor = tiles.multiply(start, stop), factors[start:stop]
                 if tiles.fuses:
-                    _score_tile(tiles, tile, labels[start:stop], (), scores[:, start:stop], gradients)
-                else:
-                    for a, b in tiles.blocks(tile):
-                        logits, slope = tiles.logits(tile[a:b], with_slope=True)
-                        tiles.softmax(logits)
-                        gradients.of_block(tiles, tile[a:b], labels[start + a : start + b], slope, factor[a:b])
-                gradients.of_tile(tiles, start, stop, states, tile, factor)
-        return *gradients.scaled(), None, None, None, None, None
+                    given = tile, labels[start:stop], scores[:, start:stop], ()
+                    fused_scores.score(*given, **tiles.rule, with_gradient=True)
+                for a, b in () if tiles.fuses else tiles.blocks(tile):
+                    logits, slope = tiles.logits(tile[a:b], with_slope=True)
+                    tiles.softmax(logits)
+                    gradients.of_block(tile[a:b], labels[start + a : start + b], slope, factor[a:b])
+                gradients.of_tile(start, stop, tile, factor)
+            hidden, *of_head = gradients.sums()
+        return hidden, *(None if g is None else g.to(weight.dtype) for g in of_head), *[None] * 5

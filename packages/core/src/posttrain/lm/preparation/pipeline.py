@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ def prepare_rows(
     name, limits = report.name, dict(limits or {})
     check_dataset(dataset, f"{name}_dataset")
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, datasets.IterableDataset):
-        dataset = datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"dataset": dataset})
+        dataset = datasets.IterableDataset.from_generator(dataset.__iter__)
     if isinstance(dataset, datasets.IterableDataset):
         return _prepare_stream(dataset, prepare, report, limits, on_bad_rows)
     if isinstance(dataset, datasets.Dataset):
@@ -124,10 +125,6 @@ def cache_location(dataset: Dataset, *what: object) -> tuple[str | None, str]:
     if folder is None or not is_caching_enabled() or not os.access(folder, os.W_OK):
         return None, fingerprint
     return os.path.join(folder, f"cache-{fingerprint}.arrow"), fingerprint
-
-
-def _rows_of(dataset: Any) -> Iterator[Any]:
-    yield from dataset
 
 
 def _rows_in(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
@@ -215,7 +212,9 @@ def _prepare_arrow(dataset: Dataset, prepare: RowPreparation, name: str, what: s
     def batch_of(columns: Mapping[str, list[Any]], indices: list[int]) -> pa.Table:
         return _table(prepare(_rows_in(columns), indices), prepare, features)
 
-    def run() -> Dataset:
+    # Whoever comes second reads what the first one wrote.
+    alone = contextlib.nullcontext() if cache_file is None else FileLock(cache_file + ".lock")
+    with naming_undecodable(dataset, name), alone:
         return dataset.map(
             batch_of,
             batched=True,
@@ -229,12 +228,6 @@ def _prepare_arrow(dataset: Dataset, prepare: RowPreparation, name: str, what: s
             new_fingerprint=fingerprint,
             desc=f"Preparing {name}",
         )
-
-    with naming_undecodable(dataset, name):
-        if cache_file is None:
-            return run()
-        with FileLock(cache_file + ".lock"):  # whoever comes second reads what the first one wrote
-            return run()
 
 
 def _prepare_list(rows: Any, prepare: RowPreparation, name: str) -> Dataset:

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from posttrain.core.errors import DataError
 from posttrain.lm.text import call_arguments, layouts, turn_closers
 from posttrain.lm.text.tokenization import (
@@ -29,9 +27,9 @@ from posttrain.lm.text.tokenization import (
 from posttrain.lm.text.tokenizer_setup import load_template, set_up_tokenizer, token_problems
 
 __all__ = [
-    "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "assistant_mask", "detect_format", "encode_chat",
-    "encode_texts", "end_tokens", "has_doubled_bos", "is_conversational", "load_template", "message_choice",
-    "set_up_tokenizer", "sharegpt_to_messages", "special_tokens_around", "to_messages", "to_tools", "token_problems",
+    "FORMATS", "ROLES", "Encoding", "Message", "Span", "Template", "detect_format", "encode_texts", "end_tokens",
+    "has_doubled_bos", "is_conversational", "load_template", "message_choice", "require_calls", "set_up_tokenizer",
+    "sharegpt_to_messages", "special_tokens_around", "to_messages", "to_tools", "token_problems",
 ]  # fmt: skip
 
 Message = dict[str, Any]
@@ -48,18 +46,10 @@ FORMATS: dict[str, tuple[frozenset[str], ...]] = {
 """Format -> sets of columns. A row has the first format of which it has one whole set."""
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 """ShareGPT's speakers -> the roles of a chat template."""
 
@@ -217,7 +207,7 @@ class Template:
     def __init__(
         self, tokenizer: Any, tools: list[Any] | None = None, chat_template_kwargs: dict[str, Any] | None = None
     ) -> None:
-        if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (chat_template_kwargs or {}):
+        if not tokenizer.chat_template and "chat_template" not in (chat_template_kwargs or {}):
             raise DataError(
                 "The rows are conversations, but the tokenizer has no chat template. Load one with "
                 "chat_template_path, set tokenizer.chat_template, or give rows of text."
@@ -404,46 +394,53 @@ class Template:
         return self._ending(turn)
 
 
-def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: list[Any] | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    add_generation_prompt: bool = False,
-) -> list[int]:
-    """The token ids of a conversation as the template renders it, without a second bos.
-
-    Raises:
-        DataError: no chat template, not messages, or the template refused them.
-    """
-    template = Template(tokenizer, to_tools(tools), chat_template_kwargs)
-    return encode_texts(tokenizer, [template.render(to_messages(messages), add_generation_prompt)])[0].ids
-
-
-def assistant_mask(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: list[Any] | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> tuple[list[int], np.ndarray]:
-    """The token ids of a conversation, and a mask that is True at the assistant's tokens and their end-of-turn.
-
-    Works for any chat template, see `Template.assistant_spans`.
-
-    Raises:
-        DataError: as `encode_chat`, or the template does not show where the turns start and stop.
-    """
-    text, spans = Template(tokenizer, to_tools(tools), chat_template_kwargs).assistant_spans(to_messages(messages))
-    encoding = encode_texts(tokenizer, [text], [spans])[0]
-    return encoding.ids, np.ones(len(encoding.ids), dtype=bool) if encoding.mask is None else encoding.mask
-
-
 def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
     """The ids that stop generation: eos, and the tokens that end an assistant's turn in the chat template."""
     ends = {tokenizer.eos_token_id, eos_token_id} - {None}
-    if getattr(tokenizer, "chat_template", None):
+    if tokenizer.chat_template:
         template = Template(tokenizer)
         ending = tokenizer(template.turn_ending.strip(), add_special_tokens=False)["input_ids"]
         ending += tokenizer.convert_tokens_to_ids(list(template.turn_closers.values()))
         ends.update(token for token in ending if token in tokenizer.added_tokens_decoder)
     return ends
+
+
+def require_calls(template: Template, messages: Sequence[Message], chosen: Sequence[bool] | None = None) -> None:
+    """Reject a conversation whose tool calls the template omits: it would train on empty turns.
+
+    Args:
+        chosen: the messages to check; None: all.
+
+    Raises:
+        DataError: the template omits a call.
+    """
+    named, count = [], 0
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") if chosen is None or chosen[i] else None
+        if isinstance(calls, list) and calls:
+            message = message | {"tool_calls": [_renamed(call, count + n) for n, call in enumerate(calls)]}
+            count += len(calls)
+        named.append(message)
+    if not count:
+        return
+    try:
+        text = template.render(named)
+    except DataError:  # a template may use tool names; another check covers the row itself
+        return
+    if any(_call_name(n) not in text for n in range(count)):
+        name = template.tokenizer.name_or_path or type(template.tokenizer).__name__
+        raise DataError(
+            f"the chat template of {name} leaves out tool_calls, and turns would be learned without them; set "
+            "chat_template_path to a template that shows calls, or write them into content"
+        )
+
+
+def _call_name(number: int) -> str:
+    return f"{PLACEHOLDER}x{number}x"
+
+
+def _renamed(call: Any, number: int) -> Any:
+    """A call of a tool under a name that is found nowhere else."""
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _renamed(call["function"], number)}
+    return {**call, "name": _call_name(number)} if isinstance(call, Mapping) else call

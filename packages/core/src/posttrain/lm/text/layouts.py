@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
+from posttrain.core.data.samplers import columns_of
+
 logger = logging.getLogger(__name__)
 
 #: {column that trainers read: names that others give it, the best first}.
@@ -170,7 +172,7 @@ def _turns(text: str, role: str) -> list[dict[str, str]]:
 
 def columns(dataset: Any) -> list[str]:
     """The columns of `dataset`; none where its rows are no mappings, or cannot be looked at."""
-    if known := getattr(dataset, "column_names", None):
+    if known := columns_of(dataset):
         return list(known)
     first = _first(dataset)
     return list(first) if isinstance(first, Mapping) else []

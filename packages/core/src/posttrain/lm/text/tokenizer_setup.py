@@ -65,7 +65,7 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
 def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
     """Problems: special tokens in `args` that the tokenizer does not have, or a tokenizer that cannot be saved."""
     words = tokenizer_of(tokenizer)
-    for name, value in getattr(words, "init_kwargs", {}).items():
+    for name, value in words.init_kwargs.items():
         if isinstance(value, torch.dtype):
             yield ValueError(
                 f"The tokenizer was loaded with {name}={value}, an argument of models with which it cannot be saved; "
@@ -74,5 +74,5 @@ def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name, None)
         if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
-            near = did_you_mean(token, getattr(words, "all_special_tokens", ()))
+            near = did_you_mean(token, words.all_special_tokens)
             yield ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary{near}; name a token that is.")

@@ -25,8 +25,7 @@ def find(render: Callable[[list[dict[str, Any]]], str], tokenizer: Any) -> dict[
         render: messages -> their text; raises `DataError` where the template refuses them.
         tokenizer: or a processor; its added tokens are those that may open a message.
     """
-    words = tokenizer_of(tokenizer)
-    tokens = [token.content for token in getattr(words, "added_tokens_decoder", {}).values()]
+    tokens = [token.content for token in tokenizer_of(tokenizer).added_tokens_decoder.values()]
 
     def opening(turn: dict[str, Any], following: dict[str, Any], ending: str = "") -> str:
         try:

@@ -49,7 +49,7 @@ from posttrain.rl.online.reporting import Reporter
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.policy import bema_reference
-from posttrain.rl.policy.loading import cast_head, refuse_other_models, router_coefficient
+from posttrain.rl.policy.loading import cast_head, refuse_other_models
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
 from posttrain.rl.policy.overrides import ROLLOUT_METHODS
 from posttrain.rl.policy.reference import FrozenReference, MovableReference, SyncReference, set_up_reference
@@ -190,7 +190,7 @@ class RolloutTrainer(LanguageModelTrainer):
         if self.reference is not None and args.sync_ref_model:
             self.remove_callback(SyncReference)  # of the model before
             self.add_callback(SyncReference(self.reference, args.ref_model_mixup_alpha, args.ref_model_sync_steps))
-        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.router_aux_loss_coef = loading.router_coefficient(self.model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         models = [model for model in (self.model, self.ref_model) if model is not None]
         example = None if self.image_prompts is None else self.image_prompts.example

@@ -38,17 +38,3 @@ def cast_head(model: nn.Module) -> None:
         embedding.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     head.float()
     head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
-
-
-def router_coefficient(model: nn.Module, given: float | None) -> float:
-    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0. Raise ValueError
-    if `model` is no mixture of experts, and a weight is given.
-    """
-    config = wrapping.text_config(wrapping.config_of(model))
-    if hasattr(config, "output_router_logits"):
-        return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
-    if given:
-        raise ValueError(
-            f"router_aux_loss_coef={given}: {type(model).__name__} is no mixture of experts. Leave it out."
-        )
-    return 0.0

@@ -26,7 +26,7 @@ from posttrain.lm.preparation.rows import (
     whole_numbers,
 )
 from posttrain.lm.text import chat_template, tokenization
-from posttrain.lm.text.tool_calls import require_calls
+from posttrain.lm.text.chat_template import require_calls
 
 PAIR = ("chosen", "rejected")
 #: The columns of tokens that the rows of a format become.

@@ -36,7 +36,7 @@ from posttrain.lm.loss import lm_head
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy import reference as references
-from posttrain.rl.policy.loading import refuse_other_models, router_coefficient
+from posttrain.rl.policy.loading import refuse_other_models
 from posttrain.rl.policy.logprobs import CompletionScores, Encoder, score_completions, sharing_problem
 from posttrain.rl.policy.overrides import PREFERENCE_METHODS, has_own_loss
 from posttrain.rl.preference import precomputed
@@ -334,7 +334,7 @@ class PreferenceTrainer(LanguageModelTrainer):
         another.
         """
         model = models[0]
-        self.router_aux_loss_coef = router_coefficient(model, args.router_aux_loss_coef)
+        self.router_aux_loss_coef = loading.router_coefficient(model, args.router_aux_loss_coef)
         self.aux_loss_enabled = self.router_aux_loss_coef != 0
         self._own_loss, wanted = has_own_loss(type(self)), args.shared_prefix is not False
         example = VisionProcessor(tokenizer, wrapping.base_model(model)).example() if self.sees and wanted else None

@@ -92,8 +92,16 @@ class Distributed(World):
                     "ten times as long as in float32. Set bf16=False, and load the model with dtype='float32'."
                 )
 
+    def _use_device(self, model: nn.Module) -> None:
+        """Let `model` run as it is fastest on a device other than the CPU."""
+        if self.device.type == "cpu":
+            return
+        args: Any = self.args
+        pkgutil.resolve_name(ANNOUNCE_MASKS)(model)
+        if self.tp_size == 1 and not args.torch_compile:  # the compiler makes kernels of its own
+            rms_norm.use_kernels(model)
+
     def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
-from posttrain.core.models import rms_norm
         """Move `model` to this process's device and, with several processes, wrap it so that gradients are averaged.
         The `optimizer`, if the user made one, follows the parameters where sharding replaces them."""
         self.place(model, trained=True)
