@@ -16,16 +16,12 @@ class ArgumentSetters:
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    def _set(self, given: dict[str, Any], prefix: str = "", **names: str) -> Self:
-        """Set the local names of a setter: fields that `names` has for them, else `prefix` and name, else it."""
-        fields = self.__dataclass_fields__
-        names = {name: prefix + name if prefix + name in fields else name for name in given} | names
-        asked = {names[name]: value for name, value in given.items() if name != "self"}
-        values, problems = translate_old_names(type(self), asked)
-        before = {name: vars(self)[name] for name in values}
+    def _set(self, **values: Any) -> Self:
+        values, problems = translate_old_names(type(self), values)
+        before = {name: getattr(self, name) for name in values}
         vars(self).update(values)
         problems += tidy(self)
-        problems += [p for name in values for p in check_field(self, fields[name])]
+        problems += [p for field in dataclasses.fields(self) if field.name in values for p in check_field(self, field)]
         if problems:
             vars(self).update(before)
             raise ConfigError(type(self).__name__, problems)
@@ -44,11 +40,19 @@ class ArgumentSetters:
         gradient_checkpointing: bool | None = None,
     ) -> Self:
         """Set the basic arguments of training, and `do_train`."""
-        do_train = True
-        if gradient_checkpointing is None:
-            gradient_checkpointing = activation_checkpointing
-        activation_checkpointing = gradient_checkpointing
-        return self._set(locals(), batch_size="per_device_train_batch_size", num_epochs="num_train_epochs")
+        recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            activation_checkpointing=recompute,
+            gradient_checkpointing=recompute,
+        )
 
     def set_evaluate(
         self,
@@ -60,13 +64,19 @@ class ArgumentSetters:
         loss_only: bool = False,
     ) -> Self:
         """Set when and how the model is evaluated, and `do_eval`."""
-        do_eval, delay = strategy != "no", delay or 0
-        return self._set(locals(), "eval_", batch_size="per_device_eval_batch_size", loss_only="prediction_loss_only")
+        return self._set(
+            eval_strategy=strategy,
+            do_eval=strategy != "no",
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay or 0,
+            prediction_loss_only=loss_only,
+        )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
         """Set how `predict` runs, and `do_predict`."""
-        do_predict = True
-        return self._set(locals(), batch_size="per_device_eval_batch_size", loss_only="prediction_loss_only")
+        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
         self,
@@ -76,7 +86,9 @@ class ArgumentSetters:
         on_each_node: bool = False,
     ) -> Self:
         """Set when checkpoints are written and how many are kept."""
-        return self._set(locals(), "save_")
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
 
     def set_logging(
         self,
@@ -91,12 +103,14 @@ class ArgumentSetters:
     ) -> Self:
         """Set what is logged, when and where to."""
         self._set(
-            locals(),
-            "logging_",
-            level="log_level",
-            nan_inf_filter="logging_nan_inf_filter",
-            on_each_node="log_on_each_node",
-            replica_level="log_level_replica",
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
         )
         LoggingArguments._normalize(self)  # type: ignore[arg-type]  # report_to is kept as a list
         return self
@@ -111,8 +125,15 @@ class ArgumentSetters:
         revision: str | None = None,
     ) -> Self:
         """Set where and when checkpoints are uploaded, and `push_to_hub`."""
-        push_to_hub = True
-        return self._set(locals(), "hub_")
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
 
     def set_optimizer(
         self,
@@ -125,13 +146,23 @@ class ArgumentSetters:
         args: str | None = None,
     ) -> Self:
         """Set the optimizer and its constants."""
-        return self._set(locals(), "adam_", name="optim", args="optim_args")
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
 
     def set_lr_scheduler(
         self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
     ) -> Self:
         """Set the schedule of the learning rate and the length of the run."""
-        return self._set(locals(), name="lr_scheduler_type", num_epochs="num_train_epochs")
+        return self._set(
+            lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
+        )
 
     def set_dataloader(
         self,
@@ -150,9 +181,16 @@ class ArgumentSetters:
     ) -> Self:
         """Set how batches are made and read."""
         return self._set(
-            locals(),
-            "dataloader_",
-            train_batch_size="per_device_train_batch_size",
-            eval_batch_size="per_device_eval_batch_size",
-            sampler_seed="data_seed",
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            dataloader_multiprocessing_context=multiprocessing_context,
+            dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
         )
