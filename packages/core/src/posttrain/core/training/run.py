@@ -396,7 +396,8 @@ class Run:
         owner.saving.settle()
         if unanswered(owner.control) or owner.checkpoints.saved_step != owner.state.global_step:
             owner.saving.now()
-        if (step := owner.checkpoints.saved_step) is not None:  # an earlier one, if this save has failed
+        step = owner.checkpoints.saved_step  # an earlier one, if this save has failed
+        if step is not None and owner.dist.is_main:
             logger.warning(
                 f"The run stops after optimizer step {owner.state.global_step}. To go on from "
                 f"{owner.store.path(step)}, set resume_from_checkpoint=True."
