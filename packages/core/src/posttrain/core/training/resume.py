@@ -69,7 +69,8 @@ def resume_plan(owner: Trainer, plan: Plan, loader: Any, checkpoint: Path) -> Pl
     *shape, resized_at = trainer["plan"]
     is_alike = rows == then and shape == [plan.accumulation, plan.batches_per_epoch]
     if plan.batches_per_epoch is None or is_alike:
-        return plan if resized_at is None else resumed(plan, *resized_at, by_steps)
+        at: tuple[int, int, int] | None = resized_at
+        return plan if at is None else resumed(plan, *at, by_steps)
     step = TrainerState.load_from_json(checkpoint / "trainer_state.json").global_step
     epoch, left = trainer["progress"]["epoch"], plan.batches_per_epoch
     if trainer["progress"]["epoch_ended"] or trainer["epoch_stops"]:
