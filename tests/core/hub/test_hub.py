@@ -431,7 +431,7 @@ def test_a_program_ends_while_an_upload_hangs(hub, tmp_path):
     hub.gate.clear()
     folder = make_checkpoint(tmp_path, 1)
     code = (
-        "import sys, time\nfrom posttrain.core.hub.uploads import HubArguments, Uploader\n"
+        "import sys, time\nfrom posttrain.core.hub import HubArguments, Uploader\n"
         f"up = Uploader(HubArguments(hub_token={TOKEN!r}, hub_model_id='me/model'), '.')\n"
         "up.push(sys.argv[1])\nuntil = time.monotonic() + 30\n"
         "while up.repo_id is None and time.monotonic() < until: time.sleep(0.01)\n"

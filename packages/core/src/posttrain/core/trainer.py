@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.core import registry
+from posttrain.core import hub, registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback, as_list
 from posttrain.core.checkpoint import Store, codec, weights
@@ -31,7 +31,6 @@ from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.hub import uploads
 from posttrain.core.logging import trackers
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in
@@ -151,7 +150,7 @@ class Trainer(TrainerNames):
         lifetime.new_record(owner)
         self._follow_old_names()
         self.set_model(model if model is not None else self.call_model_init())
-        self.store, self.uploader = Store(args.output_dir, args.remote), uploads.Uploader(args, args.output_dir)
+        self.store, self.uploader = Store(args.output_dir, args.remote), hub.Uploader(args, args.output_dir)
         # Made by all processes together, at the start of `train`.
         self.checkpoints: CheckpointManager = lifetime.NOT_MADE
         self.dist.on_main(lambda: Path(args.output_dir).mkdir(parents=True, exist_ok=True))
@@ -192,7 +191,7 @@ class Trainer(TrainerNames):
         parts.trainer_class = type(self)
         preflight.raise_together(type(self).__name__, self.preflight(args, parts))
         self._preflight_passed = True
-        for warning in (override_checks.unheard(type(self)), uploads.missing_token(args) if args.should_save else None):
+        for warning in (override_checks.unheard(type(self)), hub.missing_token(args) if args.should_save else None):
             if warning is not None:
                 logger.warning(warning)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.hub import uploads
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
 
@@ -79,7 +79,7 @@ class Saving:
         owner = self.owner
         owner._fire("on_push_begin", state)
         message = "End of training" if at_end else f"Training in progress, step {state.global_step}"
-        for folder, path, ignore in uploads.jobs(owner.args.hub_strategy, checkpoint, owner.args.output_dir, at_end):
+        for folder, path, ignore in hub.jobs(owner.args.hub_strategy, checkpoint, owner.args.output_dir, at_end):
             if owner.dist.is_main:
                 owner.uploader.push(folder, path, message, ignore)
 
