@@ -318,7 +318,7 @@ class Call:
 
     def unseen(self) -> list[torch.Tensor]:
         """Of each part, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
-        pairs = zip(self.parts, self.index.split([len(part.rows) for part in self.parts]), strict=True)
+        pairs = zip(self.parts, torch.split(self.index, [len(part.rows) for part in self.parts]), strict=True)
         return [self.tokens[rows, max(part.looked - self.window, 0) : part.block.step + 1] for part, rows in pairs]
 
     def see(self, unseen: list[list[list[int]]]) -> None:

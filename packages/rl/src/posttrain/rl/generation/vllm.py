@@ -268,7 +268,7 @@ class VLLMServers:
     @property
     def is_scaled(self) -> bool:
         """Whether their log-probabilities are those of logits that the temperature divides."""
-        return self.started["--logprobs-mode"] == "processed_logprobs"
+        return bool(self.started["--logprobs-mode"] == "processed_logprobs")
 
     @property
     def is_writing(self) -> bool:

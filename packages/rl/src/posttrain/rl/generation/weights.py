@@ -191,7 +191,10 @@ def saved_differently(model: Any, shapes: dict[str, torch.Tensor]) -> bool:
     """Whether checkpoints of `model` hold its weights under other names or in other shapes. Raise ValueError if they
     hold several weights as one, so that no weight can be sent by itself.
     """
-    sizes = lambda tensors: {name: tensor.shape for name, tensor in tensors.items()}  # noqa: E731
+
+    def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in tensors.items()}
+
     together = sizes(as_saved(model, shapes))
     if together == sizes(shapes):
         return False
