@@ -34,11 +34,7 @@ KINDS = load.KINDS | {"compare": bool, "system": str, "temperature": float, "max
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
-    """
+    """Converse with a model."""
     what = "a model: its folder or its name"
     names, given = parse.typed_flags("chat", words, KINDS, names=1, what=what, least=load.LEAST)
     if given.get("compare") and not (Path(names[0]) / "adapter_config.json").is_file():

@@ -67,12 +67,7 @@ KINDS = load.KINDS | {
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model or lm-eval cannot be loaded.
-        DataError: the rows of a task cannot be had.
-    """
+    """Evaluate a model, and print what was found."""
     what = "a model: its folder or its name"
     names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST | {"k": 1})
     if "env" in given:

@@ -70,11 +70,7 @@ class Export:
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be exported.
-    """
+    """Write the model, and print what was written."""
     what, least = "a model and the folder or file to write", {"tolerance": 0}
     names, given = parse.typed_flags("export", words, KINDS, 2, what, least, dtypes=tuple(OUTTYPES))
     try:

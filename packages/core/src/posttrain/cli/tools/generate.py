@@ -33,12 +33,7 @@ KINDS = load.KINDS | {"batch_size": int, "temperature": float, "max_new_tokens":
 
 
 def run(words: list[str]) -> int | None:
-    """The command; 130 where it is interrupted.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
-        DataError: a line has no prompt, or messages for a model without a chat template.
-    """
+    """Complete the prompts; 130 where it is interrupted."""
     what = "a model, the file with the prompts and the file to write"
     (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what, least=load.LEAST)
     if problem := _all_the_same(given.get("num_return", 1), given.get("temperature", 0.0)):

@@ -177,11 +177,7 @@ SECTIONS = {
 
 
 def run(words: list[str]) -> int:
-    """The command; returns the exit status of the first process that failed, or 0.
-
-    Raises:
-        ConfigError: listing everything wrong with the flags and the file.
-    """
+    """Start the processes; the exit status of the first that failed, or 0."""
     flags, program = split(words)
     if {"help", "h"} & set(flags):
         from posttrain.cli import help

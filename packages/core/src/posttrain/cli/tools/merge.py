@@ -35,11 +35,7 @@ model are compared with those of base and adapter, and a merge that loses too mu
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the adapter cannot be merged.
-    """
+    """Merge the adapter, and print what is lost."""
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
     what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
     folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what, least={"tolerance": 0})

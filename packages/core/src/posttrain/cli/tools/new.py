@@ -82,11 +82,7 @@ def write(name: str, folder: str | os.PathLike[str] | None = None) -> list[Path]
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: there is no such recipe. CheckpointError: a file is there already.
-    """
+    """List the recipes, or write one out."""
     if not words:
         print(table(recipes()))
         print("\nposttrain new NAME [FOLDER] writes one into a folder.")

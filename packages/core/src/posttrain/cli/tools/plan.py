@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -10,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import of_words, read
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import Method, Run
+from posttrain.core.registry import Run
 
 HELP = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
                       [--prompt_length N] [--image_size WIDTHxHEIGHT] [--per_machine N] [--bandwidth INSIDE,BETWEEN]
@@ -46,70 +47,45 @@ UNITS |= {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 TIGHT = 0.9
 
 
-def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
-    """Print the memory plan of a run.
-
-    Args:
-        words: a method, files and flags, among them those of `HELP`.
-        read: makes a run of a method and its words.
-    """
+def run(words: list[str]) -> None:
+    """Print the memory plan of a run."""
     words, options = parse.take_options("plan", words, OPTIONS)
-    found, words = of_words(words, "plan")
-    workload_of = found.workload
-    if workload_of is None:
+    method, words = of_words(words, "plan")
+    if method.workload is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
-        raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
-    processes, cards = options.pop("processes"), options.pop("cards")
-    if processes and cards:
+        raise ConfigError("posttrain plan", [f"{method.name} does not say what its batches are; {having} does"])
+    if options["processes"] and options["cards"]:
         raise ConfigError("posttrain plan", ["--processes plans one way, and --cards looks for one; leave one out"])
-
     from posttrain.cli.tools import memory_mesh  # after the words are known to be right: this imports torch
 
-    with memory_mesh.imagined(processes or cards or 1):
-        _plan(found, words, read, bool(cards), **options)
+    with memory_mesh.imagined(options["processes"] or options["cards"] or 1):
+        asked = read(method, words, needs=("model_",))
+        of_images = _of_images(asked, options["image_size"])
+        workload = functools.partial(_workload, method.workload, options["length"], options["prompt_length"])
+        if options["cards"]:
+            _choose(asked, workload, options["memory"])
+            print(of_images, end="")
+        else:
+            plan = _show(asked, workload, options["memory"], of_images)
+            print(f"\n{_of_step(plan, options)}", end="")
 
 
-def _plan(
-    method: Method,
-    words: list[str],
-    read: Callable[[Method, list[str]], Run],
-    looks: bool,
-    memory: int | None,
-    length: int | None,
-    prompt_length: int | None,
-    image_size: tuple[int, int] | None,
-    **links: Any,
-) -> None:
-    from posttrain.cli.tools import memory_plan
-
-    asked = read(method, words)
-    device, of_images = memory_plan.device_type(asked.config), _of_images(asked, image_size)
-    is_host = memory is None and device == "cpu"
-    memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
-    workload_of: Any = method.workload
-
-    def workload(run: Run) -> Any:
-        work = workload_of(run, length)
-        if prompt_length is None:
-            return work
-        if work.group == 1 or prompt_length >= work.length:
-            why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
-            raise ConfigError("posttrain plan", [f"--prompt_length {prompt_length}: {why}; leave it out"])
-        return dataclasses.replace(work, prompt=prompt_length)
-
-    if looks:
-        _choose(asked, workload, memory, device)
-        print(of_images, end="")
-    else:
-        plan = _show(asked, workload, memory, whose, device, is_host, of_images)
-        print(f"\n{_of_step(plan, **links)}", end="")
+def _workload(of_run: Callable[..., Any], length: int | None, prompt_length: int | None, run: Run) -> Any:
+    work = of_run(run, length)
+    if prompt_length is None:
+        return work
+    if work.group == 1 or prompt_length >= work.length:
+        why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
+        raise ConfigError("posttrain plan", [f"--prompt_length {prompt_length}: {why}; leave it out"])
+    return dataclasses.replace(work, prompt=prompt_length)
 
 
-def _choose(asked: Run, workload: Callable[[Run], Any], memory: int, device: str) -> None:
-    from posttrain.cli.tools import memory_mesh, memory_proposals
+def _choose(asked: Run, workload: Callable[[Run], Any], memory: int | None) -> None:
+    from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
     work, head = workload(asked), ("way", "rows at a time", "weights", "gradients", "optimizer", "peak")
-    tokens = f"{work.rows} rows of {work.length} tokens"
+    device, tokens = memory_plan.device_type(asked.config), f"{work.rows} rows of {work.length} tokens"
+    memory = memory or _free(device)
     print(f"{memory_mesh.processes()} cards ({device}) of {in_words(memory)}, micro-batches of {tokens}:\n")
     print(_line(*head), flush=True)
     least: tuple[int, str] | None = None
@@ -137,21 +113,17 @@ def _flags(changes: dict[str, Any]) -> str:
     return " ".join(f"--{name} {_as_word(value)}" for name, value in changes.items() if name not in ALIASES)
 
 
-def _show(
-    asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, is_host: bool, of_images: str
-) -> Any:
+def _show(asked: Run, workload: Callable[[Run], Any], memory: int | None, of_images: str) -> Any:
     from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
-    work, processes = workload(asked), memory_mesh.processes()
+    work, processes, device = workload(asked), memory_mesh.processes(), memory_plan.device_type(asked.config)
+    is_host = memory is None and device == "cpu"
+    memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
     plan = memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
-    shared = ""
-    if work.prompt:
-        shared = (
-            f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
-        )
+    shared = f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
     where = "in one process" if processes == 1 else f"in each of {processes} processes"
-    print(f"A micro-batch of {tokens} tokens{shared}, {where} on the {device}:\n")
+    print(f"A micro-batch of {tokens} tokens{shared if work.prompt else ''}, {where} on the {device}:\n")
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
         print(f"  {name:<{width}}  {in_words(size):>12}")
@@ -166,14 +138,14 @@ def _show(
     return plan
 
 
-def _of_step(plan: Any, per_machine: int | None, bandwidth: tuple[float, float] | None, tflops: float | None) -> str:
+def _of_step(plan: Any, options: dict[str, Any]) -> str:
     """What an optimizer step of `plan` computes and sends, in paragraphs."""
     from posttrain.cli.tools.communication import Links, table
 
-    given: dict[str, Any] = {} if per_machine is None else {"per_machine": per_machine}
-    given |= {} if bandwidth is None else dict(zip(("inside", "between"), bandwidth, strict=True))
-    given |= {} if tflops is None else {"operations": tflops * 1e12}
-    return table(plan.exchanges, plan.operations, Links(**given))
+    inside, between = options["bandwidth"] or (None, None)
+    links = {"per_machine": options["per_machine"], "inside": inside, "between": between}
+    links |= {"operations": options["tflops"] and options["tflops"] * 1e12}
+    return table(plan.exchanges, plan.operations, Links(**{name: value for name, value in links.items() if value}))
 
 
 def _of_images(run: Run, size: tuple[int, int] | None) -> str:

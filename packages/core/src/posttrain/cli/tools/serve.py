@@ -47,12 +47,7 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 
 def run(words: list[str]) -> None:
-    """The command. With vLLM it does not return: the server takes the place of this process.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`, or vLLM cannot serve the model. CheckpointError: it cannot be
-            loaded.
-    """
+    """Serve a model. With vLLM it does not return: the server takes the place of this process."""
     names, given = parse.typed_flags("serve", words, KINDS, names=1, what="a model: its folder or its name")
     port, local = given.pop("port", 8000), given.pop("local", False)
     if find_spec("vllm") is not None and not local:

@@ -29,12 +29,7 @@ KINDS |= {"port": int, "output": str, "host": str, "batch_tokens": int}
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`, or nothing can listen there. CheckpointError: the model cannot
-            be loaded, or is an adapter.
-    """
+    """Serve training until Ctrl-C."""
     names, given = parse.typed_flags(
         "serve-training", words, KINDS, names=1, what="a model: its folder or its name", least={"batch_tokens": 1}
     )

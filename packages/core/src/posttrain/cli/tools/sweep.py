@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import checked, of_words, settings_of
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError, NonFiniteError, require
@@ -53,20 +53,8 @@ class Sweep:
     space: dict[str, Any]
 
 
-def run(
-    words: list[str],
-    settings_of: Callable[[Method, list[str]], tuple[dict[str, Any], list[str]]],
-    checked: Callable[[Method, dict[str, Any], list[str]], Any],
-) -> None:
-    """Search, and print the trials.
-
-    Args:
-        words: perhaps a method, files and flags, among them ``--n_trials``.
-        settings_of: the settings of a method's words, and their problems. checked: the `Run` that they make.
-
-    Raises:
-        ConfigError: the sweep cannot be as it is described.
-    """
+def run(words: list[str]) -> None:
+    """Search, and print the trials."""
     if environment.world_size() > 1:
         raise ConfigError("posttrain sweep", ["it runs in one process; leave the launcher out"])
     require("optuna", "optuna", why="posttrain sweep")
@@ -82,7 +70,7 @@ def run(
         print("Evaluates on the test split where there is one, else on a tenth of the rows (eval_share).")
     sweep = read(asked.get("sweep") or {}, dict(given), first)
     folder = Path(first.config.output_dir)
-    study = search(sweep, method, settings, checked, folder, _own_values(sweep, first))
+    study = search(sweep, method, settings, folder, _own_values(sweep, first))
     print(table(study, sweep))
     print(f"Page: {write_page(study, sweep, folder)}")
     best = {name: str(value) for name, value in study.best_params.items()}
@@ -119,14 +107,7 @@ def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
     return Sweep(int(trials), metric, direction, space)
 
 
-def search(
-    sweep: Sweep,
-    method: Method,
-    settings: dict[str, Any],
-    checked: Callable[[Method, dict[str, Any], list[str]], Any],
-    folder: Path,
-    own: dict[str, Any],
-) -> Any:
+def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path, own: dict[str, Any]) -> Any:
     """The `optuna.Study` of `sweep` in `folder`, with the trials of earlier calls; `own` values are tried first."""
     import optuna
     from optuna.storages import JournalStorage

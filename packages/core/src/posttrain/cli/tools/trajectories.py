@@ -31,12 +31,7 @@ FILTERS = {
 
 
 def run(words: list[str]) -> None:
-    """Show them.
-
-    Raises:
-        ConfigError: no folder is named, a flag is unknown, or there is no trajectory of that name.
-        CheckpointError: the folder holds none.
-    """
+    """Show what the run has sampled."""
     kinds = {"show": str, "page": bool, **FILTERS}
     (folder,), given = parse.typed_flags("trajectories", words, kinds, 1, what="the output folder of a run")
     show, page = given.pop("show", None), given.pop("page", False)

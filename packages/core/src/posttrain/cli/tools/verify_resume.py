@@ -36,12 +36,7 @@ Trains, kills the run, resumes it, and compares its checkpoint with that of an u
 
 
 def run(words: list[str]) -> int:
-    """Run the comparison, print it, and return 0 if everything is equal, else 1.
-
-    Args:
-        words: a method, its files and flags; ``--steps N`` sets the number of optimizer steps before and after the
-            checkpoint.
-    """
+    """Run the comparison, print it, and return 0 if everything is equal, else 1."""
     known = {"steps": (STEPS, parse.whole(2), "a whole number of 2 or more")}
     words, options = parse.take_options("verify-resume", words, known)
     method, words = of_words(words, "verify-resume")
