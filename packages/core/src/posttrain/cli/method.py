@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from posttrain.cli import parse
@@ -89,7 +88,16 @@ def read(method: Method, words: list[str], needs: tuple[str, ...] = ("",)) -> Ru
     return made(dataclasses.replace(method, needs=needed), *settings_of(method, words))
 
 
-def _inferred(settings: Mapping[str, parse.Setting]) -> str:
+def data_of(settings: dict[str, Any], problems: list[str]) -> Any:
+    """The `CommandSource` that the settings of a run make, of those that are about its rows."""
+    from posttrain.cli.mixture import CommandSource
+
+    others = parse.unknown([CommandSource], settings)
+    own = {name: setting for name, setting in settings.items() if name not in others}
+    return parse.configs([CommandSource], own, problems)[0]
+
+
+def _inferred(settings: dict[str, parse.Setting]) -> str:
     """The method that the arguments or the columns of the rows stand for, which is printed."""
     why = next((name for name in BY_ARGUMENT if name in settings), None)
     name = BY_ARGUMENT[why] if why else "sft"
@@ -105,13 +113,9 @@ def _inferred(settings: Mapping[str, parse.Setting]) -> str:
     return name
 
 
-def _columns(settings: Mapping[str, parse.Setting]) -> list[str]:
+def _columns(settings: dict[str, parse.Setting]) -> list[str]:
     """The columns of the training rows; none where they cannot be read yet, which the run itself reports."""
-    from posttrain.cli.mixture import CommandSource
-
-    known = parse.unknown([CommandSource], dict(settings))
-    given = {name: setting for name, setting in settings.items() if name not in known}
-    [source] = parse.configs([CommandSource], given | {"eval_share": parse.Setting("", "0")}, [])
+    source = data_of(settings | {"eval_share": parse.Setting("", "0")}, [])
     if source.dataset_name is None:
         return []
     return list(source.load()[0].column_names or ())

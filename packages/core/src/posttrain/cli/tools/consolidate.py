@@ -26,11 +26,7 @@ def run(words: list[str]) -> None:
 
 
 def consolidate(checkpoint: Path, folder: Path) -> None:
-    """Write the model of `checkpoint` into `folder`.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or not sharded.
-    """
+    """Write the model of `checkpoint` into `folder`; `CheckpointError` where it is damaged or not sharded."""
     if problems := Store(checkpoint.parent).verify(checkpoint):
         raise CheckpointError(f"{checkpoint} cannot be read: {' '.join(problems)}")
     if not sharded.processes(checkpoint, weights.PARTS):

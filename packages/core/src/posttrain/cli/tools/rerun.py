@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -15,6 +14,7 @@ from posttrain.cli.training import train
 from posttrain.core import registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
+from posttrain.lm.generate.samples import lines_of
 
 HELP = """usage: posttrain rerun FOLDER [--name value ...]
 
@@ -89,5 +89,4 @@ def compare(before: Path, after: Path) -> list[str]:
 
 
 def _losses(log: Path) -> dict[int, float]:
-    records = map(json.loads, log.read_text(encoding="utf-8").splitlines())
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record["loss"] for record in lines_of(log) if "loss" in record}

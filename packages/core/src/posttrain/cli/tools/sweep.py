@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,14 @@ def run(words: list[str]) -> None:
     sweep = read(asked.get("sweep") or {}, dict(given), first)
     folder = Path(first.config.output_dir)
     study = search(sweep, method, settings, folder, _own_values(sweep, first))
-    print(table(study, sweep))
+    print(aligned(_rows(study, sweep)))
     print(f"Page: {write_page(study, sweep, folder)}")
     best = {name: str(value) for name, value in study.best_params.items()}
     print(f"Best: {' '.join(f'--{name} {value}' for name, value in best.items())}, in {_of(folder, study.best_trial)}.")
 
 
 def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
-    """The sweep that the file and the flags ask for, of a run whose arguments are those of `first`.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """The sweep that file and flags ask for, of a run with the arguments of `first`; `ConfigError` with its faults."""
     problems, config = [], first.config
     if not isinstance(asked, dict):
         raise ConfigError("posttrain sweep", [f"sweep must hold {', '.join(KEYS)}, as posttrain sweep --help shows"])
@@ -209,11 +204,9 @@ def _own_values(sweep: Sweep, first: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, values in sweep.space.items():
         value = known.get(name)
-        if isinstance(values, list):
-            fits = value in values
-        else:
-            fits = isinstance(value, (int, float)) and values["low"] <= value <= values["high"]
-        if not fits:
+        if isinstance(values, dict):
+            values = [value] if isinstance(value, (int, float)) and values["low"] <= value <= values["high"] else []
+        if value not in values:
             return {}
         found[name] = value
     return found
@@ -237,19 +230,12 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
     return rows
 
 
-def table(study: Any, sweep: Sweep) -> str:
-    """The trials for people, a line each."""
-    return aligned(_rows(study, sweep))
-
-
 def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
     """Write the page of the sweep: its trials, a picture of their results, and the report of all runs side by side."""
     from posttrain.cli.report import report
     from posttrain.core.hub.card import loss_picture
 
     head, *rows = _rows(study, sweep)
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     best, points = None, []
     better = max if sweep.direction == "maximize" else min
     for trial in study.trials:
@@ -258,5 +244,5 @@ def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
             points += [{"step": trial.number, "loss": trial.value}, {"step": trial.number, "eval_loss": best}]
     picture = loss_picture(points, title=f"{sweep.metric} by trial; dashed: the best so far") or ""
     folders = [place for trial in study.trials if (place := _of(folder, trial)) and (place / report.LOG).is_file()]
-    first = f'<h2>Trials</h2><div class="box">{picture}<table><tr>{top}</tr>{cells}</table></div>'
+    first = f'<h2>Trials</h2><div class="box">{picture}{report.table(rows, head)}</div>'
     return report.write(folders, folder / PAGE, first)
