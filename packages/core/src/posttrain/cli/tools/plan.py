@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -33,7 +32,8 @@ written.
                  tokens of a row's prompt, of which completions share one copy [default: none, for preferences; what
                  max_completion_length leaves of --length, for rollouts]
   --image_size WIDTHxHEIGHT
-                 says how many of a row's tokens an image of that size in pixels becomes
+                 counts an image of that size in pixels in each row: what the model's vision part computes for it, and
+                 how many of the row's tokens it becomes
   --per_machine N
                  processes of a machine [default: 8]
   --bandwidth INSIDE,BETWEEN
@@ -45,33 +45,57 @@ fake tensors, without workspaces of kernels and fragmentation; keep a tenth free
 UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 TIGHT = 0.9
+OF_IMAGES = """
+The model sees images. Their tokens are among those of a row: {}.
+What its vision part computes for them is {}.
+"""
 
 
 def run(words: list[str]) -> None:
     """Print the memory plan of a run."""
     words, options = parse.take_options("plan", words, OPTIONS)
     method, words = of_words(words, "plan")
-    if method.workload is None:
+    of_run: Any = method.workload
+    if of_run is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
         raise ConfigError("posttrain plan", [f"{method.name} does not say what its batches are; {having} does"])
     if options["processes"] and options["cards"]:
         raise ConfigError("posttrain plan", ["--processes plans one way, and --cards looks for one; leave one out"])
-    from posttrain.cli.tools import memory_mesh  # after the words are known to be right: this imports torch
+    from posttrain.cli.tools import memory_mesh, memory_plan  # once the words are known to be right: it imports torch
+    from posttrain.cli.tools import workload as shapes
+    from posttrain.core.models.wrapping import sees_images
 
     with memory_mesh.imagined(options["processes"] or options["cards"] or 1):
         asked = read(method, words, needs=("model_",))
-        of_images = _of_images(asked, options["image_size"])
-        workload = functools.partial(_workload, method.workload, options["length"], options["prompt_length"])
+        size, plan, of_image = options["image_size"], None, dict[str, Any]()
+        if not (sees := sees_images(shapes.load_config(asked))) and size is not None:
+            raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
+
+        def workload(run: Run) -> Any:
+            work = _workload(of_run(run, options["length"]), options["prompt_length"])
+            return dataclasses.replace(work, **of_image)
+
+        of_images = OF_IMAGES.format("--image_size WIDTHxHEIGHT says how many they are", "not counted without it")
+        if size is not None:
+            work = shapes.with_image(workload(asked), asked, size)
+            of_image |= {"image": work.image, "untrained": work.untrained}
+            how_many = f"one of {size[0]} x {size[1]} pixels becomes {len(of_image['image'].ids):,}"
+            try:
+                plan, counted = memory_plan.measure(asked, work), "counted, one a row"
+            except ConfigError as error:  # what some models compute of images hangs on more than sizes
+                of_image.clear()
+                counted = f"not counted: {error.problems[0]}"
+            of_images = OF_IMAGES.format(how_many, counted)
+        of_images = of_images if sees else ""
         if options["cards"]:
             _choose(asked, workload, options["memory"])
             print(of_images, end="")
         else:
-            plan = _show(asked, workload, options["memory"], of_images)
+            plan = _show(asked, workload, plan, options["memory"], of_images)
             print(f"\n{_of_step(plan, options)}", end="")
 
 
-def _workload(of_run: Callable[..., Any], length: int | None, prompt_length: int | None, run: Run) -> Any:
-    work = of_run(run, length)
+def _workload(work: Any, prompt_length: int | None) -> Any:
     if prompt_length is None:
         return work
     if work.group == 1 or prompt_length >= work.length:
@@ -92,16 +116,16 @@ def _choose(asked: Run, workload: Callable[[Run], Any], memory: int | None) -> N
     for found in memory_proposals.choices(asked, workload):
         plan = found.footprint
         if plan is None:
-            print(f"{_line(found.name, str(found.rows))}  {found.problem}", flush=True)
+            print(f"{_line(found.what, str(found.rows))}  {found.problem}", flush=True)
             continue
         sizes = map(in_words, (plan.weights, plan.gradients + plan.buckets, plan.optimizer, plan.peak))
         fits = plan.peak <= memory
-        print(f"{_line(found.name, str(found.rows), *sizes)}{'  fits' * fits}", flush=True)
+        print(f"{_line(found.what, str(found.rows), *sizes)}{'  fits' * fits}", flush=True)
         if fits:
             print(f"\nPropose: {_flags(found.changes) or 'nothing needs to be set'}\n{_verdict(plan.peak, memory)}.")
             return
         if least is None or least[0] > plan.peak:
-            least = plan.peak, f"{found.name}: --processes {memory_mesh.processes()} {_flags(found.changes)}"
+            least = plan.peak, f"{found.what}: --processes {memory_mesh.processes()} {_flags(found.changes)}"
     print("\nNone of them fits." + ("" if least is None else f" See what helps beside {least[1]}"))
 
 
@@ -113,13 +137,13 @@ def _flags(changes: dict[str, Any]) -> str:
     return " ".join(f"--{name} {_as_word(value)}" for name, value in changes.items() if name not in ALIASES)
 
 
-def _show(asked: Run, workload: Callable[[Run], Any], memory: int | None, of_images: str) -> Any:
+def _show(asked: Run, workload: Callable[[Run], Any], plan: Any, memory: int | None, of_images: str) -> Any:
     from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
     work, processes, device = workload(asked), memory_mesh.processes(), memory_plan.device_type(asked.config)
     is_host = memory is None and device == "cpu"
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
-    plan = memory_plan.measure(asked, work)
+    plan = plan or memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
     shared = f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
     where = "in one process" if processes == 1 else f"in each of {processes} processes"
@@ -148,53 +172,6 @@ def _of_step(plan: Any, options: dict[str, Any]) -> str:
     return table(plan.exchanges, plan.operations, Links(**{name: value for name, value in links.items() if value}))
 
 
-def _of_images(run: Run, size: tuple[int, int] | None) -> str:
-    """What to say of images, in paragraphs; nothing of a model of text alone.
-
-    Args:
-        size: width and height in pixels of an image whose tokens are counted.
-
-    Raises:
-        ConfigError: they cannot be counted.
-    """
-    from posttrain.cli.tools import memory_plan
-    from posttrain.core.models.wrapping import sees_images
-
-    if not sees_images(memory_plan.load_config(run)):
-        if size is not None:
-            raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
-        return ""
-    how_many = "--image_size WIDTHxHEIGHT says how many they are"
-    if size is not None:
-        how_many = f"one of {size[0]} x {size[1]} pixels becomes {_image_tokens(run, size):,}"
-    return (
-        f"\nThe model sees images. Their tokens are among those of a row: {how_many}.\n"
-        "What its vision part computes for them is not counted.\n"
-    )
-
-
-def _image_tokens(run: Run, size: tuple[int, int]) -> int:
-    """The tokens that an image of `size` (width, height) becomes, with those around it."""
-    from posttrain.core.errors import DataError
-    from posttrain.lm.images.image_tokens import ImageTokens
-    from posttrain.lm.images.vision import VisionProcessor
-    from posttrain.lm.loading import loading
-
-    path, most = run.model.model_name_or_path, getattr(run.config, "max_image_pixels", None)
-    if most is not None and size[0] * size[1] > most:
-        raise ConfigError("posttrain plan", [f"--image_size: an image has more than max_image_pixels={most} pixels"])
-    try:
-        trusts = getattr(run.config, "trust_remote_code", False)
-        processor = loading.load_tokenizer(path, trusts, loading.SEEING[1], revision=run.model.model_revision)
-        shown = ImageTokens(VisionProcessor(processor)).show(processor.image_token, [size])
-    except (ImportError, OSError, TypeError, ValueError, DataError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            "posttrain plan", [f"--image_size needs the processor of {path}, which does not count: {reason[0]}"]
-        ) from error
-    return len(processor.tokenizer(shown.text, add_special_tokens=False)["input_ids"]) + shown.hidden
-
-
 def _verdict(peak: int, memory: int) -> str:
     if peak > memory:
         return "It does not fit"
@@ -206,9 +183,9 @@ def _propose(proposals: Any, memory: int) -> None:
     fits = False
     for one in proposals:
         changes = _flags(one.changes)
-        fits = one.footprint.peak <= memory
+        fits = one.peak <= memory
         print(
-            f"  {in_words(one.footprint.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.price}",
+            f"  {in_words(one.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.what}",
             flush=True,
         )
     if not fits:
