@@ -229,21 +229,18 @@ def check_script(words: list[str], where: str) -> None:
 
 def check_posttrain(words: list[str], where: str) -> None:
     from posttrain.cli import COMMANDS, parse
-    from posttrain.cli.method import without_method
-    from posttrain.cli.mixture import CommandSource
+    from posttrain.cli.method import configs_of, settings_of
     from posttrain.core import registry
-    from posttrain.lm.loading.arguments import ModelConfig
 
     if not words or words[0] in COMMANDS or words[0] in ("--help", "--version"):
         return
     assert words[0] in registry.methods(), f"{where}: no method or command {words[0]!r}"
     if "--help" in words:
         return
-    settings, problems = parse.read_words([word for word in words[1:] if word != "--smoke"])
     method = registry.method(words[0])
-    settings = without_method(method, settings, problems)
+    settings, problems = settings_of(method, [word for word in words[1:] if word != "--smoke"])
     # Raises with every wrong name, value and missing file.
-    parse.configs((method.config_class, ModelConfig, CommandSource), settings, problems, method.needs)
+    parse.configs(configs_of(method), settings, problems, method.needs)
 
 
 def test_blocks_are_found_with_their_place():

@@ -230,7 +230,7 @@ def test_a_model_that_cannot_be_found_ends_without_a_traceback(recorder, capsys,
         with loading.explain_missing("hub/m", "tokenizer"):
             raise OSError("We couldn't connect")
 
-    monkeypatch.setattr("posttrain.cli._train", train)
+    monkeypatch.setattr("posttrain.cli.training.train", train)
     assert main(["teach", "--model_name_or_path", "hub/m", "--dataset_name", "d"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("posttrain teach: 'hub/m' is not a folder here") and "We couldn't connect" in said
@@ -252,7 +252,7 @@ def test_ctrl_c_outside_of_the_steps_of_a_run_ends_without_a_traceback(recorder,
     def train(*_, **__):
         raise stops.pop(0)
 
-    monkeypatch.setattr("posttrain.cli._train", train)
+    monkeypatch.setattr("posttrain.cli.training.train", train)
     words = ["teach", "--model_name_or_path", "m", "--dataset_name", "d"]
     assert main(words) == 130
     assert capsys.readouterr().err == "\nposttrain teach: interrupted.\n"

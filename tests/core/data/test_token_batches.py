@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from posttrain.cli.tools.memory_plan import rows_of
 from posttrain.cli.tools.memory_proposals import _smaller_batches
+from posttrain.cli.tools.workload import rows_of
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_samplers import BalancedBatchSampler, TokenBatchSampler

@@ -19,6 +19,7 @@ from datasets import Dataset
 
 from posttrain.cli import main
 from posttrain.cli.tools import memory_count, memory_mesh, memory_plan, memory_proposals
+from posttrain.cli.tools import workload as shapes
 from posttrain.core import TrainerCallback, registry
 from posttrain.lm.loading import adapters, parts
 from posttrain.lm.loading.arguments import ModelConfig
@@ -50,7 +51,7 @@ def a_run(folder: str, output_dir: Path | str = "out", **given) -> registry.Run:
     return registry.Run(config, ModelConfig(model_name_or_path=folder, **of_model), None)
 
 
-def workload(run: registry.Run) -> memory_plan.Workload:
+def workload(run: registry.Run) -> shapes.Workload:
     return registry.method("sft").workload(run, None)
 
 
@@ -392,7 +393,7 @@ def test_methods_say_what_their_batches_are(folder):
     """Pairs are two rows each; a reference is held unless its answers are kept or an adapter is switched off."""
     from posttrain.rl.algorithms.dpo import DPOConfig
 
-    def plan(**given) -> tuple[memory_plan.Workload, memory_plan.Footprint]:
+    def plan(**given) -> tuple[shapes.Workload, memory_plan.Footprint]:
         run = a_run(folder, **{name: given.pop(name) for name in list(given) if name == "use_peft"})
         run.config = DPOConfig(output_dir="out", max_length=64, use_cpu=True, report_to="none", **given)
         work = registry.method("dpo").workload(run, None)
@@ -432,7 +433,7 @@ def test_proposals_for_divided_weights_leave_out_optimizers_that_need_them_whole
 def test_whole_logits_are_counted_where_a_method_holds_them(tmp_path):
     tiny.seq2seq_lm().save_pretrained(tmp_path)
     run = a_run(str(tmp_path))
-    work = memory_plan.Workload(ROWS, 64, target_length=32, auto_class="AutoModelForSeq2SeqLM")
+    work = shapes.Workload(ROWS, 64, target_length=32, auto_class="AutoModelForSeq2SeqLM")
     model = load_causal_lm(str(tmp_path), auto_class="AutoModelForSeq2SeqLM")
     logits = ROWS * 32 * model.config.vocab_size * 4
     assert memory_plan.measure(run, work).head >= logits
@@ -523,23 +524,79 @@ def test_a_reward_model_that_sees_is_planned_with_its_head(seeing):
     assert plan.gradients == sum(parameter.nbytes for parameter in model.parameters()) - vocabulary + head
 
 
-def test_the_command_says_that_images_are_not_counted_and_how_many_tokens_they_become(seeing, place, capsys):
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "part", "checkpoints"),
+    [
+        ("smolvlm", None, False),
+        ("smolvlm", "language", False),
+        ("smolvlm", "language", True),
+        ("llava_next", None, False),
+        ("gemma3", None, False),
+    ],
+)
+def test_what_the_vision_part_computes_is_counted_as_the_real_run_holds_it(name, part, checkpoints, seeing, tmp_path):
+    path, _ = seeing(name)
+    options = {"activation_checkpointing": checkpoints, "completion_only_loss": False}
+    run = a_run(path, tmp_path, train_parts=part, **options)
+    work = shapes.with_image(workload(run), run, (48, 32))
+    plan, without = memory_plan.measure(run, work), memory_plan.measure(run, workload(run))
+    pixels = ROWS * sum(tensor.nbytes for tensor in work.image.tensors.values())  # of the batch, which is there before
+    talk = {"prompt": [{"role": "user", "content": "What is it?"}]}
+    talk |= {"completion": [{"role": "assistant", "content": "a cat and a dog on a mat " * 20}]}  # cut to max_length
+    later = Later()
+    trainer = Watched(
+        model=load_causal_lm(path, auto_class="AutoModelForImageTextToText"),
+        args=run.config,
+        train_dataset=[talk | {"images": [tiny_vision.image(number, 48, 32)]} for number in range(8)],
+        processing_class=tiny_vision.FAMILIES[name]()[1],
+        callbacks=[later],
+    )
+    with torch.backends.mkldnn.flags(enabled=False):
+        trainer.train()
+    assert (plan.weights, plan.gradients, plan.optimizer) == (later.weights, later.gradients, later.optimizer)
+    assert plan.peak - pixels == pytest.approx(later.peak, rel=0.05)
+    if not checkpoints:  # whose own hooks hide what is kept
+        assert plan.activations - pixels == pytest.approx(trainer.kept, rel=0.06)
+        assert (plan.activations - pixels > 1.05 * without.activations) == (part is None)
+
+
+def test_the_command_counts_an_image_and_says_how_many_tokens_it_becomes(seeing, place, capsys):
     path, _ = seeing("smolvlm")
     words = ["plan", "sft", "run.yaml", "--model_name_or_path", path, "--max_length", "96", "--memory", "1GiB"]
     assert main(words) == 0
     told = capsys.readouterr().out
-    assert "--image_size WIDTHxHEIGHT says how many" in told and "vision part computes for them is not counted" in told
+    assert "--image_size WIDTHxHEIGHT says how many" in told
+    assert "vision part computes for them is not counted without it" in told
     assert main([*words, "--image_size", "24x16"]) == 0
-    told = capsys.readouterr().out
+    counted = capsys.readouterr().out
     _, processor = tiny_vision.FAMILIES["smolvlm"]()
     text = processor(text=[processor.image_token], images=[[tiny_vision.image(0, 24, 16)]], add_special_tokens=False)
-    assert f"one of 24 x 16 pixels becomes {len(text['input_ids'][0])}." in told
+    assert f"one of 24 x 16 pixels becomes {len(text['input_ids'][0])}." in counted and "is counted" in counted
+    kept = [float(re.search(r"activations +([\d.]+) MiB", one)[1]) for one in (told, counted)]
+    assert kept[1] > 1.05 * kept[0]
     for size, message in (
         ("24", "--image_size 24 must be a size such as 1024x768, in pixels"),
         ("99999x99999", "more than max_image_pixels"),
     ):
         assert main([*words, "--image_size", size]) == 2
         assert message in capsys.readouterr().err
+    assert main([*words, "--max_length", "32", "--image_size", "24x16"]) == 2
+    assert "and rows have 32" in capsys.readouterr().err
+
+
+def test_an_image_that_cannot_be_counted_is_said_to_be_left_out(seeing, place, capsys, monkeypatch):
+    """What Qwen's models compute of an image hangs on numbers that a tensor without numbers cannot tell."""
+    path, _ = seeing("qwen3_vl")
+    _, processor = tiny_vision.FAMILIES["qwen3_vl"]()
+    monkeypatch.setattr(shapes.loading, "load_tokenizer", lambda *_, **__: processor)  # none of it is saved whole
+    words = ["plan", "sft", "run.yaml", "--model_name_or_path", path, "--max_length", "96", "--memory", "1GiB"]
+    assert main(words) == 0
+    without = capsys.readouterr().out.partition("The model sees")[0]
+    assert main([*words, "--image_size", "48x32"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(without) and "one of 48 x 32 pixels becomes" in told
+    assert re.search(r"is not counted: .*cannot be run without numbers", told)
 
 
 def test_a_model_of_text_alone_has_no_size_of_an_image(place, capsys):
@@ -589,11 +646,11 @@ def test_pairs_behind_one_copy_of_their_prompt_are_planned(shares, folder, tmp_p
 
 def test_the_attention_of_completions_to_a_shared_prompt_is_computed():
     """8 completions of 100 tokens behind 300: of each token with itself and those before it."""
-    work = memory_plan.Workload(16, 400, "logps", group=8, prompt=300)
+    work = shapes.Workload(16, 400, "logps", group=8, prompt=300)
     assert work.computed == 100 + 38
     pairs = 2 * (300**2 / 2 + 8 * (100 * 300 + 100**2 / 2))
     assert work.unseen == pytest.approx(pairs - 16 * 138**2 / 2)
-    assert memory_plan.Workload(16, 400, "logps").unseen == 0
+    assert shapes.Workload(16, 400, "logps").unseen == 0
 
 
 def test_prompts_of_the_plan(folder, capsys):

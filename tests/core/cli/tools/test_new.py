@@ -47,8 +47,8 @@ def test_a_recipe_says_what_it_is(name):
     recipe = RECIPES[name]
     text = (recipe.folder / "run.yaml").read_text(encoding="utf-8")
     head = [line.split(":")[0] for line in text.splitlines() if line.startswith("# ") and line[2].isupper()]
-    assert {"# Run", "# Data", "# Expect"} <= set(head)
-    assert text.startswith(f"# {name}: ") and (recipe.memory is None) == ("# Memory" not in head)
+    assert {"# Run", "# Data", "# Expect", "# Memory"} <= set(head)
+    assert text.startswith(f"# {name}: ") and recipe.memory > 0
     rows = [json.loads(line) for line in (recipe.folder / "rows.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert len(rows) == 20 and len({tuple(sorted(row)) for row in rows}) == 1
     assert max(len(line) for line in text.splitlines()) <= 120
@@ -117,13 +117,11 @@ def test_recipes_are_listed_and_written_out(tmp_path, monkeypatch, capsys):
 def test_the_page_lists_every_recipe():
     page = (Path(__file__).resolve().parents[4] / "docs" / "recipes.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    memory = {r.name: "" if r.memory is None else f"{r.memory:.1f}" for r in RECIPES.values()}
+    memory = {r.name: f"{r.memory:.1f}" for r in RECIPES.values()}
     texts = {r.name: (r.folder / "run.yaml").read_text(encoding="utf-8").replace("\n#", "") for r in RECIPES.values()}
     named = {name: re.search(r"card +of ([\d, or]+) +GB", text) for name, text in texts.items()}
     cards = {name: re.findall(r"\d+", found[1]) if found else [] for name, found in named.items()}
-    estimated = [recipe for recipe in RECIPES.values() if recipe.memory is not None]
-    assert [recipe.name for recipe in RECIPES.values() if recipe not in estimated] == ["sft-vision"]
-    for recipe in estimated:  # a tenth of a card is left free; a card of 16 GB has 16 * 1000**3 / 1024**3 GiB
+    for recipe in RECIPES.values():  # a tenth of a card is left free; a card of 16 GB has 16 * 1000**3 / 1024**3 GiB
         fits = [card for card in ("16", "24", "80") if recipe.memory <= 0.9 * int(card) * 1000**3 / 1024**3]
         assert cards[recipe.name] == fits, (recipe.name, recipe.memory)
     assert [re.sub(r" +", " ", row) for row in rows] == [

@@ -6,6 +6,7 @@ import json
 
 from posttrain import cli
 from posttrain.cli import parse
+from posttrain.cli.method import configs_of
 from posttrain.cli.tools.schema import schema_of
 from posttrain.core import TrainingArguments, registry
 
@@ -34,7 +35,7 @@ def test_the_command_prints_it_and_names_the_methods(capsys):
 
 def test_it_knows_every_name_that_a_file_may_hold():
     for method in registry.methods().values():
-        classes = cli._classes(method)
+        classes = configs_of(method)
         assert not parse.unknown(classes, dict.fromkeys(schema_of(*classes)["properties"]))
         known = {name for config_class in classes for name in parse._names(config_class)}
         assert known == set(schema_of(*classes)["properties"])

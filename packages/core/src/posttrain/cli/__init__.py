@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
-import logging
 import os
-import shutil
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from posttrain.core.errors import BEFORE_THE_RUN, CheckpointError, ConfigError, DataError
 from posttrain.core.logging import noise
 
-# Each is a module of `posttrain.cli.tools` with a function `run`; `train` is here.
+#: Each is a module of `posttrain.cli.tools`, but for `train`: ``run(words)`` takes the words after its name and returns
+#: the exit status, None for 0. It raises `ConfigError` where they are not those of the module's `HELP`, `DataError`
+#: where rows cannot be read or used, `CheckpointError` where what is on the disk cannot: a model, a run, a folder.
 COMMANDS = {
     "train": "Train as a file describes: its `method`, or the one that its rows ask for.",
     "new": "List recipes, or write one out as a starting config.",
@@ -51,21 +46,6 @@ COMMANDS = {
 TRAIN = "train"
 #: Commands that print their help where they are given nothing.
 EXPLAINED = ("data", "report", "rerun", "trajectories")
-# Two optimizer steps with every part of a run: logging, evaluation, a checkpoint.
-SMOKE: dict[str, Any] = {
-    "max_steps": 2,
-    "logging_steps": 1,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "overwrite_output_dir": True,
-    "resume_from_checkpoint": None,
-    "report_to": "none",
-    "push_to_hub": False,
-    "check_saved_model": True,
-}
-# Then one more, from the checkpoint.
-SMOKE_RESUME: dict[str, Any] = {"max_steps": 3, "resume_from_checkpoint": "true"}
-SMOKE_ROWS = 32
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,16 +125,7 @@ def _dispatch(words: list[str]) -> int:
         if asks and "HELP" in vars(module):  # `launch` may be asked for that of its program
             print(module.HELP.rstrip())
             return 0
-        makes_runs: dict[str, tuple[Any, ...]] = {
-            "check": (_read_and_check,),
-            "preview": (_read_rows,),
-            "plan": (functools.partial(_read, needs=("model_name_or_path",)),),
-            "bench": (_read,),
-            "sweep": (_settings, _checked),
-            "rerun": (functools.partial(_train, words=words), _checked),
-            "schema": (_classes,),
-        }
-        return module.run(words[1:], *makes_runs.get(words[0], ())) or 0
+        return module.run(words[1:]) or 0
     elif "--accelerate_config" in words[1:]:  # the method in several processes
         place = words.index("--accelerate_config")
         launch = importlib.import_module("posttrain.cli.tools.launch")
@@ -165,8 +136,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_method(name: str, words: list[str]) -> int:
-    from posttrain.cli import help, parse
-    from posttrain.cli.method import of_words
+    from posttrain.cli import help, method, training
     from posttrain.core import registry
 
     if name.startswith("-"):
@@ -178,130 +148,8 @@ def _run_method(name: str, words: list[str]) -> int:
         return 0
     if name == TRAIN and rest and rest[0] in registry.methods():  # as the other commands are given one
         name, *rest = rest
-    method = of_words([TRAIN, *rest], TRAIN)[0] if name == TRAIN else registry.method(name, others=COMMANDS)
+    found = method.of_words([TRAIN, *rest], TRAIN)[0] if name == TRAIN else registry.method(name, others=COMMANDS)
     if asks:
-        print(help.of_method(method, _classes(method)))
+        print(help.of_method(found, method.configs_of(found)))
         return 0
-    return _train(method, *_settings(method, rest), words=[name, *rest], smoke=smoke)
-
-
-def _train(
-    method: Any, settings: dict[str, Any], problems: list[str], words: Sequence[str] = (), smoke: bool = False
-) -> int:
-    """Run `method` with `settings`, `problems` having been found in them before; the exit status.
-
-    Args:
-        words: the command line, after ``posttrain``.
-    """
-    run = _checked(method, settings, problems)
-    from posttrain.cli.report import run_record
-    from posttrain.core.hub import uploads  # after the checks: this imports torch
-
-    uploads.USED.clear()
-    with run_record.asked(method.name, {name: setting.value for name, setting in settings.items()}):
-        if smoke:
-            _smoke(method, run)
-        else:
-            _run_to_its_end(method, run, words)
-    return 3 if any(one.failed for one in uploads.USED) else 0
-
-
-def _run_to_its_end(method: Any, run: Any, words: Sequence[str]) -> None:
-    """Train, and say what is there afterwards and what can follow."""
-    from posttrain.cli import ending
-
-    began, is_main = time.time(), run.config.process_index == 0
-    try:
-        method.run(run)
-    except BaseException as error:
-        if is_main and ending.has_begun(run.config, began):
-            text = ending.stopped(run.config, words)
-            if isinstance(error, Exception):
-                error.add_note(text)
-            else:
-                print(f"\n{text}", file=sys.stderr)
-        raise
-    if is_main and ending.has_begun(run.config, began):
-        print(ending.finished(run.config, words))
-
-
-def _checked(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
-    """The `Run` that `settings` make, once nothing is found that is wrong with it or that this machine lacks."""
-    run = _configs(method, settings, problems)
-    from posttrain.core.optim import builder
-    from posttrain.core.training import preflight  # after the checks: this imports torch
-
-    wrong = [*preflight.of_arguments(run.config, run.model, run.data), *builder.package_problems(run.config)]
-    if found := [str(problem) for problem in wrong]:
-        raise ConfigError(f"posttrain {method.name}", found)
-    return run
-
-
-def _classes(method: Any) -> tuple[type, type, type]:
-    """The configs that the words of a method are read into."""
-    from posttrain.cli.mixture import CommandSource
-    from posttrain.lm.loading.arguments import ModelConfig
-
-    return method.config_class, ModelConfig, CommandSource
-
-
-def _read(method: Any, words: list[str], needs: tuple[str, ...] = ()) -> Any:
-    """The `Run` of a method from `words`, its files and flags; `needs`: in place of what training needs."""
-    return _configs(dataclasses.replace(method, needs=needs or method.needs), *_settings(method, words))
-
-
-def _read_rows(method: Any, words: list[str]) -> Any:
-    """The `Run` of a method whose rows are to be seen: rewards and a teacher may be missing."""
-    return _read(method, words, tuple(need for need in method.needs if need.startswith(("model_", "dataset_"))))
-
-
-def _settings(method: Any, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings of a method from `words`, its files and flags, and the problems that were found in them."""
-    from posttrain.cli import parse
-    from posttrain.cli.method import without_method
-
-    settings, problems = parse.read_words(words)
-    return without_method(method, settings, problems), problems
-
-
-def _read_and_check(method: Any, words: list[str]) -> dict[str, Any]:
-    """The settings of a method from `words`, its files and flags, by name, as text; checked as for training."""
-    settings, problems = _settings(method, words)
-    _checked(method, settings, problems)
-    return {name: setting.value for name, setting in settings.items()}
-
-
-def _configs(method: Any, settings: dict[str, Any], problems: list[str]) -> Any:
-    """The `Run` that `settings` make; `ConfigError` with their problems and those found before."""
-    from posttrain.cli import parse
-    from posttrain.core import registry
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", FutureWarning)
-        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
-        return registry.Run(*parse.configs(_classes(method), settings, problems, method.needs))
-
-
-def _smoke(method: Any, run: Any) -> None:
-    """Train two optimizer steps on a few rows in a temporary folder, read the model back, resume and train a third."""
-    from posttrain.core.fields import durations
-
-    folder = Path(f"{run.config.output_dir}-smoke")  # the same in every process of the run
-    evaluate = {} if run.config.eval_strategy == "no" else {"eval_strategy": "steps", "eval_steps": 2}
-    duration = durations.if_tokens(run.config.max_duration)  # the schedule follows it
-    run.config = dataclasses.replace(run.config, output_dir=str(folder), max_duration=duration, **SMOKE, **evaluate)
-    run.data = dataclasses.replace(run.data, max_rows=SMOKE_ROWS)
-    try:
-        method.run(run)
-        if run.config.process_index == 0:
-            print("Two optimizer steps are made. Now the run is resumed from their checkpoint, for a third one.")
-        method.run(dataclasses.replace(run, config=dataclasses.replace(run.config, **SMOKE_RESUME)))
-    finally:
-        if run.config.process_index == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if run.config.process_index == 0:
-        evaluation = "evaluation, " if evaluate else ""
-        print(
-            f"The smoke run passed: data, model, training, {evaluation}a checkpoint, resuming from it and reading the "
-            "saved model back work. Nothing was kept."
-        )
+    return training.train(found, *method.settings_of(found, rest), words=[name, *rest], smoke=smoke)

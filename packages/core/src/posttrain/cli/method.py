@@ -1,15 +1,19 @@
-"""Finds the method of a run: the first word, `method:` in its file, or what its arguments and rows say."""
+"""Reads the run that words describe: its method, its settings, and the configs that they make.
+
+The method is the first word, `method:` in its file, or what its arguments and rows say.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping
+import warnings
 from typing import Any
 
 from posttrain.cli import parse
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import Method
+from posttrain.core.registry import Method, Run
 
 FILES = (".yaml", ".yml", ".toml")
 #: The word in place of a method whose file names it.
@@ -43,15 +47,59 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
     return registry.method(_inferred(settings)), words
 
 
-def without_method(method: Method, settings: Mapping[str, parse.Setting], problems: list[str]) -> dict[str, Any]:
-    """`settings` without ``sweep`` and ``method``, with a problem where that is another one than `method`."""
+def configs_of(method: Method) -> tuple[type, type, type]:
+    """The classes of configs that the words of a method are read into."""
+    from posttrain.cli.mixture import CommandSource
+    from posttrain.lm.loading.arguments import ModelConfig
+
+    return method.config_class, ModelConfig, CommandSource
+
+
+def settings_of(method: Method, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of a method from `words`, its files and flags, and the problems that were found in them."""
+    settings, problems = parse.read_words(words)
     named = settings.get("method")
     if named is not None and named.value != method.name:
         problems.append(f"{named.where}: method={named.value!r} and the command is {method.name}; keep one")
-    return {name: setting for name, setting in settings.items() if name not in ("method", "sweep")}
+    return {name: setting for name, setting in settings.items() if name not in ("method", "sweep")}, problems
 
 
-def _inferred(settings: Mapping[str, parse.Setting]) -> str:
+def made(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:
+    """The run that `settings` make; `ConfigError` with their problems and those found before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", FutureWarning)
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+        return Run(*parse.configs(configs_of(method), settings, problems, method.needs))
+
+
+def checked(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:
+    """`made`, once nothing is found that is wrong with it or that this machine lacks."""
+    run = made(method, settings, problems)
+    from posttrain.core.optim import builder
+    from posttrain.core.training import preflight  # after the checks: this imports torch
+
+    wrong = [*preflight.of_arguments(run.config, run.model, run.data), *builder.package_problems(run.config)]
+    if found := [str(problem) for problem in wrong]:
+        raise ConfigError(f"posttrain {method.name}", found)
+    return run
+
+
+def read(method: Method, words: list[str], needs: tuple[str, ...] = ("",)) -> Run:
+    """The run of a method from `words`, its files and flags, of whose needs those must be given that begin so."""
+    needed = tuple(need for need in method.needs if need.startswith(needs))
+    return made(dataclasses.replace(method, needs=needed), *settings_of(method, words))
+
+
+def data_of(settings: dict[str, Any], problems: list[str]) -> Any:
+    """The `CommandSource` that the settings of a run make, of those that are about its rows."""
+    from posttrain.cli.mixture import CommandSource
+
+    others = parse.unknown([CommandSource], settings)
+    own = {name: setting for name, setting in settings.items() if name not in others}
+    return parse.configs([CommandSource], own, problems)[0]
+
+
+def _inferred(settings: dict[str, parse.Setting]) -> str:
     """The method that the arguments or the columns of the rows stand for, which is printed."""
     why = next((name for name in BY_ARGUMENT if name in settings), None)
     name = BY_ARGUMENT[why] if why else "sft"
@@ -67,13 +115,9 @@ def _inferred(settings: Mapping[str, parse.Setting]) -> str:
     return name
 
 
-def _columns(settings: Mapping[str, parse.Setting]) -> list[str]:
+def _columns(settings: dict[str, parse.Setting]) -> list[str]:
     """The columns of the training rows; none where they cannot be read yet, which the run itself reports."""
-    from posttrain.cli.mixture import CommandSource
-
-    known = parse.unknown([CommandSource], dict(settings))
-    given = {name: setting for name, setting in settings.items() if name not in known}
-    [source] = parse.configs([CommandSource], given | {"eval_share": parse.Setting("", "0")}, [])
+    source = data_of(settings | {"eval_share": parse.Setting("", "0")}, [])
     if source.dataset_name is None:
         return []
     return list(source.load()[0].column_names or ())

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.cli.source import DataSource, read, split_of
+from posttrain.cli.source import DataSource, of_mapping, read, split_of
 from posttrain.core.config import ConfigMeta, opt
-from posttrain.core.errors import DataError, did_you_mean, require
+from posttrain.core.errors import DataError, require
 from posttrain.core.fields.old_names import Renamed
 
 if TYPE_CHECKING:
@@ -83,18 +83,12 @@ def listed(given: Sequence[Any]) -> list[DatasetConfig]:
     """`given` with each mapping as a `DatasetConfig`; `DataError` where that is not possible."""
     if isinstance(given, (str, dict)):
         raise DataError(f"datasets={given!r} must be a list of mappings, each with a path")
-    known = [known.name for known in dataclasses.fields(DatasetConfig)]
     made = []
     for place, value in enumerate(given):
-        if isinstance(value, dict):
-            for key in value:
-                if key not in known:
-                    hint = did_you_mean(key, known)
-                    raise DataError(f"datasets[{place}]: unknown key {key!r}{hint} (known: {', '.join(known)})")
-        elif not isinstance(value, DatasetConfig):
-            raise DataError(f"datasets[{place}]={value!r} must be a mapping of {', '.join(known)}")
-        keys: dict[str, Any] = {"path": None}
-        config = DatasetConfig(**keys | value) if isinstance(value, dict) else value
+        config = of_mapping(DatasetConfig, value, f"datasets[{place}]") if isinstance(value, dict) else value
+        if not isinstance(config, DatasetConfig):
+            known = ", ".join(field.name for field in dataclasses.fields(DatasetConfig))
+            raise DataError(f"datasets[{place}]={value!r} must be a mapping of {known}")
         if not isinstance(config.path, str) or not config.path:
             raise DataError(f"datasets[{place}] has no path")
         made.append(config)
@@ -118,10 +112,7 @@ def problems_of(configs: Sequence[DatasetConfig], streaming: bool) -> Iterator[s
 
 def joined(configs: Sequence[DatasetConfig], streaming: bool = False) -> Any:
     """The rows of `configs` one behind another, a `Dataset` or an `IterableDataset`, by their fractions if they have
-    any.
-
-    Raises:
-        DataError: naming what prevents it.
+    any; `DataError` naming what prevents it.
     """
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     for problem in problems_of(configs, streaming):
@@ -161,7 +152,7 @@ class CommandSource(DataSource, metaclass=ConfigMeta):
         if self.datasets is None:
             return
         for other in ("dataset_name", "dataset_mixture"):
-            if getattr(self, other) is not None:
+            if vars(self)[other] is not None:
                 yield f"{other} and datasets are both set; keep one"
         try:
             yield from problems_of(listed(self.datasets), self.dataset_streaming)

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ import yaml
 
 from posttrain.core import config
 from posttrain.core.config import field_types
-from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from posttrain.core.fields.old_names import Renamed, old_names
 from posttrain.core.fields.redaction import shown
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 NO_VALUE = "{flag} has no value; write {flag} VALUE"
+#: The least values of flags that are numbers, in all commands that have them.
+LEAST = {"temperature": 0, "tolerance": 0, "num_fewshot": 0}
+LEAST |= dict.fromkeys(("max_new_tokens", "batch_size", "batch_tokens", "num_return", "limit", "k"), 1)
 
 
 class _Loader(yaml.SafeLoader):
@@ -168,7 +171,6 @@ def typed_flags(
     kinds: Mapping[str, type],
     names: int,
     what: str,
-    least: Mapping[str, float] | None = None,
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
 ) -> tuple[list[str], dict[str, Any]]:
     """The words and flags of a command: ``(its names, {flag: value})``.
@@ -176,7 +178,7 @@ def typed_flags(
     Args:
         kinds: of each flag, the type of its value; list: of texts.
         names: how many words come before the flags. what: these words, for the message where there are others.
-        least: the smallest value of flags that are numbers. dtypes: the values of the flag ``dtype``.
+        dtypes: the values of the flag ``dtype``.
 
     Raises:
         ConfigError: listing every problem together.
@@ -196,8 +198,8 @@ def typed_flags(
         except ValueError as error:
             problems.append(f"--{name} {error}")
             continue
-        if not given[name] >= (least or {}).get(name, given[name]):
-            problems.append(f"--{name}={setting.value} must be >= {(least or {})[name]}")
+        if name in LEAST and not given[name] >= LEAST[name]:
+            problems.append(f"--{name}={setting.value} must be >= {LEAST[name]}")
     if len(given_names) != names:
         were = "1 word was" if len(given_names) == 1 else f"{len(given_names)} words were"
         problems.append(f"it takes {what}, before any flag; {were} given, not {names}")
@@ -206,6 +208,19 @@ def typed_flags(
     if problems:
         raise ConfigError(command, problems)
     return given_names, given
+
+
+@contextlib.contextmanager
+def told(command: str) -> Iterator[None]:
+    """Within, a `ValueError` is about the words of `command`, and a missing file or package a `CheckpointError`."""
+    try:
+        yield
+    except (ConfigError, DataError):  # values too, which say themselves what they are about
+        raise
+    except (OSError, ImportError) as error:
+        raise CheckpointError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(command, [str(error)]) from error
 
 
 def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

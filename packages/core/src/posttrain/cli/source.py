@@ -80,11 +80,11 @@ class DataSource(metaclass=ConfigMeta):
     def _problems(self) -> Iterator[str]:
         yield from self._mixture_problems()
         for field in ("dataset_name", "eval_dataset_name"):
-            names = _as_list(getattr(self, field))
+            names = _as_list(vars(self)[field])
             if any(not isinstance(name, str) for name in names):
                 continue  # the field's own check reports it
             for name in names:
-                if _is_file_name(name) and not Path(name).expanduser().exists():
+                if _is_absent(name):
                     yield f"{field}={name!r} does not exist (looked in {Path.cwd()})"
                 elif Path(name).expanduser().is_file() and _builder(name) is None:
                     yield f"{field}={name!r} is no file of rows; convert it to one that ends in {', '.join(BUILDERS)}"
@@ -114,51 +114,38 @@ class DataSource(metaclass=ConfigMeta):
             if weighted and part.weight is None:
                 yield f"dataset_mixture: {weighted[0]} has a weight and {name} has none; give all of them one, or none"
             for field, most in (("weight", float("inf")), ("fraction", 1), ("max_tokens", float("inf"))):
-                value = getattr(part, field)
+                value = vars(part)[field]
                 if field == "weight" and isinstance(value, dict):  # its method checks where it changes
                     continue
                 if value is not None and (isinstance(value, (bool, str)) or not 0 < value <= most):
-                    yield (
-                        f"dataset_mixture: the {field} {value!r} of {name} must be above "
-                        f"0{' and at most 1' * (most == 1)}"
-                    )
-            for path in _as_list(part.path):
-                if _is_file_name(path) and not Path(path).expanduser().exists():
-                    yield f"dataset_mixture: {path!r} of {name} does not exist (looked in {Path.cwd()})"
+                    bounds = f"above 0{' and at most 1' * (most == 1)}"
+                    yield f"dataset_mixture: the {field} {value!r} of {name} must be {bounds}"
+            for path in filter(_is_absent, _as_list(part.path)):
+                yield f"dataset_mixture: {path!r} of {name} does not exist (looked in {Path.cwd()})"
 
     def parts(self) -> dict[str, Part]:
         """The datasets of `dataset_mixture` by name; those of a list are named after their files or folders.
 
-        Raises:
-            DataError: a part without a path, with an unknown key, or two of one name.
+        `DataError`: a part without a path, with an unknown key, or two of one name.
         """
         given = self.dataset_mixture or {}
         if isinstance(given, str):
             raise DataError(
                 f"dataset_mixture={given!r} must be a mapping of names to datasets; for one set dataset_name"
             )
-        known = [field.name for field in dataclasses.fields(Part)]
         found: dict[str, Part] = {}
         for name, value in given.items() if isinstance(given, dict) else ((None, value) for value in given):
-            value = value if isinstance(value, dict) else {"path": value}
-            for key in value:
-                if key not in known:
-                    raise DataError(
-                        f"dataset_mixture: unknown key {key!r}{did_you_mean(key, known)} (known: {', '.join(known)})"
-                    )
-            if not value.get("path"):
-                raise DataError(f"dataset_mixture: {name or 'a dataset'} has no path")
-            if any(not isinstance(path, str) for path in _as_list(value["path"])):
-                raise DataError(
-                    f"dataset_mixture: the path {value['path']!r} of {name or 'a dataset'} is no name of files or a "
-                    "dataset"
-                )
-            name = name or Path(_as_list(value["path"])[0]).name.partition(".")[0]
+            part, whose = of_mapping(Part, value if isinstance(value, dict) else {"path": value}), name or "a dataset"
+            if not part.path:
+                raise DataError(f"dataset_mixture: {whose} has no path")
+            if any(not isinstance(path, str) for path in _as_list(part.path)):
+                what = "no name of files or a dataset"
+                raise DataError(f"dataset_mixture: the path {part.path!r} of {whose} is {what}")
+            name = str(name or Path(_as_list(part.path)[0]).name.partition(".")[0])
             if name in found:
-                raise DataError(
-                    f"dataset_mixture: two datasets are called {name!r}; write a mapping, with a name for each"
-                )
-            found[str(name)] = Part(**value)
+                how = "write a mapping, with a name for each"
+                raise DataError(f"dataset_mixture: two datasets are called {name!r}; {how}")
+            found[name] = part
         return found
 
     def weights(self) -> dict[str, Any] | None:
@@ -200,8 +187,7 @@ class DataSource(metaclass=ConfigMeta):
                     )
                 rows = rows.take(max(1, round(part.fraction * len(rows))))
             if self.eval_share and not self.eval_dataset_name:
-                halves = rows.train_test_split(test_size=self.eval_share, seed=0)
-                rows, held_out[name] = halves["train"], halves["test"]
+                rows, held_out[name] = self._divided(rows)
             train[name] = rows
         return train, self._held_out() if self.eval_dataset_name else held_out or None
 
@@ -254,11 +240,19 @@ class DataSource(metaclass=ConfigMeta):
         return rows.rename_columns(names) if names else rows
 
 
+def of_mapping(kind: type[Any], value: dict[str, Any], where: str = "dataset_mixture") -> Any:
+    """A dataset of the dataclass `kind`, which begins with its path; `DataError` where it has no such key."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in value:
+        if key not in known:
+            raise DataError(f"{where}: unknown key {key!r}{did_you_mean(key, known)} (known: {', '.join(known)})")
+    return kind(**{"path": None} | value)
+
+
 def sets_for(run: Any) -> tuple[Any, Any | None]:
     """The training rows of a `posttrain.core.registry.Run`, and those to evaluate on; None where it evaluates nothing.
 
-    Raises:
-        DataError: as for `DataSource.load`; or the run evaluates, and there is nothing to evaluate on.
+    `DataError` as for `DataSource.load`, or where the run evaluates, and there is nothing to evaluate on.
     """
     train, held_out = run.data.load()
     if run.config.eval_strategy == "no":
@@ -386,6 +380,11 @@ def _kind(folder: str) -> str | None:
             "files of one kind, or dataset_mixture to files of each."
         )
     return next(iter(kinds)) if len(kinds) == 1 else None
+
+
+def _is_absent(name: str) -> bool:
+    """Whether `name` means a file or folder that is not there."""
+    return _is_file_name(name) and not Path(name).expanduser().exists()
 
 
 def _is_file_name(name: str) -> bool:

@@ -61,7 +61,7 @@ class Method:
         needs: fields of the three configs that must be given; ``"a|b"``: one of the two.
         preview: ``(run, count)`` -> the first `count` prepared rows (`posttrain.cli.tools.preview.Row`) and the lines
             of a data report; None if not supported.
-        workload: ``(run, length)`` -> the shape of a micro-batch (`posttrain.cli.tools.memory_plan.Workload`) with
+        workload: ``(run, length)`` -> the shape of a micro-batch (`posttrain.cli.tools.workload.Workload`) with
             rows of `length` tokens; None: the config's maximum. None if not supported.
         replay: ``(run, trajectory)`` -> what its loss makes of a stored trajectory, as text. None if not supported.
     """

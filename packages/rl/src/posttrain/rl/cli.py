@@ -40,7 +40,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
     """A method's `workload`: `sides` completions of each row, behind one copy of the prompt where they can share it."""
 
     def workload(run: Run, length: int | None) -> Any:
-        from posttrain.cli.tools.memory_plan import Workload, longest_row, rows_of
+        from posttrain.cli.tools.workload import Workload, longest_row, rows_of
         from posttrain.rl.rewards.score_heads import new_reward_model
 
         config = run.config
@@ -59,7 +59,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
 def of_rollouts(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of completions; without `length`, the prompts' own lengths count."""
-    from posttrain.cli.tools.memory_plan import Workload, longest_row
+    from posttrain.cli.tools.workload import Workload, longest_row
 
     config = run.config
     size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)
@@ -71,7 +71,7 @@ def of_rollouts(run: Run, length: int | None) -> Any:
 
 def _may_share(run: Run, wanted: bool | None) -> bool:
     """Whether completions of a prompt are trained on behind one copy of it, if the attention of the model can."""
-    from posttrain.cli.tools.memory_plan import load_config
+    from posttrain.cli.tools.workload import load_config
 
     if wanted is False or run.config.torch_compile:
         return False

@@ -58,7 +58,7 @@ def load_model(options: Any) -> Any:
 
 def workload(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of `run`: sources and targets of maximum length."""
-    from posttrain.cli.tools.memory_plan import Workload, load_config, rows_of
+    from posttrain.cli.tools.workload import Workload, load_config, rows_of
 
     config, encodes = run.config, load_config(run).is_encoder_decoder
     size = length or config.max_source_length

@@ -67,17 +67,16 @@ class PromptTargetCollator:
         return False not in labelled
 
     def _join(self, row: dict[str, Any], joined: bool) -> tuple[list[int], list[int] | None]:
-        ids, labels = _plain(row["input_ids"]), row.get("labels")
-        if labels is None:
+        ids = _plain(row["input_ids"])
+        if row.get("labels") is None:
             return ids, None
-        labels = _plain(labels)
-        if joined:
-            if len(ids) != len(labels):
-                raise DataError(
-                    f"a row has {len(ids)} input_ids and {len(labels)} labels; joined=True needs equal lengths."
-                )
-            return ids, labels
-        return ids + labels, [IGNORE_INDEX] * len(ids) + labels
+        labels = _plain(row["labels"])
+        if not joined:
+            return ids + labels, [IGNORE_INDEX] * len(ids) + labels
+        if len(ids) != len(labels):
+            said = f"a row has {len(ids)} input_ids and {len(labels)} labels"
+            raise DataError(f"{said}; joined=True needs equal lengths.")
+        return ids, labels
 
 
 def is_joined(row: Mapping[str, Any]) -> bool | None:

@@ -71,19 +71,12 @@ def tokenize(
         sources = [prefix + text for text in sources]
         inputs = tokenizer(sources, max_length=max_source_length, truncation=max_source_length is not None)
         made = tokenizer(text_target=targets, max_length=max_target_length, truncation=max_target_length is not None)
-        return {
-            "input_ids": inputs["input_ids"],
-            "attention_mask": inputs["attention_mask"],
-            "labels": made["input_ids"],
-        }
+        kept_names = ("input_ids", "attention_mask")
+        return {name: inputs[name] for name in kept_names} | {"labels": made["input_ids"]}
 
     if is_stream(dataset):
-        return dataset.map(
-            lambda rows, numbers: encode(rows, usable(rows, numbers)),
-            batched=True,
-            with_indices=True,
-            remove_columns=columns or None,
-        )
+        options = {"batched": True, "with_indices": True, "remove_columns": columns or None}
+        return dataset.map(lambda rows, numbers: encode(rows, usable(rows, numbers)), **options)
     texts, kept = dataset.select_columns(list({column.split(".")[0] for column in (source, target)})), []
     for start in range(0, len(texts), ROWS_PER_BATCH):
         rows = texts[start : start + ROWS_PER_BATCH]

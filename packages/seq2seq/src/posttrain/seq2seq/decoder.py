@@ -21,68 +21,23 @@ class Unsupported(Exception):
     """Why a model or an option is left to ``generate``."""
 
 
-@dataclass
-class Norm:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
-    rms: bool
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rms:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@dataclass
-class Linear:
-    """``x @ weight.T + bias``; several of equal input may be joined into one."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    @classmethod
-    def of(cls, *modules: nn.Module) -> Linear:
-        plain = [module for module in modules if type(module) is nn.Linear]
-        for module in modules:
-            if type(module) is not nn.Linear:
-                raise Unsupported(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
-        if len(plain) == 1:
-            return cls(plain[0].weight, plain[0].bias)
-        bias = None if plain[0].bias is None else torch.cat([module.bias for module in plain])
-        return cls(torch.cat([module.weight for module in plain]), bias)
+#: A part of a decoder: (N, width of its input) -> (N, width of its output).
+Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
 class Layer:
-    """The weights of one decoder layer; `query_key_value`, `key_value` and `up` hold one projection or several."""
+    """The parts of one decoder layer; `query_key_value` and `key_value` give what several projections do, joined."""
 
-    self_norm: Norm
-    query_key_value: list[Linear]
-    self_out: Linear
-    cross_norm: Norm
-    cross_query: Linear
-    key_value: list[Linear]
-    cross_out: Linear
-    feed_norm: Norm
-    up: list[Linear]
-    gated: bool
-    activation: Callable[[torch.Tensor], torch.Tensor]
-    down: Linear
-
-
-def fused(*modules: Any) -> list[Linear]:
-    """One joined projection where that is cheap, else one of each module."""
-    joins = len(modules) > 1 and sum(module.weight.numel() for module in modules) <= FUSE_BELOW
-    return [Linear.of(*modules)] if joins else [Linear.of(module) for module in modules]
-
-
-def project(parts: list[Linear], x: torch.Tensor) -> torch.Tensor:
-    """What the joined projection of `parts` gives: (N, all their outputs)."""
-    return parts[0](x) if len(parts) == 1 else torch.cat([part(x) for part in parts], -1)
+    self_norm: Part
+    query_key_value: Part
+    self_out: Part
+    cross_norm: Part
+    cross_query: Part
+    key_value: Part
+    cross_out: Part
+    feed_norm: Part
+    feed: Part
 
 
 @dataclass
@@ -95,19 +50,19 @@ class DecoderWeights:
             none.
         pre_norm: each part normalises its input (T5, mBART, Pegasus) rather than its sum with the residual (BART,
             Marian).
+        final: what follows the last layer, before the product with `head`, the output embedding and its bias.
         scale: of the attention scores.
     """
 
     layers: list[Layer]
     embedding: torch.Tensor
     embedding_scale: float
-    embedding_norm: Norm | None
+    embedding_norm: Part | None
     positions: Callable[[int], torch.Tensor] | None
     position_bias: Callable[[int], torch.Tensor] | None
     pre_norm: bool
-    final_norm: Norm | None
-    final_scale: float
-    head: Linear
+    final: Part | None
+    head: tuple[torch.Tensor, torch.Tensor | None]
     num_heads: int
     scale: float
 
@@ -129,35 +84,60 @@ def read_decoder(model: nn.Module) -> DecoderWeights:
     raise Unsupported("its decoder has an unknown architecture")
 
 
+def projection(*modules: Any) -> Part:
+    """What `modules` give side by side: by one joined projection where a copy of their weights is cheap."""
+    for module in modules:
+        if type(module) is not nn.Linear:
+            raise Unsupported(f"a projection is a {type(module).__name__}, not a plain nn.Linear")
+    first, *others = modules
+    if not others:
+        return partial(F.linear, weight=first.weight, bias=first.bias)
+    if sum(module.weight.numel() for module in modules) > FUSE_BELOW:
+        return lambda x: torch.cat([F.linear(x, module.weight, module.bias) for module in modules], -1)
+    bias = None if first.bias is None else torch.cat([module.bias for module in modules])
+    return partial(F.linear, weight=torch.cat([module.weight for module in modules]), bias=bias)
+
+
 def _read_t5(model: Any, decoder: Any) -> DecoderWeights:
-    def norm(module: Any) -> Norm:
-        return Norm(module.weight, None, module.variance_epsilon, rms=True)
+    def norm(module: Any) -> Part:
+        shape, eps = module.weight.shape, module.variance_epsilon
+        return partial(F.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
+
+    def feed(module: Any) -> Part:
+        down = projection(module.wo)
+        if not hasattr(module, "wi_0"):
+            up = projection(module.wi)
+            return lambda x: down(module.act(up(x)))
+        both = projection(module.wi_0, module.wi_1)
+
+        def gated(x: torch.Tensor) -> torch.Tensor:
+            gate, value = both(x).chunk(2, -1)
+            return down(module.act(gate) * value)
+
+        return gated
 
     layers = []
     for block in decoder.block:
-        own, cross, feed = block.layer
-        a, c, ff = own.SelfAttention, cross.EncDecAttention, feed.DenseReluDense
-        gated = hasattr(ff, "wi_0")
+        own, cross, forward = block.layer
+        a, c = own.SelfAttention, cross.EncDecAttention
         layers.append(
             Layer(
                 norm(own.layer_norm),
-                fused(a.q, a.k, a.v),
-                Linear.of(a.o),
+                projection(a.q, a.k, a.v),
+                projection(a.o),
                 norm(cross.layer_norm),
-                Linear.of(c.q),
-                fused(c.k, c.v),
-                Linear.of(c.o),
-                norm(feed.layer_norm),
-                fused(ff.wi_0, ff.wi_1) if gated else [Linear.of(ff.wi)],
-                gated,
-                ff.act,
-                Linear.of(ff.wo),
+                projection(c.q),
+                projection(c.k, c.v),
+                projection(c.o),
+                norm(forward.layer_norm),
+                feed(forward.DenseReluDense),
             )
         )
     first = decoder.block[0].layer[0].SelfAttention
     if any(block.layer[0].SelfAttention.has_relative_attention_bias for block in list(decoder.block)[1:]):
         raise Unsupported("its layers have separate position biases")
-    scaled = bool(getattr(model.config, "scale_decoder_outputs", False))
+    projection(model.lm_head)  # it is a plain one
+    final, scale = norm(decoder.final_layer_norm), model.config.d_model**-0.5
     return DecoderWeights(
         layers=layers,
         embedding=decoder.embed_tokens.weight,
@@ -166,21 +146,25 @@ def _read_t5(model: Any, decoder: Any) -> DecoderWeights:
         positions=None,
         position_bias=lambda length: first.compute_bias(length, length)[0],
         pre_norm=True,
-        final_norm=norm(decoder.final_layer_norm),
-        final_scale=model.config.d_model**-0.5 if scaled else 1.0,
-        head=Linear.of(model.lm_head),
+        final=(lambda x: final(x) * scale) if getattr(model.config, "scale_decoder_outputs", False) else final,
+        head=(model.lm_head.weight, model.lm_head.bias),
         num_heads=first.n_heads,
         scale=1.0,
     )
 
 
 def _read_bart(model: Any, decoder: Any) -> DecoderWeights:
-    def norm(module: Any) -> Norm:
-        return Norm(module.weight, module.bias, module.eps, rms=False)
+    def norm(module: Any) -> Part:
+        shape = module.weight.shape
+        return partial(F.layer_norm, normalized_shape=shape, weight=module.weight, bias=module.bias, eps=module.eps)
 
-    def optional_norm(name: str) -> Norm | None:
+    def optional_norm(name: str) -> Part | None:
         module = getattr(decoder, name, None)
         return None if module is None else norm(module)
+
+    def feed(layer: Any) -> Part:
+        up, down = projection(layer.fc1), projection(layer.fc2)
+        return lambda x: down(layer.activation_fn(up(x)))
 
     layers = []
     for layer in decoder.layers:
@@ -188,48 +172,37 @@ def _read_bart(model: Any, decoder: Any) -> DecoderWeights:
         layers.append(
             Layer(
                 norm(layer.self_attn_layer_norm),
-                fused(a.q_proj, a.k_proj, a.v_proj),
-                Linear.of(a.out_proj),
+                projection(a.q_proj, a.k_proj, a.v_proj),
+                projection(a.out_proj),
                 norm(layer.encoder_attn_layer_norm),
-                Linear.of(c.q_proj),
-                fused(c.k_proj, c.v_proj),
-                Linear.of(c.out_proj),
+                projection(c.q_proj),
+                projection(c.k_proj, c.v_proj),
+                projection(c.out_proj),
                 norm(layer.final_layer_norm),
-                [Linear.of(layer.fc1)],
-                False,
-                layer.activation_fn,
-                Linear.of(layer.fc2),
+                feed(layer),
             )
         )
-    embedding = decoder.embed_tokens
-    scale = getattr(embedding, "embed_scale", getattr(decoder, "embed_scale", 1.0))
-    attention = decoder.layers[0].self_attn
-    device, limit = (
-        embedding.weight.device,
-        decoder.embed_positions.num_embeddings - getattr(decoder.embed_positions, "offset", 0),
-    )
+    embedding, places_of, attention = decoder.embed_tokens, decoder.embed_positions, decoder.layers[0].self_attn
+    limit = places_of.num_embeddings - getattr(places_of, "offset", 0)
 
     def positions(length: int) -> torch.Tensor:
         if length > limit:
             raise Unsupported(f"it has positions for {limit} tokens, and {length} are requested")
-        places = torch.arange(length, device=device)
-        return decoder.embed_positions(places[None], 0, position_ids=places).reshape(-1, embedding.embedding_dim)
+        places = torch.arange(length, device=embedding.weight.device)
+        return places_of(places[None], 0, position_ids=places).reshape(-1, embedding.embedding_dim)
 
-    bias = getattr(model, "final_logits_bias", None)
-    final_norm = optional_norm("layer_norm")
-    head = Linear(model.lm_head.weight, None if bias is None else bias[0])
+    bias, final = getattr(model, "final_logits_bias", None), optional_norm("layer_norm")
     return DecoderWeights(
         layers=layers,
         embedding=embedding.weight,
-        embedding_scale=float(scale),
+        embedding_scale=float(getattr(embedding, "embed_scale", getattr(decoder, "embed_scale", 1.0))),
         embedding_norm=optional_norm("layernorm_embedding"),
         positions=positions,
         position_bias=None,
         # The layers of the family differ in nothing but the order of norm and sum, which the norm at the end goes with.
-        pre_norm=final_norm is not None,
-        final_norm=final_norm,
-        final_scale=1.0,
-        head=head,
+        pre_norm=final is not None,
+        final=final,
+        head=(model.lm_head.weight, None if bias is None else bias[0]),
         num_heads=attention.num_heads,
         scale=attention.scaling,
     )
@@ -258,7 +231,7 @@ class Steps:
             self.mask = (1 - mask[:, None, None, :].to(encoded.dtype)) * lowest
         self.cross = []  # for each layer (2, B, heads, S, width of a head)
         for layer in weights.layers:
-            both = project(layer.key_value, encoded)
+            both = layer.key_value(encoded)
             self.cross.append(both.view(batch, source, 2, heads, -1).permute(2, 0, 3, 1, 4).contiguous())
         shape = (len(weights.layers), 2, batch * width, heads, length, self.cross[0].shape[-1])
         self.cache = encoded.new_zeros(shape, dtype=self.cross[0].dtype)
@@ -280,20 +253,16 @@ class Steps:
         for number, layer in enumerate(w.layers):
             x = self._part(x, layer.self_norm, partial(self._attend_self, number=number, bias=bias))
             x = self._part(x, layer.cross_norm, partial(self._attend_encoder, number=number))
-            x = self._part(x, layer.feed_norm, partial(_feed, layer=layer))
-        if w.final_norm is not None:
-            x = w.final_norm(x)
-        if w.final_scale != 1.0:
-            x = x * w.final_scale
+            x = self._part(x, layer.feed_norm, layer.feed)
         self.place += 1
-        return self._head(x)
+        return self._head(x if w.final is None else w.final(x))
 
-    def _part(self, x: torch.Tensor, norm: Norm, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _part(self, x: torch.Tensor, norm: Part, part: Part) -> torch.Tensor:
         return x + part(norm(x)) if self.weights.pre_norm else norm(x + part(x))
 
     def _attend_self(self, x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:
         layer, t, rows = self.weights.layers[number], self.place, len(x)
-        joint = project(layer.query_key_value, x).view(rows, 3, self.weights.num_heads, -1)
+        joint = layer.query_key_value(x).view(rows, 3, self.weights.num_heads, -1)
         keys, values = self.cache[number]
         self.cache[number, :, :, :, t] = joint[:, 1:].transpose(0, 1)
         mixed = F.scaled_dot_product_attention(
@@ -310,15 +279,15 @@ class Steps:
         return layer.cross_out(mixed.transpose(1, 2).reshape(rows, -1))
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
-        head = self.weights.head
+        weight, bias = self.weights.head
         if torch.is_autocast_enabled(x.device.type) or x.dtype != torch.float32:
-            return head(x).float()
+            return F.linear(x, weight, bias).float()
         # One buffer for all steps: memory of this size would be paged in at each allocation.
         if self.logits is None or len(self.logits) != len(x):
-            self.logits = x.new_empty(len(x), len(head.weight))
-        if head.bias is None:
-            return torch.mm(x, head.weight.t(), out=self.logits)
-        return torch.addmm(head.bias, x, head.weight.t(), out=self.logits)
+            self.logits = x.new_empty(len(x), len(weight))
+        if bias is None:
+            return torch.mm(x, weight.t(), out=self.logits)
+        return torch.addmm(bias, x, weight.t(), out=self.logits)
 
     def keep(self, rows: torch.Tensor) -> None:
         """Read on from these of the encoder's rows alone, given by number; `reorder` must follow."""
@@ -331,10 +300,3 @@ class Steps:
         if len(rows) != self.cache.shape[2]:
             self.cache = self.cache[:, :, : len(rows)].contiguous()
         self.cache[..., : self.place, :] = chosen
-
-
-def _feed(x: torch.Tensor, layer: Layer) -> torch.Tensor:
-    if not layer.gated:
-        return layer.down(layer.activation(layer.up[0](x)))
-    gate, value = project(layer.up, x).chunk(2, -1)
-    return layer.down(layer.activation(gate) * value)

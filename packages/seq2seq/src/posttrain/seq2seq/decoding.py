@@ -50,8 +50,7 @@ class LeanGenerator:
         self.model: Any = model
         self.refused: str | None = None
         self._weights: DecoderWeights | None = None
-        self._proved: dict[str, bool] = {}
-        self._searches: dict[str, Search] = {}
+        self._searches: dict[str, Search | None] = {}  # None: its tokens differ from those of `generate`
 
     def refresh(self) -> None:
         """Read the weights again at the next call."""
@@ -71,12 +70,14 @@ class LeanGenerator:
             config = self._config(inputs, options)
             if self._weights is None:
                 self._weights = read_decoder(self.model)
-            key = f"{torch.is_autocast_enabled(encoded[0].device.type)} {config.to_diff_dict()}"
-            if key not in self._proved:
-                self._proved[key] = self._try(inputs, encoded, config)
-                if not self._proved[key]:
-                    raise Unsupported("its tokens differed from those of generate on a short try")
-            return self._search(inputs, encoded[0], config) if self._proved[key] else None
+            device = encoded[0].device
+            key = f"{device} {torch.is_autocast_enabled(device.type)} {config.to_diff_dict()}"
+            if key not in self._searches:
+                self._searches[key] = None
+                self._try(inputs, encoded, config)
+                self._searches[key] = self._options(config, device)
+            search = self._searches[key]
+            return None if search is None else self._search(inputs, encoded[0], search)
         except Unsupported as reason:
             if str(reason) != self.refused:
                 self.refused = str(reason)
@@ -113,7 +114,7 @@ class LeanGenerator:
         config.max_new_tokens = None
         return config
 
-    def _try(self, inputs: dict[str, Any], encoded: Any, config: Any) -> bool:
+    def _try(self, inputs: dict[str, Any], encoded: Any, config: Any) -> None:
         from transformers.modeling_outputs import BaseModelOutput
 
         few = {name: _first_rows(value) for name, value in inputs.items()}
@@ -124,16 +125,14 @@ class LeanGenerator:
         # In a separate object, because generate may repeat the rows for each beam.
         own = BaseModelOutput(last_hidden_state=states)
         expected = self.model.generate(**few, encoder_outputs=own, generation_config=short)
-        return torch.equal(self._search(few, states, short), expected)
+        if not torch.equal(self._search(few, states, self._options(short, states.device)), expected):
+            raise Unsupported("its tokens differed from those of generate on a short try")
 
-    def _search(self, inputs: dict[str, Any], states: torch.Tensor, config: Any) -> torch.Tensor:
-        key = f"{states.device} {config.to_diff_dict()}"
-        if key not in self._searches:
-            self._searches[key] = self._options(config, states.device)
-        search = self._searches[key]
+    def _search(self, inputs: dict[str, Any], states: torch.Tensor, search: Search) -> torch.Tensor:
         assert self._weights is not None  # read at the first call
-        steps = Steps(self._weights, states, inputs.get("attention_mask"), search.num_beams, search.max_length)
-        return (greedy if search.num_beams == 1 else beam)(steps, len(states), search)
+        beams, limit = search.config.num_beams, search.config.max_length
+        steps = Steps(self._weights, states, inputs.get("attention_mask"), beams, limit)
+        return (greedy if beams == 1 else beam)(steps, len(states), search)
 
     def _options(self, config: Any, device: torch.device) -> Search:
         """The options of a search as ``generate`` reads them; once for each device and configuration."""
@@ -147,18 +146,7 @@ class LeanGenerator:
         processors = model._get_logits_processor(config, input_ids_seq_length=1, device=device, model_kwargs={})
         if others := [name for name in (type(one).__name__ for one in processors) if name not in ROW_BY_ROW]:
             raise Unsupported(f"its scores are changed by {', '.join(others)}")
-        return Search(
-            start=int(start),
-            pad=int(pad),
-            fill=fill,
-            eos=eos,
-            max_length=config.max_length,
-            processors=processors,
-            num_beams=config.num_beams,
-            num_return_sequences=config.num_return_sequences,
-            length_penalty=config.length_penalty,
-            early_stopping=config.early_stopping,
-        )
+        return Search(config, int(start), int(pad), fill, eos, processors)
 
 
 def _first_rows(values: torch.Tensor) -> torch.Tensor:
@@ -202,38 +190,37 @@ def top_of_each_row(scores: torch.Tensor, number: int) -> tuple[torch.Tensor, to
 
 @dataclass
 class Search:
-    """The options of a search, named as in ``GenerationConfig``. `fill` is what beams that ended are filled up with."""
+    """The options of a search: a ``GenerationConfig``, its tokens, and its logits processors.
 
+    `fill` is what beams that ended are filled up with.
+    """
+
+    config: Any
     start: int
     pad: int
     fill: int
     eos: torch.Tensor
-    max_length: int
     processors: Any
-    num_beams: int = 1
-    num_return_sequences: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
 
 
 def looks(length: int, search: Search) -> bool:
     """Whether the host looks at which rows have ended when they have `length` tokens: at the end, and now and then."""
     between = 1 if search.eos.device.type == "cpu" else TOKENS_BETWEEN_LOOKS
-    return length == search.max_length or length % between == 0
+    return length == search.config.max_length or length % between == 0
 
 
 def greedy(steps: Steps, batch: int, search: Search) -> torch.Tensor:
     """The most probable token at each step: (B, length of the longest row), rows that ended filled up with the pad
     token.
     """
-    device = search.eos.device
-    tokens = torch.full((batch, search.max_length), search.pad, dtype=torch.long, device=device)
+    device, limit = search.eos.device, search.config.max_length
+    tokens = torch.full((batch, limit), search.pad, dtype=torch.long, device=device)
     tokens[:, 0] = search.start
     live = torch.arange(batch, device=device)  # the row of `tokens` that each row of the steps is
     unfinished = torch.ones(batch, dtype=torch.bool, device=device)
     length, last = 1, tokens[:, 0]
     longest = torch.ones(1, dtype=torch.long, device=device)  # tokens until the last row ended
-    while length < search.max_length:
+    while length < limit:
         scores = steps(last)
         if search.processors:
             scores = search.processors(tokens[live, :length], scores)
@@ -261,7 +248,8 @@ def beam(steps: Steps, batch: int, search: Search) -> torch.Tensor:
 
     A row leaves the batch when none of its running beams can still take the place of a finished one.
     """
-    device, beams, limit, returned = search.eos.device, search.num_beams, search.max_length, search.num_return_sequences
+    device, config = search.eos.device, search.config
+    beams, limit, returned = config.num_beams, config.max_length, config.num_return_sequences
     candidates = max(2, 1 + len(search.eos)) * beams
     among_first = torch.arange(candidates, device=device) < beams
     live = torch.arange(batch, device=device)  # the row of the result that each row below is
@@ -294,17 +282,17 @@ def beam(steps: Steps, batch: int, search: Search) -> torch.Tensor:
 
         finished = stops & among_first
         shut = ~finished | ~is_open[:, None]
-        merged = torch.cat([scores, top / size**search.length_penalty + shut * NEVER], 1)
+        merged = torch.cat([scores, top / size**config.length_penalty + shut * NEVER], 1)
         choice = merged.topk(beams)[1]
         best, scores = _pick(torch.cat([best, extended], 1), choice), _pick(merged, choice)
         lengths = _pick(torch.cat([lengths, torch.full_like(token, size + 1)], 1), choice)
         done = _pick(torch.cat([done, finished], 1), choice)
 
         # What the best running beam could still reach, against the worst finished one.
-        reach = limit - 1 if search.early_stopping == "never" and search.length_penalty > 0 else size
+        reach = limit - 1 if config.early_stopping == "never" and config.length_penalty > 0 else size
         worst = torch.where(done, scores.min(1, keepdim=True)[0], NEVER)
-        is_open = is_open & (running_scores[:, :1] / reach**search.length_penalty > worst).any(1)
-        if search.early_stopping is True:
+        is_open = is_open & (running_scores[:, :1] / reach**config.length_penalty > worst).any(1)
+        if config.early_stopping is True:
             is_open = is_open & ~done.all(1)
         is_open = is_open & ~stops.all()
         rows = torch.arange(len(live), device=device)

@@ -50,7 +50,7 @@ def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
 
 def workload(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of `run`: rows of maximum length, each position with a target."""
-    from posttrain.cli.tools.memory_plan import Workload, longest_row, rows_of
+    from posttrain.cli.tools.workload import Workload, longest_row, rows_of
 
     longest = longest_row(length, run.config.max_length)
     return Workload(rows_of(run.config, longest), longest, "tokens")

@@ -110,14 +110,8 @@ def _draw(axes: Axes, records: Sequence[dict[str, Any]], lines: dict[str, str], 
         (line,) = axes.plot(steps, values, marker="." if alone else "", label=f"{name}  {ends}")
         gaps = [step for step, value in zip(steps, values, strict=True) if math.isnan(value)]
         if gaps:
-            axes.plot(
-                gaps,
-                [0.02] * len(gaps),
-                "x",
-                color=line.get_color(),
-                transform=axes.get_xaxis_transform(),
-                label=f"{name}: {len(gaps)} not finite",
-            )
+            options = {"color": line.get_color(), "transform": axes.get_xaxis_transform()}
+            axes.plot(gaps, [0.02] * len(gaps), "x", label=f"{name}: {len(gaps)} not finite", **options)
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -42,7 +42,6 @@ _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0
 _PHASE_NAMES = {"forward_backward": "forward and backward"}
 # Those of single reward functions are parts of "score".
 _PHASE = re.compile(r"perf/(?!step_|time_left_|reward_)(\w+)_seconds")
-_ASSETS = Path(__file__).with_name("report_page")
 _FIRST = ["reward", "loss", "rewards/accuracies", "rewards/margins", "accuracy", "pass@1", "mean_token_accuracy"]
 _FIRST += ["learning_rate", "grad_norm"]
 # Of the last record, about the whole run: no curves.
@@ -151,8 +150,7 @@ class _Messages(logging.Handler):
 def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> Path:
     """Write the page about the runs with these output folders; `first` is HTML that stands before all else.
 
-    Raises:
-        CheckpointError: a folder has no log, or a damaged record.
+    Raises `CheckpointError` where a folder has no log, or a damaged record.
     """
     path, runs = Path(path), [read(folder) for folder in folders]
     for run, name in zip(runs, _names(folders), strict=True):
@@ -175,11 +173,7 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
 
 
 def read(folder: str | Path) -> Run:
-    """What the output folder of a run holds.
-
-    Raises:
-        CheckpointError: it has no log, or a damaged record.
-    """
+    """What the output folder of a run holds; `CheckpointError` where that is no log, or a damaged record."""
     folder = Path(folder)
     if not (folder / LOG).is_file():
         raise CheckpointError(f"{folder} has no {LOG}, so it is not the output folder of a run that logged anything.")
@@ -200,7 +194,7 @@ def page(runs: Sequence[Run], first: str = "") -> str:
     if len(runs) == 1:
         body += [_tiles(runs[0]), _messages(runs[0])]
     else:
-        body.append(_section("Results", _table(_results(runs), ["", *(run.name for run in runs)])))
+        body.append(_section("Results", table(_results(runs), ["", *(run.name for run in runs)])))
     places = "".join(
         f'<div class="chart"><h3>{_text(chart["title"])}</h3><div id="{chart["id"]}"></div></div>' for chart in charts
     )
@@ -215,15 +209,11 @@ def page(runs: Sequence[Run], first: str = "") -> str:
         "mark": MARK,
         "title": _text(title),
         "body": "\n".join(part for part in body if part),
-        "uplot_css": _asset("uplot.css"),
-        "uplot_js": _asset("uplot.js").replace("</script", "<\\/script"),
+        "uplot_css": trajectories.asset("uplot.css"),
+        "uplot_js": trajectories.asset("uplot.js").replace("</script", "<\\/script"),
         "charts": json.dumps(charts, allow_nan=False).replace("</", "<\\/"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], _asset("template.html"))
-
-
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
+    return trajectories.filled("template.html", values)
 
 
 # ---- curves ----
@@ -402,7 +392,7 @@ def _samples(run: Run, name: str) -> str:
             lines.append(shown)
             last = prompt
         title = "" if source == "samples" else f"<h3>{_text(source.replace('_', ' '))}</h3>"
-        parts.append(f'{title}<div class="texts">{_table(lines, ["step", *columns])}</div>')
+        parts.append(f'{title}<div class="texts">{table(lines, ["step", *columns])}</div>')
     return _section(f"Samples {name}".strip(), "".join(parts)) if parts else ""
 
 
@@ -431,35 +421,36 @@ def _arguments(runs: Sequence[Run]) -> str:
         names = sorted({name for values in all_values for name in values})
         changed = [n for n in names if len({json.dumps(values.get(n)) for values in all_values}) > 1]
         rows = [[name, *(_value(values.get(name)) for values in all_values)] for name in changed]
-        return _section("Arguments that differ", _table(rows, ["", *(run.name for run in runs)])) if rows else ""
-    rows = [[name, _value(all_values[0].get(name))] for name in runs[0].record.get("changed") or ()]
-    rows += [[name, _value(value)] for name, value in (runs[0].record.get("adapter") or {}).items()]
-    return _section("Non-default arguments", _table(rows)) if rows else ""
+        return _section("Arguments that differ", table(rows, ["", *(run.name for run in runs)])) if rows else ""
+    changed = {name: all_values[0].get(name) for name in runs[0].record.get("changed") or ()}
+    return _named("Non-default arguments", changed | (runs[0].record.get("adapter") or {}))
 
 
 def _facts(run: Run) -> str:
     groups = {group: run.record.get(group) or {} for group in ("model", "data", "hardware", "code", "packages")}
-    rows = [
-        [f"{group} {name}" if group in ("model", "data") else name, _value(value)]  # both have a class
-        for group, facts in groups.items()
-        for name, value in facts.items()
-        if value != "not installed"
-    ]
-    return _section("Model, data, machine", _table(rows)) if rows else ""
+    found: dict[str, Any] = {}
+    for group, facts in groups.items():
+        kept = {name: value for name, value in facts.items() if value != "not installed"}
+        found |= {f"{group} {n}": v for n, v in kept.items()} if group in ("model", "data") else kept  # have a class
+    return _named("Model, data, machine", found)
 
 
 def _all_arguments(run: Run) -> str:
-    rows = [[name, _value(value)] for name, value in sorted((run.record.get("arguments") or {}).items())]
-    if not rows:
-        return ""
-    return _section("All arguments", f"<details><summary>{len(rows)} arguments</summary>{_table(rows)}</details>")
+    values = dict(sorted((run.record.get("arguments") or {}).items()))
+    return _named("All arguments", values, f"<details><summary>{len(values)} arguments</summary>{{}}</details>")
+
+
+def _named(title: str, values: dict[str, Any], around: str = "{}") -> str:
+    rows = [[name, _value(value)] for name, value in values.items()]
+    return _section(title, around.format(table(rows))) if rows else ""
 
 
 def _section(title: str, content: str, boxed: bool = True) -> str:
     return f"<h2>{_text(title)}</h2>" + (f'<div class="box">{content}</div>' if boxed else content)
 
 
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """A table of texts as HTML."""
     top = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
     lines = ("<tr>" + "".join(f'<td class="number">{_text(cell)}</td>' for cell in row) + "</tr>" for row in rows)
     return f"<table>{top}{''.join(lines)}</table>"

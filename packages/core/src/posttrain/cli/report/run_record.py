@@ -36,22 +36,10 @@ from posttrain.core.state import strict
 logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "posttrain-run", 1
-PACKAGES = (
-    "posttrain-core",
-    "posttrain-sft",
-    "posttrain-seq2seq",
-    "posttrain-rl",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "peft",
-    "bitsandbytes",
-    "vllm",
-    "numpy",
-)
+PACKAGES = """
+    posttrain-core posttrain-sft posttrain-seq2seq posttrain-rl torch transformers accelerate datasets tokenizers
+    safetensors peft bitsandbytes vllm numpy
+""".split()
 #: Larger datasets are hashed from this many evenly spaced rows or bytes.
 HASHED_ROWS, HASHED_BYTES = 10_000, 16 * 2**20
 _GIT_PATIENCE = 5.0  # seconds; a work tree may be large, or on a slow disk
@@ -164,11 +152,7 @@ def _folder_of_program() -> str:
 
 
 def add_end(folder: Path, facts: dict[str, Any]) -> None:
-    """Add to the record in `folder`, if there is one, how its last start ended.
-
-    Raises:
-        CheckpointError: it is damaged. OSError: it cannot be written.
-    """
+    """Add to the record in `folder`, if there is one, how its last start ended; `CheckpointError` if it is damaged."""
     if (folder / RECORD).is_file():
         *before, last = read(folder)["starts"]
         _write(folder / RECORD, [*before, last | {"ended": facts}])
@@ -182,11 +166,7 @@ def _write(path: Path, starts: list[dict[str, Any]]) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The record at `path`: the file, or the folder that it is in.
-
-    Raises:
-        CheckpointError: it does not exist, or another program wrote it.
-    """
+    """The record at `path`, the file or its folder; `CheckpointError` if there is none, or another program wrote it."""
     path = Path(path)
     path = path / RECORD if path.is_dir() else path
     record = read_json(path)
@@ -221,7 +201,7 @@ def changed(args: Any) -> list[str]:
     except Exception:  # a class of the user's, with arguments that must be given
         return []
     names = [field.name for field in dataclasses.fields(args) if field.init]
-    return [name for name in names if getattr(args, name) != getattr(plain, name)]
+    return [name for name in names if vars(args)[name] != vars(plain)[name]]
 
 
 def of_model(model: torch.nn.Module) -> dict[str, Any]:

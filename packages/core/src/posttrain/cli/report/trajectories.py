@@ -19,7 +19,6 @@ from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, rea
 PAGE = "trajectories.html"
 #: Trajectories on the page, and tokens of each of their sequences: a browser shows this many at once.
 MOST, MOST_TOKENS = 200, 4000
-_TEMPLATE = Path(__file__).with_name("report_page") / "trajectories.html"
 
 
 def calls_of(one: Trajectory) -> int:
@@ -34,11 +33,7 @@ def name_of(one: Trajectory) -> str:
 
 
 def named(name: str, folder: str | Path, wanted: Filter | None = None) -> Trajectory:
-    """The trajectory of that name in the output folder of a run.
-
-    Raises:
-        CheckpointError: the folder holds none. ConfigError: none of that name, among those that are `wanted`.
-    """
+    """The trajectory of that name in the output folder of a run; `ConfigError` if none that is `wanted` has it."""
     found = stored(folder, wanted)
     chosen = next((one for one in found if name_of(one) == name), None)
     if chosen is None:
@@ -47,11 +42,7 @@ def named(name: str, folder: str | Path, wanted: Filter | None = None) -> Trajec
 
 
 def stored(folder: str | Path, wanted: Filter | None = None) -> list[Trajectory]:
-    """Those that are `wanted` in the output folder of a run.
-
-    Raises:
-        CheckpointError: the folder holds none.
-    """
+    """Those that are `wanted` in the output folder of a run; `CheckpointError` where it holds none at all."""
     if not files_of(folder):
         raise CheckpointError(
             f"{folder} holds no trajectories; a run with log_trajectories=N stores N of each rollout."
@@ -102,7 +93,17 @@ def page(found: Sequence[Trajectory], title: str) -> str:
         "note": note,
         "rows": json.dumps(cut, ensure_ascii=False).replace("</", "<\\/"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], _TEMPLATE.read_text(encoding="utf-8"))
+    return filled("trajectories.html", values)
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """The page of that name with the values in the places ``{{name}}``."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], asset(template))
+
+
+def asset(name: str) -> str:
+    """The text of a file that pages are made of."""
+    return Path(__file__).with_name("report_page").joinpath(name).read_text(encoding="utf-8")
 
 
 def beside(report: Path, folder: str | Path, name: str) -> str:

@@ -6,14 +6,12 @@ import dataclasses
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import of_words, read
 from posttrain.core.fields import durations
-from posttrain.core.registry import Method, Run
 
 HELP = """usage: posttrain bench [<method>] run.yaml ... [--bench_steps N] [--bench_warmup N] [--name value ...]
 
@@ -56,13 +54,8 @@ NAMES = {
 }
 
 
-def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
-    """Print what some optimizer steps of a run take.
-
-    Args:
-        words: a method, files and flags, among them ``--bench_steps`` and ``--bench_warmup``.
-        read: makes a run of a method and its words.
-    """
+def run(words: list[str]) -> None:
+    """Print what some optimizer steps of a run take."""
     words, options = parse.take_options("bench", words, OPTIONS)
     method, words = of_words(words, "bench")
     asked, warmup = read(method, words), options["bench_warmup"]

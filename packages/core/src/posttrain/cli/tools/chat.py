@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.core.errors import ConfigError
 from posttrain.core.models.wrapping import is_peft_model
+from posttrain.lm.loading import loading
 
 WORDS = "/clear begins anew, /base answers the last message without the adapter, /quit ends it"
 HELP = f"""posttrain chat MODEL [--compare] [--system TEXT] [--temperature T] [--max_new_tokens N] [--seed N] ...
@@ -30,20 +29,15 @@ template the model continues your text.
 {load.FLAGS}
 
 In the conversation: {WORDS}."""
-KINDS = load.KINDS | {"compare": bool, "system": str, "temperature": float, "max_new_tokens": int, "seed": int}
+KINDS = {"compare": bool, "system": str, "temperature": float, "max_new_tokens": int, "seed": int}
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
-    """
-    what = "a model: its folder or its name"
-    names, given = parse.typed_flags("chat", words, KINDS, names=1, what=what, least=load.LEAST)
-    if given.get("compare") and not (Path(names[0]) / "adapter_config.json").is_file():
-        raise ConfigError("chat", [f"--compare needs the folder of an adapter, and {names[0]} is none"])
-    model, tokenizer = load.of_command("chat", names[0], given)
+    """Converse with a model."""
+    name, given = load.read_words("chat", words, KINDS)
+    if given.get("compare") and not loading.is_adapter(name):
+        raise ConfigError("chat", [f"--compare needs the folder of an adapter, and {name} is none"])
+    model, tokenizer = load.of_command("chat", name, given)
     if (seed := given.pop("seed", None)) is not None:
         torch.manual_seed(seed)
     converse(model, tokenizer, **given)
@@ -68,29 +62,10 @@ def reply(
     from transformers import TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
-    ids = write(
-        model, tokenizer, load.encode(tokenizer, messages), max_new_tokens, load.sampling(temperature), streamer
-    )
+    options = load.sampling(temperature) | {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    [ids] = load.write(model, tokenizer, [load.encode(tokenizer, messages)], **options)
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text
-
-
-@torch.no_grad()
-def write(
-    model: nn.Module, tokenizer: Any, prompt: list[int], max_new_tokens: int, sampling: dict[str, Any], streamer: Any
-) -> list[int]:
-    """The tokens that follow `prompt`, with what ended them.
-
-    Args:
-        sampling: arguments of ``generate``. streamer: one of transformers, or None.
-    """
-    ids = torch.tensor([prompt], device=next(model.parameters()).device)
-    options = sampling | {"max_new_tokens": max_new_tokens, "streamer": streamer}
-    options |= {"pad_token_id": tokenizer.pad_token_id, "attention_mask": torch.ones_like(ids)}
-    options["eos_token_id"] = load.ends(model, tokenizer)
-    row = model.generate(input_ids=ids, **options)[0]  # type: ignore[operator]  # of transformers' models
-    tokens: list[int] = row[ids.shape[1] :].tolist()
-    return tokens
 
 
 def converse(

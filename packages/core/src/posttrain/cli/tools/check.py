@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import checked, of_words, settings_of
 from posttrain.core.fields.redaction import masked
-from posttrain.core.registry import Method
 
 HELP = """usage: posttrain check [<method>] run.yaml ... [--name value ...]
 
@@ -19,17 +16,14 @@ Finds everything that is wrong with the arguments of a run, as training does bef
   posttrain check sft model.yaml data.toml --learning_rate 1e-5 > run.yaml"""
 
 
-def run(words: list[str], read: Callable[[Method, list[str]], dict[str, Any]]) -> None:
-    """Check a run, and print its settings.
-
-    Args:
-        words: a method, files and flags.
-        read: the settings of a method's words, checked.
-    """
+def run(words: list[str]) -> None:
+    """Check a run, and print its settings."""
     method, words = of_words(words, "check")
-    settings = read(method, words)
-    secrets = [name for name, value in settings.items() if masked(value, name) != value]
-    written = {"method": method.name} | {name: value for name, value in settings.items() if name not in secrets}
+    settings, problems = settings_of(method, words)
+    checked(method, settings, problems)
+    values = {name: setting.value for name, setting in settings.items()}
+    secrets = [name for name, value in values.items() if masked(value, name) != value]
+    written = {"method": method.name} | {name: value for name, value in values.items() if name not in secrets}
     print(parse.as_yaml(written), end="")
     left_out = f" Not written, for they are secret: {', '.join(secrets)}." if secrets else ""
     print(f"posttrain {method.name}: nothing is wrong with the {len(settings)} arguments.{left_out}", file=sys.stderr)

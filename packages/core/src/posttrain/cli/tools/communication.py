@@ -19,17 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-#: The kind of each collective, by a part of its operation's name.
-KINDS = {
-    "reduce_scatter": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-}
+#: The kinds of collectives, as the names of their operations hold them, without the dashes.
+KINDS = ("reduce-scatter", "all-reduce", "all-gather", "all-to-all", "broadcast")
 
 
 def _of_attention(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> float:
@@ -102,7 +93,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            kind = next((kind for part, kind in KINDS.items() if part in str(func)), None)
+            name = str(func).replace("_", "")
+            kind = next((kind for kind in KINDS if kind.replace("-", "") in name), None)
             if kind is not None:
                 tensors = [one for one in tree_leaves([args, found]) if isinstance(one, torch.Tensor)]
                 self.add(kind, _ranks(args), max((one.nbytes for one in tensors), default=0))

@@ -18,11 +18,7 @@ FOLDER, in the format of from_pretrained.
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: there are not two folders. CheckpointError: the checkpoint is damaged or not sharded.
-    """
+    """Gather the weights of a checkpoint."""
     if len(words) != 2:
         raise ConfigError("consolidate", ["it takes a checkpoint and the folder to write: CHECKPOINT FOLDER"])
     consolidate(Path(words[0]), Path(words[1]))
@@ -30,11 +26,7 @@ def run(words: list[str]) -> None:
 
 
 def consolidate(checkpoint: Path, folder: Path) -> None:
-    """Write the model of `checkpoint` into `folder`.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or not sharded.
-    """
+    """Write the model of `checkpoint` into `folder`; `CheckpointError` where it is damaged or not sharded."""
     if problems := Store(checkpoint.parent).verify(checkpoint):
         raise CheckpointError(f"{checkpoint} cannot be read: {' '.join(problems)}")
     if not sharded.processes(checkpoint, weights.PARTS):

@@ -58,11 +58,7 @@ class Comparison(metaclass=ConfigMeta):
 
 
 def run(words: list[str]) -> None:
-    """Print the report on the rows of a run, and write those that are left.
-
-    Raises:
-        ConfigError: an argument is wrong. DataError: rows cannot be read, or written as JSON.
-    """
+    """Print the report on the rows of a run, and write those that are left."""
     problems: list[str] = []
     (named, flags), settings = parse.read_flags(words), dict[str, parse.Setting]()
     for name in named:

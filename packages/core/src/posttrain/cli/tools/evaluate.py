@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 
 from posttrain.cli import parse
-from posttrain.cli.method import FILES
-from posttrain.cli.mixture import CommandSource
+from posttrain.cli.method import FILES, data_of
 from posttrain.cli.source import read
 from posttrain.cli.tools import load
-from posttrain.core.errors import CheckpointError, ConfigError, DataError, require
+from posttrain.core.errors import ConfigError, DataError, require
 from posttrain.lm.text import layouts
 
 EXTRA = "posttrain-core[evaluate]"
@@ -48,67 +47,43 @@ through an agent, or on tasks of lm-eval (pip install '{EXTRA}'), such as gsm8k,
   --chat                 ask through the chat template where the rows are plain texts
   --output FILE.json     also write the results with their settings there
 {load.FLAGS}"""
-KINDS = load.KINDS | {
-    "tasks": list,
-    "include_path": str,
-    "num_fewshot": int,
-    "limit": int,
-    "batch_size": int,
-    "chat": bool,
-    "data": str,
-    "judge": str,
-    "env": str,
-    "k": int,
-    "temperature": float,
-    "pass_threshold": float,
-    "max_new_tokens": int,
-    "output": str,
-}
+KINDS: dict[str, type] = {"tasks": list, "chat": bool, "temperature": float, "pass_threshold": float}
+KINDS |= dict.fromkeys(("data", "judge", "env", "include_path", "output"), str)
+KINDS |= dict.fromkeys(("num_fewshot", "limit", "batch_size", "k", "max_new_tokens"), int)
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model or lm-eval cannot be loaded.
-        DataError: the rows of a task cannot be had.
-    """
-    what = "a model: its folder or its name"
-    names, given = parse.typed_flags("evaluate", words, KINDS, names=1, what=what, least=load.LEAST | {"k": 1})
+    """Evaluate a model, and print what was found."""
+    name, given = load.read_words("evaluate", words, KINDS)
     if "env" in given:
-        _evaluate_environment(names[0], given)
+        _evaluate_environment(name, given)
         return
     if only := [flag for flag in ("k", "temperature", "pass_threshold") if flag in given]:
         raise ConfigError("evaluate", [f"--{only[0]} is for episodes; name an environment or an agent: --env"])
-    if names[0].endswith(FILES) or "data" in given:
-        _evaluate_rows(names[0], given)
+    if name.endswith(FILES) or "data" in given:
+        _evaluate_rows(name, given)
         return
     if not given.get("tasks"):
         raise ConfigError("evaluate", ["name your rows, as in --data rows.jsonl, or tasks: --tasks gsm8k ifeval"])
     output = given.pop("output", None)
-    try:
+    with parse.told("evaluate"):
         require("lm_eval", EXTRA, why="posttrain evaluate")
-    except ImportError as error:
-        raise CheckpointError(str(error)) from error
-    model, tokenizer = load.of_command("evaluate", names[0], given)
-    try:
-        results = evaluate(model, tokenizer, **given)
-    except OSError as error:  # of the network too
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"lm-eval could not read the rows of {', '.join(given['tasks'])}: {reason}. They come from the Hub; a task "
-            "of your own (--include_path) reads a file."
-        ) from error
-    except ValueError as error:
-        raise ConfigError("evaluate", [str(error)]) from error
+    model, tokenizer = load.of_command("evaluate", name, given)
+    with parse.told("evaluate"):
+        try:
+            results = evaluate(model, tokenizer, **given)
+        except OSError as error:  # of the network too
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"lm-eval could not read the rows of {', '.join(given['tasks'])}: {reason}. They come from the Hub; a "
+                "task of your own (--include_path) reads a file."
+            ) from error
     from lm_eval.utils import make_table
 
     print(make_table(results))
     if output is not None:
-        kept: dict[str, Any] = {
-            name: results[name] for name in ("results", "versions", "n-shot", "n-samples") if name in results
-        }
-        _write(output, {"model": names[0], **kept}, "results")
+        kept = ("results", "versions", "n-shot", "n-samples")
+        _write(output, {"model": name} | {key: results[key] for key in kept if key in results}, "results")
 
 
 def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
@@ -123,10 +98,8 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
         name, rows = _of_run(name)
     if "data" in given:
         rows = _split_of(given.pop("data"))
-    try:
+    with parse.told("evaluate"):
         function = None if judge is None else evaluate_rows.judge_of(judge)
-    except ValueError as error:
-        raise ConfigError("evaluate", [str(error)]) from error
     rows = layouts.as_messages(rows) if chats else rows
     model, tokenizer = load.of_command("evaluate", name, given, may_score=True)
     asked = evaluate_rows.questions(rows, tokenizer, limit)
@@ -186,8 +159,7 @@ def _write(output: str, kept: dict[str, Any], what: str) -> None:
 def _of_run(file: str) -> tuple[str, Any]:
     """(the model of the run that `file` describes, or the one that it starts from, its evaluation rows)."""
     settings, problems = parse.read_words([file])
-    given = {key: one for key, one in settings.items() if key not in parse.unknown([CommandSource], settings)}
-    [source] = parse.configs([CommandSource], given, problems)
+    source = data_of(settings, problems)
     start = settings["model_name_or_path"].value if "model_name_or_path" in settings else None
     folder = settings["output_dir"].value if "output_dir" in settings else "trainer_output"
     trained = any((Path(folder) / name).is_file() for name in ("config.json", "adapter_config.json"))

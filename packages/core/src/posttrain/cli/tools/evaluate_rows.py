@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import re
 import string
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.cli.tools import generate, load
+from posttrain.core import registry
 from posttrain.core.errors import DataError
 from posttrain.core.losses import selective_log_softmax
 from posttrain.core.models.wrapping import base_model
@@ -87,9 +87,8 @@ def _question(row: Mapping[str, Any]) -> Question:
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> Question:
     """Two choices of which the first is right; without a prompt, what both begin with is it."""
     if not isinstance(chosen, str):
-        return Question(
-            chosen[:-1] if prompt is None else prompt, None, (chosen[-1]["content"], rejected[-1]["content"]), 0
-        )
+        prompt = chosen[:-1] if prompt is None else prompt
+        return Question(prompt, None, (chosen[-1]["content"], rejected[-1]["content"]), 0)
     if prompt is None:
         prompt = os.path.commonprefix([chosen, rejected]).rpartition(" ")[0]
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
@@ -135,7 +134,7 @@ def evaluate(
             by_token = [total / count for total, count in scores]
             best, best_norm = _largest([total for total, _ in scores]), _largest(by_token)
             row |= {"choices": list(one.choices), "chosen": best, "right": one.right}
-            row |= {"accuracy": float(best == one.right)}
+            row["accuracy"] = float(best == one.right)
             row |= {} if scores_texts else {"accuracy_norm": float(best_norm == one.right)}
     if judge is not None:
         verdicts = judge(prompts, texts)
@@ -161,11 +160,9 @@ def choice_scores(model: nn.Module, tokenizer: Any, question: Question) -> list[
     joined = not isinstance(question.prompt, str) or question.prompt[-1:].isspace()
     texts = [choice if joined or choice[:1].isspace() else f" {choice}" for choice in question.choices]
     answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    longest = max(map(len, answers))
-    pad = tokenizer.pad_token_id
-    device = next(model.parameters()).device
-    ids = torch.tensor([[*prompt, *ids, *[pad] * (longest - len(ids))] for ids in answers], device=device)
-    mask = torch.tensor([[1] * (len(prompt) + len(i)) + [0] * (longest - len(i)) for i in answers], device=device)
+    whole = {"input_ids": [[*prompt, *ids] for ids in answers]}
+    batch = tokenizer.pad(whole, padding_side="right", return_tensors="pt").to(next(model.parameters()).device)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     logits = model(input_ids=ids, attention_mask=mask).logits[:, len(prompt) - 1 : -1]
     logps = selective_log_softmax(logits.float(), ids[:, len(prompt) :]) * mask[:, len(prompt) :]
     return [(float(total), len(ids)) for total, ids in zip(logps.sum(1), answers, strict=True)]
@@ -191,14 +188,9 @@ def _largest(values: Sequence[float]) -> int:
 
 
 def judge_of(name: str) -> Callable[[list[Any], list[str]], Sequence[float]]:
-    """The function at ``module:function``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    module, _, function = name.partition(":")
+    """The function at ``module:function``; `ValueError` where there is none."""
     try:
-        found = vars(importlib.import_module(module))[function]
-    except (ImportError, KeyError, ValueError) as error:
+        judge: Callable[[list[Any], list[str]], Sequence[float]] = registry.load(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"judge={name!r} is no function: write module:function ({error})") from error
-    return found
+    return judge

@@ -18,7 +18,7 @@ import torch
 from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.cli.tools.merge import TOLERANCE, merge
-from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.errors import CheckpointError
 from posttrain.lm.loading import loading
 
 HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--tolerance SHARE] ...
@@ -59,30 +59,20 @@ class Export:
     modelfile: str | None = None
 
     def __str__(self) -> str:
-        size = sum(file.stat().st_size for file in _files(Path(self.target))) / 2**20
-        read = (
-            ""
-            if self.largest is None
-            else (f" Read back, its weights differ by {self.largest:.2g} of their spread at most, in a matrix's mean.")
-        )
-        ollama = f" For Ollama: ollama create NAME -f {self.modelfile}" if self.modelfile else ""
-        return f"{self.target}: {size:,.0f} MiB in {self.dtype}.{read}{ollama}"
+        target = Path(self.target)
+        size = sum(file.stat().st_size for file in (target, *target.rglob("*")) if file.is_file()) / 2**20
+        said = f"{self.target}: {size:,.0f} MiB in {self.dtype}."
+        if self.largest is not None:
+            said += f" Read back, its weights differ by {self.largest:.2g} of their spread at most, in a matrix's mean."
+        return said + (f" For Ollama: ollama create NAME -f {self.modelfile}" if self.modelfile else "")
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be exported.
-    """
-    what, least = "a model and the folder or file to write", {"tolerance": 0}
-    names, given = parse.typed_flags("export", words, KINDS, 2, what, least, dtypes=tuple(OUTTYPES))
-    try:
+    """Write the model, and print what was written."""
+    what = "a model and the folder or file to write"
+    names, given = parse.typed_flags("export", words, KINDS, 2, what, dtypes=tuple(OUTTYPES))
+    with parse.told("export"):
         print(export(*names, **given))
-    except (OSError, ImportError) as error:
-        raise CheckpointError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError("export", [str(error)]) from error
 
 
 def export(
@@ -120,7 +110,7 @@ def export(
     kept = None if dtype == "q8_0" else dtype
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         folder = Path(beside) / "model"
-        if (Path(model) / "adapter_config.json").is_file():
+        if loading.is_adapter(model):
             merge(model, folder, base, kept, tolerance, trust_remote_code)
         else:
             whole, tokenizer = load.load(model, base, kept, device="cpu", trust_remote_code=trust_remote_code)
@@ -197,10 +187,6 @@ def compare_gguf(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -
         if weight.numel() > 1 and weight.is_floating_point()
     ]
     return float(torch.stack(gaps).max())
-
-
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
 
 
 _MARKS = {"system": "posttrain5ystem", "user": "posttrainu5er", "assistant": "posttraina55istant"}

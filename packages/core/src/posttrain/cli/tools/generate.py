@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,9 @@ KINDS = load.KINDS | {"batch_size": int, "temperature": float, "max_new_tokens":
 
 
 def run(words: list[str]) -> int | None:
-    """The command; 130 where it is interrupted.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the model cannot be loaded.
-        DataError: a line has no prompt, or messages for a model without a chat template.
-    """
+    """Complete the prompts; 130 where it is interrupted."""
     what = "a model, the file with the prompts and the file to write"
-    (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what, least=load.LEAST)
+    (name, source, target), given = parse.typed_flags("generate", words, KINDS, names=3, what=what)
     if problem := _all_the_same(given.get("num_return", 1), given.get("temperature", 0.0)):
         raise ConfigError("generate", [problem])
     if Path(target).is_dir():
@@ -161,15 +156,12 @@ def complete(
     model: nn.Module,
     tokenizer: Any,
     prompts: Sequence[str | list[dict[str, Any]]],
-    *,
-    progress: Callable[[int], Any] = lambda count: None,
     **options: Any,
 ) -> list[Any]:
     """A completion of each prompt, as text; a list of `num_return` of each where that is more than one.
 
     Args:
         prompts: texts, or conversations before an answer.
-        progress: called with the number of prompts just completed.
         options: those of `in_batches`.
 
     Raises:
@@ -178,7 +170,6 @@ def complete(
     found: dict[int, Any] = {}
     for batch in in_batches(model, tokenizer, prompts, **options):
         found |= batch
-        progress(len(batch))
     return [found[number] for number in range(len(prompts))]
 
 
@@ -205,21 +196,17 @@ def in_batches(
     """
     if problem := _all_the_same(num_return, temperature):
         raise ValueError(problem)
-    device, encoded = next(model.parameters()).device, [load.encode(tokenizer, prompt) for prompt in prompts]
+    encoded = [load.encode(tokenizer, prompt) for prompt in prompts]
     order = sorted(range(len(encoded)), key=lambda number: -len(encoded[number]))
     options = load.sampling(temperature) | {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return}
-    options["eos_token_id"] = load.ends(model, tokenizer)
     for at in range(0, len(order), batch_size):
         numbers = order[at : at + batch_size]
         if all(number in done for number in numbers):
             continue
-        batch = tokenizer.pad(
-            {"input_ids": [encoded[number] for number in numbers]}, padding_side="left", return_tensors="pt"
-        ).to(device)
         if seed is not None:
             torch.manual_seed(seed + at)
-        rows = model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)  # type: ignore[operator]
-        texts = tokenizer.batch_decode(rows[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        rows = load.write(model, tokenizer, [encoded[number] for number in numbers], **options)
+        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
         own = [texts[place * num_return : (place + 1) * num_return] for place in range(len(numbers))]
         yield {number: one[0] if num_return == 1 else one for number, one in zip(numbers, own, strict=True)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,18 +150,12 @@ WITHOUT_EFFECT = {
     "multi_gpu": "num_processes sets their number",
     "enable_cpu_affinity": "processes are not bound to cores",
     "quiet": "errors are shown",
-    "tpu_env": "TPUs are not supported",
-    "tpu_use_cluster": "TPUs are not supported",
-    "tpu_use_sudo": "TPUs are not supported",
-    "tpu_name": "TPUs are not supported",
-    "tpu_zone": "TPUs are not supported",
-    "tpu_vm": "TPUs are not supported",
-    "command_file": "TPUs are not supported",
-    "commands": "TPUs are not supported",
     "fp8_config": "set fp8 in the arguments of the run",
     "megatron_lm_config": "Megatron-LM is not supported",
     "mpirun_config": "processes are started by torch, not by mpirun",
 }
+_OF_TPUS = "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm command_file commands"
+WITHOUT_EFFECT |= dict.fromkeys(_OF_TPUS.split(), "TPUs are not supported")
 #: Values that match the default behaviour.
 NOTHING: tuple[Any, ...] = (None, "", "no", "false", "main", [], {}, ())
 #: Flags that belong into a section of the file.
@@ -177,24 +171,12 @@ SECTIONS = {
 
 
 def run(words: list[str]) -> int:
-    """The command; returns the exit status of the first process that failed, or 0.
-
-    Raises:
-        ConfigError: listing everything wrong with the flags and the file.
-    """
+    """Start the processes; the exit status of the first that failed, or 0."""
     flags, program = split(words)
     if {"help", "h"} & set(flags):
         from posttrain.cli import help
 
-        print(USAGE)
-        print(
-            "\n".join(
-                line
-                for field in help.groups(LaunchArguments).values()
-                for member in field
-                for line in help._lines(LaunchArguments, member)
-            )
-        )
+        print("\n".join([USAGE, *help.of_configs([LaunchArguments])]))
         return 0
     args, notes = read(flags)
     if not program:
@@ -234,11 +216,7 @@ def split(words: list[str]) -> tuple[dict[str, parse.Setting], list[str]]:
 
 
 def read(flags: dict[str, parse.Setting]) -> tuple[LaunchArguments, list[str]]:
-    """(the arguments of file and flags together, what of them has no effect, and why).
-
-    Raises:
-        ConfigError: listing every problem, with the place of each.
-    """
+    """(the arguments of file and flags, what of them has no effect, and why); `ConfigError` with every problem."""
     flags = dict(flags)
     problems: list[str] = []
     notes: list[str] = []
@@ -284,31 +262,22 @@ def environment(args: LaunchArguments) -> dict[str, str]:
         found["CUDA_VISIBLE_DEVICES"] = args.gpu_ids.replace(" ", "")
     if args.num_cpu_threads_per_process is not None:
         found["OMP_NUM_THREADS"] = str(args.num_cpu_threads_per_process)
-    if args.use_fsdp:
-        found["ACCELERATE_USE_FSDP"] = "true"
-        short = {"transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
-        found |= _variables(args.fsdp_config, "fsdp_", "FSDP_", lambda name: short.get(name, name.upper()))
-        found.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
-    if args.use_deepspeed:
-        found["ACCELERATE_USE_DEEPSPEED"] = "true"
-        short = {"config_file": "CONFIG_FILE"}
-        found |= _variables(
-            args.deepspeed_config, "deepspeed_", "ACCELERATE_DEEPSPEED_", lambda name: short.get(name, name.upper())
-        )
-    if args.use_parallelism_config:
-        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        found |= _variables(args.parallelism_config, "parallelism_config_", "PARALLELISM_CONFIG_", str.upper)
-    return found | _variables(args.dynamo_config, "dynamo_", "ACCELERATE_DYNAMO_", str.upper)
+    used = {"FSDP": args.use_fsdp, "DEEPSPEED": args.use_deepspeed, "PARALLELISM_CONFIG": args.use_parallelism_config}
+    found |= {f"ACCELERATE_USE_{name}": "true" for name, is_used in used.items() if is_used}
+    found |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"} if args.use_fsdp else {}
+    found |= _variables(args.fsdp_config, "fsdp_", "FSDP_")
+    found |= _variables(args.deepspeed_config, "deepspeed_", "ACCELERATE_DEEPSPEED_")
+    found |= _variables(args.parallelism_config, "parallelism_config_", "PARALLELISM_CONFIG_")
+    return found | _variables(args.dynamo_config, "dynamo_", "ACCELERATE_DYNAMO_")
 
 
-def _variables(
-    section: dict[str, Any] | None, prefix: str, variable: str, name_of: Callable[[str], str]
-) -> dict[str, str]:
-    def text(value: Any) -> str:
-        return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-    plain = {name.removeprefix(prefix): value for name, value in (section or {}).items() if value is not None}
-    return {variable + name_of(name): text(value) for name, value in plain.items()}
+def _variables(section: dict[str, Any] | None, prefix: str, variable: str) -> dict[str, str]:
+    found = {}
+    for name, value in (section or {}).items():
+        if value is not None:
+            name = name.removeprefix(prefix).replace("transformer_layer_cls", "transformer_cls").upper()
+            found[variable + name] = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return found
 
 
 def torchrun_words(args: LaunchArguments) -> list[str]:
@@ -326,11 +295,7 @@ def torchrun_words(args: LaunchArguments) -> list[str]:
 
 
 def program_words(args: LaunchArguments, program: list[str]) -> list[str]:
-    """What each process runs, in the words of ``torch.distributed.run``.
-
-    Raises:
-        ConfigError: it is neither a file nor a method.
-    """
+    """What each process runs, in the words of ``torch.distributed.run``; `ConfigError` if it is no file or method."""
     if args.module or args.no_python:
         return ["--module" if args.module else "--no-python", *program]
     if program[0] == "posttrain":

@@ -119,10 +119,8 @@ def run(
         return ray.remote(Host).options(**options).remote()
 
     hosts = [start(i, num_cpus=1, num_gpus=0 if use_cpu else 1) for i in range(num_processes)]
-    engine_place = num_processes if has_engine_bundle else None
-    engines = (
-        [] if engine is None else [start(engine_place, num_cpus=0, num_gpus=engine_gpus if has_engine_bundle else 0)]
-    )
+    place, gpus = (num_processes, engine_gpus) if has_engine_bundle else (None, 0)
+    engines = [] if engine is None else [start(place, num_cpus=0, num_gpus=gpus)]
     try:
         found = ray.get([host.place.remote() for host in hosts], timeout=timeout)
         nodes = [place.node for place in found]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.cli import parse
 from posttrain.core.data import accelerator
-from posttrain.core.errors import CheckpointError, ConfigError, require
+from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
 from posttrain.core.models.wrapping import is_peft_model, unwrap
 from posttrain.lm.loading import adapters, loading
@@ -29,8 +30,6 @@ NO_TEMPLATE = (
     "The tokenizer has no chat template, so it cannot read messages: give a text, or train the model on conversations "
     "with chat_template_path set."
 )
-#: The least values of flags that several of these commands have.
-LEAST = {"temperature": 0, "max_new_tokens": 1, "batch_size": 1, "num_return": 1, "limit": 1, "num_fewshot": 0}
 
 
 def load(
@@ -57,25 +56,21 @@ def load(
     path, place = os.fspath(model), _device(device)
     if (absent := loading.missing_folder(path)) is not None:
         raise absent
-    adapter = path if loading.is_adapter(path) else None
+    adapter, options = path if loading.is_adapter(path) else None, dict[str, Any](dtype=dtype or "auto")
     if adapter is not None:
-        config = adapters.saved_config(adapter)
-        path, scores = base or config.base_model_name_or_path, config.task_type == "SEQ_CLS"
-        if not path:
-            raise CheckpointError(f"The adapter in {adapter} does not name its base. Name it: --base MODEL")
+        config, path, tokenizer = of_adapter(adapter, base, trust_remote_code)
+        scores = config.task_type == "SEQ_CLS"
+        options |= changes_of_run(adapter, path, trust_remote_code)
     elif base is not None:
         raise CheckpointError(f"base={base!r} has no use: {path} holds no adapter.")
     else:
         with loading.explain_missing(path, "model"):
             kinds = loading.config_of(path, {}, trust_remote_code).architectures or ()
-        scores = any(kind.endswith("ForSequenceClassification") for kind in kinds)
+        scores, tokenizer = any(kind.endswith("ForSequenceClassification") for kind in kinds), None
     if scores and not may_score:
         raise ValueError(f"{model} is a reward model: it scores texts, and writes none. posttrain evaluate takes it.")
-    has_tokenizer = adapter is not None and (Path(adapter) / "tokenizer_config.json").is_file()
-    tokenizer = loading.load_tokenizer(adapter if adapter and has_tokenizer else path, trust_remote_code)
+    tokenizer = tokenizer or loading.load_tokenizer(path, trust_remote_code)
     special_tokens.ensure_pad_token(tokenizer)
-    options: dict[str, Any] = {"dtype": dtype or "auto"}
-    options |= changes_of_run(adapter, path, trust_remote_code) if adapter is not None else {}
     options |= {"num_labels": 1} if scores else {}
     auto_class = "AutoModelForSequenceClassification" if scores else loading.READING[0]
     found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code, auto_class=auto_class)
@@ -84,6 +79,19 @@ def load(
         found = peft.PeftModel.from_pretrained(found, adapter)
         adapters.find_cache_in_generation(found)
     return found.to(place).eval(), tokenizer
+
+
+def of_adapter(adapter: str, base: str | None, trust_remote_code: bool = False) -> tuple[Any, str, Any]:
+    """(the config of the adapter in this folder, its base, or that of this name, its tokenizer, or that of its base).
+
+    Raises `CheckpointError` where it names no base, and `base` is None.
+    """
+    config = adapters.saved_config(adapter)
+    base = base or config.base_model_name_or_path
+    if not base:
+        raise CheckpointError(f"The adapter in {adapter} does not name its base. Name it: --base MODEL")
+    has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
+    return config, base, loading.load_tokenizer(adapter if has_tokenizer else base, trust_remote_code)
 
 
 def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -100,19 +108,16 @@ def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code
     return {name: given[name] for name in known.keys() & changed}
 
 
-def of_command(command: str, model: str, given: dict[str, Any], may_score: bool = False) -> tuple[Any, Any]:
-    """`load` for the command line: takes its flags out of `given`, and raises what a command tells without a traceback.
+def read_words(command: str, words: list[str], kinds: dict[str, type]) -> tuple[str, dict[str, Any]]:
+    """The model that the words of a command name, and its flags: those of `KINDS`, and others of these `kinds`."""
+    [name], given = parse.typed_flags(command, words, KINDS | kinds, 1, what="a model: its folder or its name")
+    return name, given
 
-    Raises:
-        CheckpointError: the model cannot be loaded. ConfigError: a flag has a value that cannot be.
-    """
-    flags = {name: given.pop(name) for name in KINDS if name in given}
-    try:
-        return load(model, **flags, may_score=may_score)
-    except (OSError, ImportError) as error:
-        raise CheckpointError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(command, [str(error)]) from error
+
+def of_command(command: str, model: str, given: dict[str, Any], may_score: bool = False) -> tuple[Any, Any]:
+    """`load` with the flags in `given`, which are taken out; its errors become those of `parse.told`."""
+    with parse.told(command):
+        return load(model, **{name: given.pop(name) for name in KINDS if name in given}, may_score=may_score)
 
 
 def _device(name: str | None) -> torch.device:
@@ -128,11 +133,7 @@ def _device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` is its base.
-
-    Raises:
-        ValueError: it has no adapter.
-    """
+    """Within this context `model` is its base; `ValueError` where it has no adapter."""
     if not is_peft_model(model):
         raise ValueError("This model has no adapter that could be taken off.")
     with model.disable_adapter():  # type: ignore[operator]  # of peft.PeftModel
@@ -142,8 +143,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     """The tokens of a prompt: of a text, or of messages, as the chat template has them before an answer.
 
-    Raises:
-        ValueError: there are messages, and the tokenizer has no chat template.
+    Raises `ValueError` where there are messages, and the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -164,3 +164,13 @@ def sampling(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
     if temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+@torch.no_grad()
+def write(model: nn.Module, tokenizer: Any, prompts: list[list[int]], **options: Any) -> torch.Tensor:
+    """The tokens that follow each of `prompts`, (rows, longest), with what ended them; `options`: of ``generate``."""
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    batch = batch.to(next(model.parameters()).device)
+    options |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends(model, tokenizer)}
+    rows: torch.Tensor = model.generate(**batch, **options)  # type: ignore[operator]  # of transformers' models
+    return rows[:, batch["input_ids"].shape[1] :]

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.memory_mesh import local
 
 aten = torch.ops.aten
+#: Operations whose results are known without a tensor.
+CONSTANTS = {aten.arange, aten.zeros, aten.ones, aten.full, aten.scalar_tensor}
 
 
 @dataclass
@@ -47,11 +50,17 @@ class LiveBytes(TorchDispatchMode):
         self.paused = False
         self._makes_on_host = False
         self._known: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
+        self._numbers = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # what is done with a process's part of it is counted
-        if func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
+        numbers = self._computed(func, args, kwargs or {}) if self._numbers else None
+        if isinstance(numbers, (bool, int, float)):
+            return numbers
+        if isinstance(numbers, torch.Tensor) and torch.Tag.dynamic_output_shape in func.tags:
+            found = torch.empty(numbers.shape, dtype=numbers.dtype, device=_tensors(args)[0].device)
+        elif func is aten.nonzero.default:  # its size hangs on numbers: all of them, up to `most`
             found = args[0].new_empty(min(args[0].numel(), self.most), args[0].ndim, dtype=torch.long)
         elif func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):  # as if it kept everything
             everything = (one.new_empty(one.numel(), dtype=torch.long) if _is_mask(one) else one for one in args[1])
@@ -60,18 +69,40 @@ class LiveBytes(TorchDispatchMode):
             ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
             found = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
         elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
-            return 1
+            return args[0].dtype == torch.bool or 1
         elif func is torch.ops._c10d_functional.wait_tensor.default:  # only the fake one gives a copy
             return args[0]
         else:
             found = func(*args, **(kwargs or {}))
+        if numbers is not None:
+            self._numbers.update(zip(_tensors(found), _tensors(numbers), strict=True))
         if not self.paused:
             self.add(found)
         return found
 
+    def known(self, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Tensors without numbers like those of `make`, whose numbers are known: sizes may hang on what follows from
+        them alone, such as the places of images."""
+        with _disable_current_modes(), torch.device("cpu"):
+            numbers = make()
+        found = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in numbers.items()}
+        self._numbers.update((found[name], value) for name, value in numbers.items())
+        return found
+
+    def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The numbers of a result that follows from known ones alone; None where it does not."""
+        given = _tensors([args, kwargs])
+        known = [self._numbers.get(one, one if type(one) is torch.Tensor else None) for one in given]
+        if any(one is None for one in known) or (not given and func.overloadpacket not in CONSTANTS):
+            return None
+        replaced = dict(zip(map(id, given), known, strict=True))
+        args, kwargs = tree_map(lambda one: replaced.get(id(one), one), (args, kwargs))
+        kwargs |= {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+        with _disable_current_modes():
+            return func(*args, **kwargs)
+
     def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
-        resize, live = self._resize, self
+        resize, live = torch.UntypedStorage.resize_, self
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and takes memory so
             result = resize(storage, size)
@@ -79,14 +110,13 @@ class LiveBytes(TorchDispatchMode):
                 live._count(held, size)
             return result
 
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
-        self._shapes = memory_mesh.shapes_within(self._pause)
-        self._shapes.__enter__()
+        self._within = contextlib.ExitStack()
+        self._within.enter_context(memory_mesh.replaced(torch.UntypedStorage, "resize_", counted))
+        self._within.enter_context(memory_mesh.shapes_within(self._pause))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        self._shapes.__exit__(*error)
+        self._within.__exit__(*error)
         super().__exit__(*error)
 
     @contextlib.contextmanager
@@ -147,6 +177,10 @@ class LiveBytes(TorchDispatchMode):
         else:
             self.now += more
             self.high, self.peak = max(self.high, self.now), max(self.peak, self.now)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:

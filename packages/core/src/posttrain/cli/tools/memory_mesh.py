@@ -29,6 +29,7 @@ def imagined(processes: int) -> Iterator[None]:
     if processes == 1:
         yield
         return
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     variables = {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
@@ -39,19 +40,10 @@ def imagined(processes: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-        _forget_operations()
+        # torch keeps by mesh what operations on divided tensors give, and takes one for another whose groups are gone.
+        debug._clear_sharding_prop_cache()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _forget_operations() -> None:
-    """Let torch work out anew what an operation on divided tensors gives, once the process groups are others.
-
-    It keeps this by mesh, and takes one mesh for another whose process groups are gone.
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
 
 
 def processes() -> int:
@@ -90,10 +82,7 @@ class Mesh:
 
 def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
     """How a run with `args` would divide a model with this `config` over the processes of this context. Made without
-    fake tensors.
-
-    Raises:
-        ConfigError: the sizes do not fit the number of processes, or the model.
+    fake tensors; `ConfigError` where the sizes do not fit the number of processes, or the model.
     """
     total, sizes = processes(), shard_settings.sizes_of(args.parallelism_config)
     settings, problems = shard_settings.read(args.fsdp, args.fsdp_config, args.parallelism_config)
@@ -147,7 +136,6 @@ def even_routes(mesh: Mesh) -> Iterator[None]:
         yield
         return
     exchange: Any = importlib.import_module("transformers.distributed.expert_parallel")
-    asked = exchange.AllToAllEP._dispatch_tokens
 
     def evenly(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> tuple[Any, ...]:
         tokens, parts, size = len(hidden), self.tp_mesh.size(), self.ep_mesh.size()
@@ -167,11 +155,8 @@ def even_routes(mesh: Mesh) -> Iterator[None]:
             exchange._AllToAllState(weights, order, sizes, sizes, tokens),
         )
 
-    exchange.AllToAllEP._dispatch_tokens = evenly
-    try:
+    with replaced(exchange.AllToAllEP, "_dispatch_tokens", evenly):
         yield
-    finally:
-        exchange.AllToAllEP._dispatch_tokens = asked
 
 
 def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -200,17 +185,25 @@ def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> I
 
 
 @contextlib.contextmanager
-def _called_within(context: Callable[[], contextlib.AbstractContextManager], owner: type, name: str) -> Iterator[None]:
+def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Within this context the attribute `name` of the class `owner` is `value`."""
+    before = vars(owner).get(name, getattr(owner, name))  # as it is written there, unbound
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _called_within(
+    context: Callable[[], contextlib.AbstractContextManager], owner: type, name: str
+) -> contextlib.AbstractContextManager[None]:
     """Within this context each call of the method `name` of the class `owner` happens inside of a `context()`."""
-    asked, written = getattr(owner, name), vars(owner)[name]
+    asked = getattr(owner, name)
 
     def within(*args: Any, **kwargs: Any) -> Any:
         with context():
             return asked(*args, **kwargs)
 
     # What `getattr` has bound already, or needs no binding, must not be bound again.
-    setattr(owner, name, within if written is asked else staticmethod(within))
-    try:
-        yield
-    finally:
-        setattr(owner, name, written)
+    return replaced(owner, name, within if vars(owner)[name] is asked else staticmethod(within))

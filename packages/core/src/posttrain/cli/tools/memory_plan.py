@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.communication import Exchange, Traffic, head_size, of_pairs
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
+from posttrain.cli.tools.workload import Workload, load_config, trusts, with_images
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed import environment, shard_settings
 from posttrain.core.errors import ConfigError
@@ -47,45 +48,6 @@ STATS = ("entropy", "correct", "mean_logit")  # what trainers of preferences log
 # number with a float32 scale for each 64 of them, or with an 8-bit scale and a float32 for each 256 scales; 8 bits,
 # with a scale for each row.
 QUANTIZED = {"load_in_4bit": 0.5 + 4 / 64, "use_bnb_nested_quant": 0.5 + 1 / 64 + 4 / 64 / 256, "load_in_8bit": 1.0}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The shape of a micro-batch in a training method.
-
-    Args:
-        rows: of one forward. length: maximum tokens of each.
-        loss: "tokens" (`linear_cross_entropy`) and "logps" (`token_logps`) never hold whole logits; "logits": the
-            model's own loss, which does; "score": one number a row.
-        target_length: tokens of an encoder-decoder's output.
-        reference: a frozen copy of the model is evaluated too, if there is no adapter to disable.
-        group, prompt: so many rows of a forward share one copy of their first tokens, `prompt` of them.
-        generated: tokens in the key/value cache, if the model itself generates between optimizer steps.
-        auto_class: of transformers, with which the method loads models.
-        make: ``(config, **keywords of from_config)``, what makes its models where no such class does.
-    """
-
-    rows: int
-    length: int
-    loss: str = "logits"
-    target_length: int | None = None
-    reference: bool = False
-    group: int = 1
-    prompt: int = 0
-    generated: int = 0
-    auto_class: str = "AutoModelForCausalLM"
-    make: Callable[..., nn.Module] | None = None
-
-    @property
-    def computed(self) -> int:
-        """Tokens of a row, of those that it shares its part alone. Rows of so many are measured."""
-        return self.length - self.prompt + math.ceil(self.prompt / self.group)
-
-    @property
-    def unseen(self) -> float:
-        """Pairs of tokens that attention computes for a micro-batch beyond those of the rows that are measured."""
-        own, prompt = self.length - self.prompt, self.prompt
-        return self.rows * (own * prompt + own**2 / 2 + prompt**2 / 2 / self.group - self.computed**2 / 2)
 
 
 @dataclass(frozen=True)
@@ -136,36 +98,11 @@ class Footprint:
         return {name: size for name, size in found.items() if size or name == "weights"}
 
 
-def rows_of(config: Any, longest: int, sides: int = 1) -> int:
-    """Rows of a micro-batch of `config`, each of `sides` texts of `longest` tokens."""
-    if config.max_batch_tokens is None:
-        return sides * config.per_device_train_batch_size
-    return sides * max(config.max_batch_tokens // (sides * longest), 1)
-
-
-def longest_row(*lengths: int | None) -> int:
-    """The first of `lengths` that is not None, in tokens.
-
-    Raises:
-        ConfigError: none is.
-    """
-    found = next((length for length in lengths if length), None)
-    if found is None:
-        raise ConfigError(
-            "posttrain plan", ["the config does not limit the length of rows; set it, as in --length 2048"]
-        )
-    return found
-
-
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
 def measure(run: Run, work: Workload) -> Footprint:
-    """The footprint of `run` on the training device of this machine.
-
-    Raises:
-        ConfigError: there is no such model, or it does not run with fake tensors.
-    """
+    """The footprint of `run` on the training device of this machine; `ConfigError` if its model does not run so."""
     config, device = load_config(run), device_type(run.config)
     mesh = memory_mesh.mesh_of(run.config, device, config)
     try:
@@ -199,24 +136,6 @@ def measure(run: Run, work: Workload) -> Footprint:
 def device_type(config: Any) -> str:
     """Where a run with `config` would train here."""
     return environment.device(config.use_cpu).type
-
-
-def load_config(run: Run) -> Any:
-    """The config of the model that `run` trains, which for a folder is one file.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from transformers import AutoConfig
-
-    path, options = run.model.model_name_or_path, {"revision": run.model.model_revision}
-    options["trust_remote_code"] = getattr(run.config, "trust_remote_code", False)
-    try:
-        path = loading.base_of_adapter(path) if loading.is_adapter(path) else path
-        with loading.explain_missing(path, "model"):
-            return AutoConfig.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError("posttrain plan", [str(error).strip().splitlines()[0]]) from error
 
 
 def _make_fake(model: nn.Module) -> None:
@@ -254,15 +173,10 @@ class _EqualRows(attention_blocks.Blocks):
             return attention_blocks.Blocks.backward(ctx, grad_out)
 
 
-@contextlib.contextmanager
-def _two_blocks() -> Iterator[None]:
+def _two_blocks() -> contextlib.AbstractContextManager[None]:
     """Of the blocks of a tile of logits, which need the same memory one after another, compute the first two."""
     blocks = tiles.Tiles.blocks
-    tiles.Tiles.blocks = lambda self, tile: itertools.islice(blocks(self, tile), 2)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        tiles.Tiles.blocks = blocks  # type: ignore[method-assign]
+    return memory_mesh.replaced(tiles.Tiles, "blocks", lambda self, tile: itertools.islice(blocks(self, tile), 2))
 
 
 @functools.cache
@@ -275,10 +189,10 @@ def _register_attention() -> str:
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         rows, length, dropout = len(query), query.shape[2], kwargs.get("dropout")
         if query.device.type != "cpu" or dropout or not getattr(module, "is_causal", False) or length != key.shape[2]:
-            return sdpa(module, query, key, value, mask, *args, **kwargs)
+            return sdpa(module, query, key, value, attention_mask, **kwargs)
         queries, keys, values = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
         segments = _rows(rows, length)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -313,7 +227,7 @@ def _measure(
                 _accumulate(model, args, work, live, trained)
         traffic.operations = 0.0
         activations, head, left_out = _pass(model, args, work, live)
-        if wrapping.sees(model):  # what encodes images is trained too, though none was shown
+        if wrapping.sees(model) and work.image is None:  # what encodes images is trained too, though none was shown
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
@@ -406,7 +320,7 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
             one.pad_token_id = getattr(one, "pad_token_id", None) or 0
     config.use_cache = run.config.use_cache
     dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype or "float32")
-    kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": getattr(run.config, "trust_remote_code", False)}
+    kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": trusts(run)}
     if options.attn_implementation:
         kwargs["attn_implementation"] = options.attn_implementation
     auto_class = work.auto_class
@@ -421,11 +335,11 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
         head = wrapping.output_embedding(model)
         quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    path: Any = options.model_name_or_path
+    path, trained = options.model_name_or_path, getattr(run.config, "train_parts", None)
     adapter = adapters.saved_config(path) if loading.is_adapter(path) else options.peft_config()
     if adapter is not None:
-        model = adapters.add_adapter(model, adapter, getattr(run.config, "train_parts", None))
-    elif (trained := getattr(run.config, "train_parts", None)) is not None:
+        model = adapters.add_adapter(model, adapter, trained)
+    elif trained is not None:
         parts.freeze_others(model, trained)
     if getattr(run.config, "disable_dropout", False):
         regularization.disable_dropout(model)
@@ -439,7 +353,10 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
     left_out = 0
     head = wrapping.output_embedding(model)
     inputs = {"input_ids": torch.zeros(work.rows, work.computed, dtype=torch.long)}
-    labels = torch.zeros(work.rows, work.target_length or work.computed, dtype=torch.long)
+    untrained = work.rows * work.untrained
+    if work.image is not None:
+        inputs = live.known(functools.partial(with_images, work))
+    labels = torch.empty(work.rows, work.target_length or work.computed, dtype=torch.long)
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     in_tiles = plain and work.loss in ("tokens", "logps")
     if not in_tiles and work.loss != "score":
@@ -452,13 +369,13 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
     def loss_in_tiles(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         # All tiles need the same memory, so enough labelled positions for the largest tile suffice.
         nonlocal left_out
-        targets, live.most = shift_labels(labels), TILE
+        targets, live.most = shift_labels(labels), min(TILE, labels.numel() - untrained)
         if slicing is not None and slicing.current is not None:
             targets = slicing.current.cut(targets, IGNORE_INDEX)
         weight, options = lm_head.CausalHead(head).own()
         # Logits, their gradients by both factors, and those of log-probabilities again in the backward pass.
         backward = (1 + weight.requires_grad + (work.loss == "logps")) * torch.is_grad_enabled()
-        left_out += (1 + backward) * 2 * weight.numel() * max(targets.numel() - work.rows - TILE, 0)
+        left_out += (1 + backward) * 2 * weight.numel() * max(targets.numel() - work.rows - untrained - TILE, 0)
         if work.loss == "logps":
             return torch.stack(tuple(language_modeling.token_logps(hidden, weight, targets, stats=STATS, **options)))
         loss, stats, *_ = language_modeling.linear_cross_entropy(hidden, weight, targets, return_stats=True, **options)

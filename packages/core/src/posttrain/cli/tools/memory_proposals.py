@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.cli.tools import memory_mesh
-from posttrain.cli.tools.memory_plan import Footprint, Workload, load_config, measure
+from posttrain.cli.tools.memory_plan import Footprint, measure
+from posttrain.cli.tools.workload import Workload, load_config
 from posttrain.core.distributed import expert_parallel, shard_settings
 from posttrain.core.distributed.accelerator_config import DEFAULTS
 from posttrain.core.errors import ConfigError
@@ -19,14 +21,25 @@ from posttrain.core.registry import Run
 
 @dataclass(frozen=True)
 class Proposal:
-    """Arguments to set, what that costs, and the footprint of the run with them."""
+    """Arguments to set, and the footprint of one process of the run with them.
 
+    Attributes:
+        what: what they cost, or the sizes of the groups of processes. footprint: None: `problem` says why it cannot be.
+        rows: of one forward pass of all processes together, in number.
+    """
+
+    what: str
     changes: dict[str, Any]
-    price: str
-    footprint: Footprint
+    footprint: Footprint | None = None
+    problem: str = ""
+    rows: int = 0
+
+    @property
+    def peak(self) -> float:
+        return math.inf if self.footprint is None else self.footprint.peak
 
 
-def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least: int) -> Iterator[Proposal]:
+def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least: float) -> Iterator[Proposal]:
     """Changes that make `run` fit, the cheapest first; each measured as `measure` does.
 
     Changes that suffice alone, or else combinations. The last one fits, unless nothing does.
@@ -45,48 +58,32 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least:
         for changes, price in reversed(list(rung(run, workload(run)))):
             try:
                 changed = with_changes(run, changes)
-                one = Proposal(changes, price, measure(changed, workload(changed)))
+                one = Proposal(price, changes, measure(changed, workload(changed)))
             except ConfigError:  # not with this model, as an adapter on layers unknown to peft, or this config
                 continue
-            found = one if found is None or one.footprint.peak <= memory else found
-            if one.footprint.peak > memory:
+            found = one if found is None or one.peak <= memory else found
+            if one.peak > memory:
                 break  # a milder one needs more
         return found
 
     alone = []
     for rung in RUNGS:
         alone.append(found := try_rung(run, rung))
-        if found is not None and found.footprint.peak <= memory:
+        if found is not None and found.peak <= memory:
             yield found
-    if any(found.footprint.peak <= memory for found in alone if found is not None):
+    if any(found.peak <= memory for found in alone if found is not None):
         return
     changes: dict[str, Any] = {}
     for rung, first in zip(RUNGS, alone, strict=True):
         found = try_rung(with_changes(run, changes), rung) if changes else first
-        if found is not None and found.footprint.peak < least:
-            changes, least = changes | found.changes, found.footprint.peak
+        if found is not None and found.peak < least:
+            changes, least = changes | found.changes, found.peak
             yield dataclasses.replace(found, changes=changes)
         if least <= memory:
             return
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A way to divide a model over cards.
-
-    Attributes:
-        name: the sizes of its groups. rows: of one forward pass on all cards together, in number.
-        changes: arguments to set. footprint: of one card; None: `problem` says why it cannot be.
-    """
-
-    name: str
-    rows: int
-    changes: dict[str, Any]
-    footprint: Footprint | None = None
-    problem: str = ""
-
-
-def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Choice]:
+def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Proposal]:
     """The ways to divide the model of `run` over the processes of this context, each measured when it is reached: first
     those that compute most rows at a time, and of these first those that divide least and send least.
     """
@@ -102,12 +99,10 @@ def choices(run: Run, workload: Callable[[Run], Workload]) -> Iterator[Choice]:
         rows = workload(run).rows * cards // peers
         try:
             changed = with_changes(run, changes)
-            differing = {
-                key: new for key, new in changes.items() if (new or None) != (getattr(run.config, key) or None)
-            }
-            yield Choice(name, rows, differing, measure(changed, workload(changed)))
+            new = {key: value for key, value in changes.items() if (value or None) != (vars(run.config)[key] or None)}
+            yield Proposal(name, new, measure(changed, workload(changed)), rows=rows)
         except ConfigError as error:
-            yield Choice(name, rows, changes, problem=error.problems[0])
+            yield Proposal(name, changes, problem=error.problems[0], rows=rows)
 
 
 def _ways(config: Any, cards: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -128,9 +123,8 @@ def with_changes(run: Run, changes: dict[str, Any]) -> Run:
     """`run` with other arguments of its config and its model."""
     of_model = {field.name for field in dataclasses.fields(run.model)} & set(changes)
     config = dataclasses.replace(run.config, **{name: changes[name] for name in changes if name not in of_model})
-    return dataclasses.replace(
-        run, config=config, model=dataclasses.replace(run.model, **{n: changes[n] for n in of_model})
-    )
+    model = dataclasses.replace(run.model, **{name: changes[name] for name in of_model})
+    return dataclasses.replace(run, config=config, model=model)
 
 
 Rung = Callable[[Run, Workload], Iterator[tuple[dict[str, Any], str]]]

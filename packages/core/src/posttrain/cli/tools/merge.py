@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from posttrain.cli import parse
-from posttrain.cli.tools.load import changes_of_run
+from posttrain.cli.tools import load
 from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
@@ -35,18 +35,12 @@ model are compared with those of base and adapter, and a merge that loses too mu
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`. CheckpointError: the adapter cannot be merged.
-    """
+    """Merge the adapter, and print what is lost."""
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
     what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
-    folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what, least={"tolerance": 0})
-    try:
+    folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what)
+    with parse.told("merge"):
         print(merge(folders[0], folders[1], **given))
-    except (OSError, ImportError) as error:
-        raise CheckpointError(str(error)) from error
     print(f"The model is in {folders[1]}.")
 
 
@@ -89,14 +83,11 @@ class Merge:
     spread: float
 
     def __str__(self) -> str:
-        share = (
-            f", {self.mean / self.effect:.2%} of the {self.effect:.3g} that the adapter changes" if self.effect else ""
-        )
-        return (
-            f"Merged into {self.base} in {self.dtype}: the logits differ from those of base and adapter by "
-            f"{self.mean:.3g} in the mean{share}, and by {self.largest:.3g} at most (they spread by "
-            f"{self.spread:.3g})."
-        )
+        said = f"Merged into {self.base} in {self.dtype}: the logits differ from those of base and adapter by "
+        said += f"{self.mean:.3g} in the mean"
+        if self.effect:
+            said += f", {self.mean / self.effect:.2%} of the {self.effect:.3g} that the adapter changes"
+        return f"{said}, and by {self.largest:.3g} at most (they spread by {self.spread:.3g})."
 
 
 def merge(
@@ -128,20 +119,31 @@ def merge(
     adapter, folder = Path(adapter), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"There is something in {folder} already; name a new folder.")
-    config = _read_config(peft, adapter)
-    base = base or config.base_model_name_or_path
-    if not base:
+    for name in (loading.ADAPTER_CONFIG, ADAPTER):
+        if not (adapter / name).is_file():
+            raise CheckpointError(f"There is no adapter in {adapter}: {name} is missing.")
+    config, base, tokenizer = load.of_adapter(str(adapter), base, trust_remote_code)
+    task = config.task_type or "CAUSAL_LM"
+    if config.is_prompt_learning:
         raise CheckpointError(
-            f"The adapter in {adapter} does not name the model it was trained on. Name it: --base MODEL"
+            f"The adapter in {adapter} is of {config.peft_type.value}, whose virtual tokens are no part of any weight "
+            "and cannot be merged. Use it with peft.PeftModel.from_pretrained."
         )
-    holder = str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
-    tokenizer = loading.load_tokenizer(holder, trust_remote_code)
-    kwargs = _labels(adapter, config) | ({"revision": config.revision} if config.revision else {})
-    _refuse_quantized(base, kwargs, trust_remote_code)
-    options: dict[str, Any] = {"auto_class": AUTO_CLASSES[_task(config)], "trust_remote_code": trust_remote_code}
-    options["model_init_kwargs"] = kwargs | changes_of_run(adapter, base, trust_remote_code)
+    if task not in AUTO_CLASSES:
+        raise CheckpointError(f"The adapter in {adapter} is for {task}; merge knows {', '.join(AUTO_CLASSES)}.")
+    kwargs = _labels(adapter) if task == "SEQ_CLS" else {}
+    kwargs |= {"revision": config.revision} if config.revision else {}
+    with loading.explain_missing(base, "model"):
+        stored = loading.config_of(base, kwargs, trust_remote_code)
+    if getattr(stored, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"{base} holds quantized weights, which cannot hold the sum with an adapter: each weight has 16 or 256 "
+            "values. Name the model that they were made of: --base MODEL"
+        )
+    dtype = dtype or str(stored.dtype or torch.float32).removeprefix("torch.")
+    options: dict[str, Any] = {"auto_class": AUTO_CLASSES[task], "trust_remote_code": trust_remote_code}
+    options["model_init_kwargs"] = kwargs | load.changes_of_run(adapter, base, trust_remote_code)
     model = loading.load_causal_lm(base, **options)
-    dtype = dtype or _stored_dtype(base_model(model))
     batch = _batch(base_model(model), tokenizer)
     plain = _logits(model, batch)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter), config=config)
@@ -173,55 +175,11 @@ def merge(
     return outcome
 
 
-def _read_config(peft: Any, adapter: Path) -> Any:
-    if not (adapter / "adapter_config.json").is_file():
-        raise CheckpointError(f"There is no adapter in {adapter}: adapter_config.json is missing.")
-    if not (adapter / ADAPTER).is_file():
-        raise CheckpointError(f"There is no {ADAPTER} in {adapter}.")
-    config = peft.PeftConfig.from_pretrained(str(adapter))
-    if config.is_prompt_learning:
-        raise CheckpointError(
-            f"The adapter in {adapter} is of {getattr(config.peft_type, 'value', config.peft_type)}, whose virtual "
-            "tokens are no part of any weight and cannot be merged. Use it with peft.PeftModel.from_pretrained."
-        )
-    if _task(config) not in AUTO_CLASSES:
-        known = ", ".join(AUTO_CLASSES)
-        raise CheckpointError(f"The adapter in {adapter} is for {config.task_type}; merge knows {known}.")
-    return config
-
-
-def _task(config: Any) -> str:
-    return getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
-
-
-def _labels(adapter: Path, config: Any) -> dict[str, int]:
+def _labels(adapter: Path) -> dict[str, Any]:
     """The classes of a classifier, whose head the adapter holds whole."""
-    if _task(config) != "SEQ_CLS":
-        return {}
-    tensors = codec.read_tensors(adapter / ADAPTER)
     names = ("score.weight", "classifier.weight", "out_proj.weight")
-    heads = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(names)]
-    return {"num_labels": heads[0]} if heads else {}
-
-
-def _refuse_quantized(base: str, options: dict[str, Any], trust_remote_code: bool) -> None:
-    from transformers import AutoConfig
-
-    with loading.explain_missing(base, "model"):
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **options)
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{base} holds quantized weights, which cannot hold the sum with an adapter: each weight has 16 or 256 "
-            "values. Name the model that they were made of: --base MODEL"
-        )
-
-
-def _stored_dtype(model: PretrainedModel) -> str:
-    """What the weights of the base are in on disk; they were read as float32."""
-    from transformers import AutoConfig
-
-    stored = AutoConfig.from_pretrained(model.config.name_or_path).dtype
-    return str(stored or torch.float32).removeprefix("torch.")
+    tensors = codec.read_tensors(adapter / ADAPTER).items()
+    return next(({"num_labels": tensor.shape[0]} for name, tensor in tensors if name.endswith(names)), {})
 
 
 def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:

@@ -24,22 +24,12 @@ LEFT_OUT = {"__pycache__", "site-packages", "node_modules"}
 
 
 def run(words: list[str]) -> int:
-    """The command.
-
-    Returns:
-        the exit status: 1 where a file cannot be read as Python, else 0.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`.
-    """
+    """Show or make the changes; 1 where a file cannot be read as Python, else 0."""
     paths = [Path(word) for word in words if word != "--write"]
     problems = [f"unknown flag {path}" for path in paths if str(path).startswith("-")]
     problems += [f"{path} does not exist" for path in paths if not str(path).startswith("-") and not path.exists()]
-    problems += [
-        f"{path}: notebooks are not supported; write it as a script with: jupyter nbconvert --to script"
-        for path in paths
-        if path.suffix == ".ipynb"
-    ]
+    how = "notebooks are not supported; write it as a script with: jupyter nbconvert --to script"
+    problems += [f"{path}: {how}" for path in paths if path.suffix == ".ipynb"]
     if not paths:
         problems.append("it takes the scripts to rewrite, or folders of them")
     if problems:

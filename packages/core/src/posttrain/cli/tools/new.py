@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from posttrain.cli import parse
-from posttrain.core.errors import CheckpointError, ConfigError, did_you_mean
+from posttrain.core.errors import did_you_mean
 from posttrain.core.logging.terminal import aligned
 
 HELP = """posttrain new                 list the recipes
@@ -29,7 +29,7 @@ class Recipe:
     Args:
         name: what it is called. title: what it does.
         command: what starts it, in its folder. model: what it trains.
-        memory: estimated by ``posttrain plan`` for that model, in GiB; None where it was not.
+        memory: estimated by ``posttrain plan`` for that model, in GiB.
         folder: where its files are.
     """
 
@@ -37,7 +37,7 @@ class Recipe:
     title: str
     command: str
     model: str
-    memory: float | None
+    memory: float
     folder: Path
 
 
@@ -51,9 +51,9 @@ def _read(folder: Path) -> Recipe:
     title, command = re.search(r"\A# [\w-]+: (.+)", text), re.search(r"^# Run: +([^;\n]+)", text, re.MULTILINE)
     model = re.search(r"^model_name_or_path: (\S+)", text, re.MULTILINE)
     memory = re.search(r"^# Memory: +([\d.]+) GiB", text, re.MULTILINE)
-    if not (title and command and model):
-        raise ValueError(f"{folder / 'run.yaml'} does not begin with its title, and how to run it, or names no model.")
-    return Recipe(folder.name, title[1], command[1].strip(), model[1], float(memory[1]) if memory else None, folder)
+    if not (title and command and model and memory):
+        raise ValueError(f"{folder / 'run.yaml'} lacks its title, how to run it, its memory or the name of a model.")
+    return Recipe(folder.name, title[1], command[1].strip(), model[1], float(memory[1]), folder)
 
 
 def write(name: str, folder: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -82,23 +82,15 @@ def write(name: str, folder: str | os.PathLike[str] | None = None) -> list[Path]
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: there is no such recipe. CheckpointError: a file is there already.
-    """
+    """List the recipes, or write one out."""
     if not words:
         print(table(recipes()))
         print("\nposttrain new NAME [FOLDER] writes one into a folder.")
         return
     what = "the name of a recipe and perhaps a folder"
     names, _ = parse.typed_flags("new", words, {}, names=min(max(len(words), 1), 2), what=what)
-    try:
+    with parse.told("new"):
         written = write(*names)
-    except ValueError as error:
-        raise ConfigError("new", [str(error)]) from error
-    except FileExistsError as error:
-        raise CheckpointError(str(error)) from error
     folder = written[0].parent
     command = _read(FOLDER / names[0]).command
     print("\n".join(f"wrote {path}" for path in written))
@@ -108,5 +100,5 @@ def run(words: list[str]) -> None:
 def table(found: list[Recipe]) -> str:
     """The recipes for people, a line each."""
     rows = [("recipe", "", "trains", "GiB, estimated")]
-    rows += [(r.name, r.title, r.model, "not estimated" if r.memory is None else f"{r.memory:.1f}") for r in found]
+    rows += [(r.name, r.title, r.model, f"{r.memory:.1f}") for r in found]
     return aligned(rows)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import of_words, read
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import Method, Run
+from posttrain.core.registry import Run
 
 HELP = """usage: posttrain plan [<method>] run.yaml ... [--memory SIZE] [--processes N | --cards N] [--length N]
                       [--prompt_length N] [--image_size WIDTHxHEIGHT] [--per_machine N] [--bandwidth INSIDE,BETWEEN]
@@ -31,7 +31,8 @@ written.
                  tokens of a row's prompt, of which completions share one copy [default: none, for preferences; what
                  max_completion_length leaves of --length, for rollouts]
   --image_size WIDTHxHEIGHT
-                 says how many of a row's tokens an image of that size in pixels becomes
+                 counts an image of that size in pixels in each row: what the model's vision part computes for it, and
+                 how many of the row's tokens it becomes
   --per_machine N
                  processes of a machine [default: 8]
   --bandwidth INSIDE,BETWEEN
@@ -43,88 +44,87 @@ fake tensors, without workspaces of kernels and fragmentation; keep a tenth free
 UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1024**n for n, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 TIGHT = 0.9
+OF_IMAGES = """
+The model sees images. Their tokens are among those of a row: {}.
+What its vision part computes for them is {}.
+"""
 
 
-def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
-    """Print the memory plan of a run.
-
-    Args:
-        words: a method, files and flags, among them those of `HELP`.
-        read: makes a run of a method and its words.
-    """
+def run(words: list[str]) -> None:
+    """Print the memory plan of a run."""
     words, options = parse.take_options("plan", words, OPTIONS)
-    found, words = of_words(words, "plan")
-    workload_of = found.workload
-    if workload_of is None:
+    method, words = of_words(words, "plan")
+    of_run: Any = method.workload
+    if of_run is None:
         having = ", ".join(name for name, one in registry.methods().items() if one.workload) or "no method"
-        raise ConfigError("posttrain plan", [f"{found.name} does not say what its batches are; {having} does"])
-    processes, cards = options.pop("processes"), options.pop("cards")
-    if processes and cards:
+        raise ConfigError("posttrain plan", [f"{method.name} does not say what its batches are; {having} does"])
+    if options["processes"] and options["cards"]:
         raise ConfigError("posttrain plan", ["--processes plans one way, and --cards looks for one; leave one out"])
+    from posttrain.cli.tools import memory_mesh, memory_plan  # once the words are known to be right: it imports torch
+    from posttrain.cli.tools import workload as shapes
+    from posttrain.core.models.wrapping import sees_images
 
-    from posttrain.cli.tools import memory_mesh  # after the words are known to be right: this imports torch
+    with memory_mesh.imagined(options["processes"] or options["cards"] or 1):
+        asked = read(method, words, needs=("model_",))
+        size, plan, of_image = options["image_size"], None, dict[str, Any]()
+        if not (sees := sees_images(shapes.load_config(asked))) and size is not None:
+            raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
 
-    with memory_mesh.imagined(processes or cards or 1):
-        _plan(found, words, read, bool(cards), **options)
+        def workload(run: Run) -> Any:
+            work = _workload(of_run(run, options["length"]), options["prompt_length"])
+            return dataclasses.replace(work, **of_image)
 
-
-def _plan(
-    method: Method,
-    words: list[str],
-    read: Callable[[Method, list[str]], Run],
-    looks: bool,
-    memory: int | None,
-    length: int | None,
-    prompt_length: int | None,
-    image_size: tuple[int, int] | None,
-    **links: Any,
-) -> None:
-    from posttrain.cli.tools import memory_plan
-
-    asked = read(method, words)
-    device, of_images = memory_plan.device_type(asked.config), _of_images(asked, image_size)
-    is_host = memory is None and device == "cpu"
-    memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
-    workload_of: Any = method.workload
-
-    def workload(run: Run) -> Any:
-        work = workload_of(run, length)
-        if prompt_length is None:
-            return work
-        if work.group == 1 or prompt_length >= work.length:
-            why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
-            raise ConfigError("posttrain plan", [f"--prompt_length {prompt_length}: {why}; leave it out"])
-        return dataclasses.replace(work, prompt=prompt_length)
-
-    if looks:
-        _choose(asked, workload, memory, device)
-        print(of_images, end="")
-    else:
-        plan = _show(asked, workload, memory, whose, device, is_host, of_images)
-        print(f"\n{_of_step(plan, **links)}", end="")
+        of_images = OF_IMAGES.format("--image_size WIDTHxHEIGHT says how many they are", "not counted without it")
+        if size is not None:
+            work = shapes.with_image(workload(asked), asked, size)
+            of_image |= {"image": work.image, "untrained": work.untrained}
+            how_many = f"one of {size[0]} x {size[1]} pixels becomes {len(of_image['image'].ids):,}"
+            try:
+                plan, counted = memory_plan.measure(asked, work), "counted, one a row"
+            except ConfigError as error:  # what some models compute of images hangs on more than sizes
+                of_image.clear()
+                counted = f"not counted: {error.problems[0]}"
+            of_images = OF_IMAGES.format(how_many, counted)
+        of_images = of_images if sees else ""
+        if options["cards"]:
+            _choose(asked, workload, options["memory"])
+            print(of_images, end="")
+        else:
+            plan = _show(asked, workload, plan, options["memory"], of_images)
+            print(f"\n{_of_step(plan, options)}", end="")
 
 
-def _choose(asked: Run, workload: Callable[[Run], Any], memory: int, device: str) -> None:
-    from posttrain.cli.tools import memory_mesh, memory_proposals
+def _workload(work: Any, prompt_length: int | None) -> Any:
+    if prompt_length is None:
+        return work
+    if work.group == 1 or prompt_length >= work.length:
+        why = "no row shares its prompt" if work.group == 1 else f"rows have {work.length} tokens"
+        raise ConfigError("posttrain plan", [f"--prompt_length {prompt_length}: {why}; leave it out"])
+    return dataclasses.replace(work, prompt=prompt_length)
+
+
+def _choose(asked: Run, workload: Callable[[Run], Any], memory: int | None) -> None:
+    from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
     work, head = workload(asked), ("way", "rows at a time", "weights", "gradients", "optimizer", "peak")
-    tokens = f"{work.rows} rows of {work.length} tokens"
+    device, tokens = memory_plan.device_type(asked.config), f"{work.rows} rows of {work.length} tokens"
+    memory = memory or _free(device)
     print(f"{memory_mesh.processes()} cards ({device}) of {in_words(memory)}, micro-batches of {tokens}:\n")
     print(_line(*head), flush=True)
     least: tuple[int, str] | None = None
     for found in memory_proposals.choices(asked, workload):
         plan = found.footprint
         if plan is None:
-            print(f"{_line(found.name, str(found.rows))}  {found.problem}", flush=True)
+            print(f"{_line(found.what, str(found.rows))}  {found.problem}", flush=True)
             continue
         sizes = map(in_words, (plan.weights, plan.gradients + plan.buckets, plan.optimizer, plan.peak))
         fits = plan.peak <= memory
-        print(f"{_line(found.name, str(found.rows), *sizes)}{'  fits' * fits}", flush=True)
+        print(f"{_line(found.what, str(found.rows), *sizes)}{'  fits' * fits}", flush=True)
         if fits:
             print(f"\nPropose: {_flags(found.changes) or 'nothing needs to be set'}\n{_verdict(plan.peak, memory)}.")
             return
         if least is None or least[0] > plan.peak:
-            least = plan.peak, f"{found.name}: --processes {memory_mesh.processes()} {_flags(found.changes)}"
+            least = plan.peak, f"{found.what}: --processes {memory_mesh.processes()} {_flags(found.changes)}"
     print("\nNone of them fits." + ("" if least is None else f" See what helps beside {least[1]}"))
 
 
@@ -136,21 +136,17 @@ def _flags(changes: dict[str, Any]) -> str:
     return " ".join(f"--{name} {_as_word(value)}" for name, value in changes.items() if name not in ALIASES)
 
 
-def _show(
-    asked: Run, workload: Callable[[Run], Any], memory: int, whose: str, device: str, is_host: bool, of_images: str
-) -> Any:
+def _show(asked: Run, workload: Callable[[Run], Any], plan: Any, memory: int | None, of_images: str) -> Any:
     from posttrain.cli.tools import memory_mesh, memory_plan, memory_proposals
 
-    work, processes = workload(asked), memory_mesh.processes()
-    plan = memory_plan.measure(asked, work)
+    work, processes, device = workload(asked), memory_mesh.processes(), memory_plan.device_type(asked.config)
+    is_host = memory is None and device == "cpu"
+    memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
+    plan = plan or memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
-    shared = ""
-    if work.prompt:
-        shared = (
-            f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
-        )
+    shared = f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
     where = "in one process" if processes == 1 else f"in each of {processes} processes"
-    print(f"A micro-batch of {tokens} tokens{shared}, {where} on the {device}:\n")
+    print(f"A micro-batch of {tokens} tokens{shared if work.prompt else ''}, {where} on the {device}:\n")
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
         print(f"  {name:<{width}}  {in_words(size):>12}")
@@ -165,61 +161,14 @@ def _show(
     return plan
 
 
-def _of_step(plan: Any, per_machine: int | None, bandwidth: tuple[float, float] | None, tflops: float | None) -> str:
+def _of_step(plan: Any, options: dict[str, Any]) -> str:
     """What an optimizer step of `plan` computes and sends, in paragraphs."""
     from posttrain.cli.tools.communication import Links, table
 
-    given: dict[str, Any] = {} if per_machine is None else {"per_machine": per_machine}
-    given |= {} if bandwidth is None else dict(zip(("inside", "between"), bandwidth, strict=True))
-    given |= {} if tflops is None else {"operations": tflops * 1e12}
-    return table(plan.exchanges, plan.operations, Links(**given))
-
-
-def _of_images(run: Run, size: tuple[int, int] | None) -> str:
-    """What to say of images, in paragraphs; nothing of a model of text alone.
-
-    Args:
-        size: width and height in pixels of an image whose tokens are counted.
-
-    Raises:
-        ConfigError: they cannot be counted.
-    """
-    from posttrain.cli.tools import memory_plan
-    from posttrain.core.models.wrapping import sees_images
-
-    if not sees_images(memory_plan.load_config(run)):
-        if size is not None:
-            raise ConfigError("posttrain plan", ["--image_size: the model reads text alone; leave it out"])
-        return ""
-    how_many = "--image_size WIDTHxHEIGHT says how many they are"
-    if size is not None:
-        how_many = f"one of {size[0]} x {size[1]} pixels becomes {_image_tokens(run, size):,}"
-    return (
-        f"\nThe model sees images. Their tokens are among those of a row: {how_many}.\n"
-        "What its vision part computes for them is not counted.\n"
-    )
-
-
-def _image_tokens(run: Run, size: tuple[int, int]) -> int:
-    """The tokens that an image of `size` (width, height) becomes, with those around it."""
-    from posttrain.core.errors import DataError
-    from posttrain.lm.images.image_tokens import ImageTokens
-    from posttrain.lm.images.vision import VisionProcessor
-    from posttrain.lm.loading import loading
-
-    path, most = run.model.model_name_or_path, getattr(run.config, "max_image_pixels", None)
-    if most is not None and size[0] * size[1] > most:
-        raise ConfigError("posttrain plan", [f"--image_size: an image has more than max_image_pixels={most} pixels"])
-    try:
-        trusts = getattr(run.config, "trust_remote_code", False)
-        processor = loading.load_tokenizer(path, trusts, loading.SEEING[1], revision=run.model.model_revision)
-        shown = ImageTokens(VisionProcessor(processor)).show(processor.image_token, [size])
-    except (ImportError, OSError, TypeError, ValueError, DataError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            "posttrain plan", [f"--image_size needs the processor of {path}, which does not count: {reason[0]}"]
-        ) from error
-    return len(processor.tokenizer(shown.text, add_special_tokens=False)["input_ids"]) + shown.hidden
+    inside, between = options["bandwidth"] or (None, None)
+    links = {"per_machine": options["per_machine"], "inside": inside, "between": between}
+    links |= {"operations": options["tflops"] and options["tflops"] * 1e12}
+    return table(plan.exchanges, plan.operations, Links(**{name: value for name, value in links.items() if value}))
 
 
 def _verdict(peak: int, memory: int) -> str:
@@ -233,9 +182,9 @@ def _propose(proposals: Any, memory: int) -> None:
     fits = False
     for one in proposals:
         changes = _flags(one.changes)
-        fits = one.footprint.peak <= memory
+        fits = one.peak <= memory
         print(
-            f"  {in_words(one.footprint.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.price}",
+            f"  {in_words(one.peak):>12}  {'fits' if fits else '    '}  {changes}\n{'':>22}{one.what}",
             flush=True,
         )
     if not fits:

@@ -12,17 +12,16 @@ import itertools
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any, TextIO
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import of_words, read
 from posttrain.core import registry
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import Method, Run
 from posttrain.lm.text import layouts
 
 ROWS = 3
@@ -37,18 +36,16 @@ of documents. Takes all arguments of the method (posttrain <method> --help); not
 There are no colours if NO_COLOR is set or the output is no terminal, unless FORCE_COLOR is set."""
 
 
-def run(words: list[str], read: Callable[[Method, list[str]], Run]) -> None:
-    """Prepare the data of a run as training does, and show its first rows below the data report.
-
-    Args:
-        words: a method, which the file may name instead, files and flags, among them ``--rows N`` and ``--html FILE``.
-        read: makes a run of a method and its words.
-    """
+def run(words: list[str]) -> None:
+    """Prepare the data of a run as training does, and show its first rows below the data report."""
     known = {"rows": (ROWS, parse.whole(), "a whole number above 0"), "html": (None, _file_name, "the name of a file")}
     words, options = parse.take_options("preview", words, known)
-    found, preview, words = _method(words)
-    with _without_log():
-        rows, report = preview(read(found, words), options["rows"])
+    found, words = of_words(words, "preview")
+    if found.preview is None:
+        having = ", ".join(name for name, one in registry.methods().items() if one.preview) or "no method"
+        raise ConfigError("posttrain preview", [f"{found.name} has no preview; {having} has"])
+    with _without_log():  # rewards and a teacher may be missing
+        rows, report = found.preview(read(found, words, needs=("model_", "dataset_")), options["rows"])
     if options["html"] is not None:
         path = Path(options["html"]).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,14 +73,6 @@ def wants_color(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
-
-
-def _method(words: list[str]) -> tuple[Method, Callable[..., Any], list[str]]:
-    found, words = of_words(words, "preview")
-    if found.preview is None:
-        having = ", ".join(name for name, one in registry.methods().items() if one.preview) or "no method"
-        raise ConfigError("posttrain preview", [f"{found.name} has no preview; {having} has"])
-    return found, found.preview, words
 
 
 def _file_name(text: str) -> str | None:

@@ -16,11 +16,7 @@ of several to report.html in the working directory, unless --output names anothe
 
 
 def run(words: list[str]) -> None:
-    """Write the page.
-
-    Raises:
-        ConfigError: no folder is named, or a flag is unknown. CheckpointError: a folder holds no run.
-    """
+    """Write the page."""
     many = max(len(parse.read_flags(words)[0]), 1)
     folders, given = parse.typed_flags("report", words, {"output": str}, many, what="output folders of runs")
     page = Path(given.get("output") or Path(folders[0] if many == 1 else ".", report.REPORT))

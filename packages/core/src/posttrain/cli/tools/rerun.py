@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.cli import parse
+from posttrain.cli.method import checked
 from posttrain.cli.report import run_record, trajectories
+from posttrain.cli.training import train
 from posttrain.core import registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
+from posttrain.lm.generate.samples import lines_of
 
 HELP = """usage: posttrain rerun FOLDER [--name value ...]
 
@@ -26,65 +27,48 @@ Differences are reported: versions, hardware and processes at the start, rows an
                       are those that the run began with, or --model_name_or_path"""
 
 
-def run(
-    words: list[str],
-    train: Callable[[Any, dict[str, parse.Setting], list[str]], None],
-    check: Callable[[Any, dict[str, parse.Setting], list[str]], Any],
-) -> None:
-    """Start a run again.
-
-    Args:
-        words: what follows ``posttrain rerun``.
-        train: runs a method with settings and the problems that were found in them. check: makes a `Run` of the same.
-
-    Raises:
-        ConfigError: no folder is named, or the run was not started by the command line.
-        CheckpointError: there is no record.
-    """
-    problems: list[str] = []
+def run(words: list[str]) -> None:
+    """Start a run again."""
     folders, flags = parse.read_flags(words)
     if len(folders) != 1:
         raise ConfigError("rerun", [f"name one folder that holds a {run_record.RECORD}, not {len(folders)}"])
     first = run_record.read(folders[0])["starts"][0]
-    say = print if environment.rank() == 0 else lambda text: None
     now = {"packages": run_record.packages(), "hardware": run_record.hardware(), "processes": environment.world_size()}
     before = {name: first[name] for name in now}
-    for line in run_record.differences(before, now) or ["versions, hardware and processes are as they were"]:
-        say(f"  {line}")
-    if first["asked"] is None:
-        raise ConfigError(
-            "rerun",
-            [
-                "the run was started by another program, which sets its own output folder: "
-                f"in {first['directory'] or 'any folder'}, with another output folder, run: "
-                f"{shlex.join(first['command'])}"
-            ],
+    found = run_record.differences(before, now) or ["versions, hardware and processes are as they were"]
+    if environment.rank() == 0:
+        print("\n".join(f"  {line}" for line in found))
+    asked, directory = first["asked"], first["directory"]
+    if asked is None:
+        why = "the run was started by another program, which sets its own output folder"
+        how = (
+            f"in {first['directory'] or 'any folder'}, with another output folder, run: {shlex.join(first['command'])}"
         )
+        raise ConfigError("rerun", [f"{why}: {how}"])
     folder = Path(folders[0]).resolve()
     folder = folder if folder.is_dir() else folder.parent
-    settings = {
-        name: parse.Setting(f"{run_record.RECORD}: {name}", value) for name, value in first["asked"]["settings"].items()
-    }
+    kept = asked["settings"].items()
+    settings = {name: parse.Setting(f"{run_record.RECORD}: {name}", value) for name, value in kept}
     settings["output_dir"] = parse.Setting("rerun", str(folder) if "trajectory" in flags else f"{folder}-rerun")
     settings.pop("resume_from_checkpoint", None)
     if "output_dir" in flags:
         flags["output_dir"].value = str(Path(flags["output_dir"].value).resolve())
     settings |= flags
-    if (directory := first["directory"]) is not None:  # None: it had been deleted when the run began
+    if directory is not None:  # None: it had been deleted when the run began
         if not Path(directory).is_dir():
             problem = f"the working directory of the run, {directory}, is not there, from which it looked for its files"
             raise ConfigError("rerun", [problem])
         os.chdir(directory)
+    method = registry.method(asked["method"])
     if (name := settings.pop("trajectory", None)) is not None:
-        method, one = registry.method(first["asked"]["method"]), trajectories.named(str(name.value), folder)
+        one = trajectories.named(str(name.value), folder)
         if method.replay is None:
             raise ConfigError("rerun", [f"{method.name} learns from no trajectories; leave --trajectory out"])
-        print(method.replay(check(method, settings, problems), one))
+        print(method.replay(checked(method, settings, []), one))
         return
-    train(registry.method(first["asked"]["method"]), settings, problems)
+    train(method, settings, [], ["rerun", *words])
     if environment.rank() == 0:  # which has written the record and the log
-        for line in compare(folder, Path(settings["output_dir"].value)):
-            say(f"  {line}")
+        print("\n".join(f"  {line}" for line in compare(folder, Path(settings["output_dir"].value))))
 
 
 def compare(before: Path, after: Path) -> list[str]:
@@ -105,5 +89,4 @@ def compare(before: Path, after: Path) -> list[str]:
 
 
 def _losses(log: Path) -> dict[int, float]:
-    records = map(json.loads, log.read_text(encoding="utf-8").splitlines())
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record["loss"] for record in lines_of(log) if "loss" in record}

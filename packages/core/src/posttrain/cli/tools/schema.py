@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli.help import default_of
+from posttrain.cli.method import configs_of
 from posttrain.core.config import field_types
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields.old_names import Renamed, old_names
-from posttrain.core.registry import Method, methods
+from posttrain.core.registry import methods
 
 HELP = """posttrain schema METHOD
 
@@ -22,20 +22,13 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 BOUNDS = {"min": "minimum", "max": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
 
 
-def run(words: list[str], classes: Callable[[Method], tuple[type, ...]]) -> None:
-    """The command.
-
-    Args:
-        classes: the configs that the words of a method are read into.
-
-    Raises:
-        ConfigError: there is no such method.
-    """
+def run(words: list[str]) -> None:
+    """Print the schema."""
     known = methods()
     if len(words) != 1 or words[0] not in known:
         near = did_you_mean(words[0], known) if len(words) == 1 else ""
         raise ConfigError("schema", [f"name one of the methods {', '.join(known)}{near}"])
-    schema = schema_of(*classes(known[words[0]]))
+    schema = schema_of(*configs_of(known[words[0]]))
     schema["properties"] |= {
         "method": {"const": words[0], "description": "The method, for posttrain train."},
         "sweep": {"type": "object", "description": "What posttrain sweep searches."},

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from posttrain.cli import parse
-from posttrain.cli.tools import chat, load
+from posttrain.cli.tools import load
 from posttrain.core.errors import ConfigError
+from posttrain.lm.loading import loading
 
 HELP = f"""posttrain serve MODEL [--port N] [--local] ...
 
@@ -28,7 +27,6 @@ is for trying a model out.
   --port N   [default 8000]
   --local    use transformers also where vLLM is installed
 {load.FLAGS}"""
-KINDS = load.KINDS | {"port": int, "local": bool}
 HOST = "127.0.0.1"
 #: The longest request that is read, in bytes.
 LONGEST = 2**24
@@ -47,23 +45,18 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
 
 
 def run(words: list[str]) -> None:
-    """The command. With vLLM it does not return: the server takes the place of this process.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`, or vLLM cannot serve the model. CheckpointError: it cannot be
-            loaded.
-    """
-    names, given = parse.typed_flags("serve", words, KINDS, names=1, what="a model: its folder or its name")
+    """Serve a model. With vLLM it does not return: the server takes the place of this process."""
+    name, given = load.read_words("serve", words, {"port": int, "local": bool})
     port, local = given.pop("port", 8000), given.pop("local", False)
     if find_spec("vllm") is not None and not local:
-        command = vllm_command(names[0], port, given)
+        command = vllm_command(name, port, given)
         os.execv(command[0], command)
-    model, tokenizer = load.of_command("serve", names[0], given)
+    model, tokenizer = load.of_command("serve", name, given)
     try:
-        server = make_server(model, tokenizer, names[0], port)
+        server = make_server(model, tokenizer, name, port)
     except OSError as error:
         raise ConfigError("serve", [f"port {port} cannot be used ({error}); set another --port"]) from error
-    print(f"{names[0]} answers at http://{HOST}:{server.server_port}/v1 until Ctrl-C.", flush=True)
+    print(f"{name} answers at http://{HOST}:{server.server_port}/v1 until Ctrl-C.", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -73,12 +66,8 @@ def run(words: list[str]) -> None:
 
 
 def vllm_command(model: str, port: int, given: dict[str, Any]) -> list[str]:
-    """The command line of vLLM for a whole model.
-
-    Raises:
-        ConfigError: it is an adapter, or a flag has no meaning for vLLM.
-    """
-    if (Path(model) / "adapter_config.json").is_file():
+    """The command line of vLLM; `ConfigError` for an adapter, or a flag that has no meaning for vLLM."""
+    if loading.is_adapter(model):
         how = f"posttrain merge {model} {model}-merged"
         raise ConfigError("serve", [f"{model} is an adapter, and vLLM serves a whole model. Merge it first: {how}"])
     if others := [name for name in given if name not in ("dtype", "trust_remote_code")]:
@@ -199,7 +188,7 @@ class Answer:
                     self.is_first = False
 
         parts: Any = None if send is None else Parts(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        ids = chat.write(model, tokenizer, prompt, most, sampling, parts)
+        [ids] = load.write(model, tokenizer, [prompt], max_new_tokens=most, streamer=parts, **sampling).tolist()
         ended = "stop" if ids and ids[-1] in load.ends(model, tokenizer) else "length"
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         if send is None:

@@ -29,15 +29,8 @@ KINDS |= {"port": int, "output": str, "host": str, "batch_tokens": int}
 
 
 def run(words: list[str]) -> None:
-    """The command.
-
-    Raises:
-        ConfigError: the words are not those of `HELP`, or nothing can listen there. CheckpointError: the model cannot
-            be loaded, or is an adapter.
-    """
-    names, given = parse.typed_flags(
-        "serve-training", words, KINDS, names=1, what="a model: its folder or its name", least={"batch_tokens": 1}
-    )
+    """Serve training until Ctrl-C."""
+    [name], given = parse.typed_flags("serve-training", words, KINDS, 1, what="a model: its folder or its name")
     host, port = given.pop("host", LOCAL[0]), given.pop("port", 8000)
     output, most = Path(given.pop("output", "out/serve-training")), given.pop("batch_tokens", 4096)
     key = os.environ.get("TINKER_API_KEY") or None
@@ -45,10 +38,10 @@ def run(words: list[str]) -> None:
         why = f"--host={host} lets other machines train here: set TINKER_API_KEY to a secret that begins with tml-"
         raise ConfigError("serve-training", [why])
     server: Any = require("posttrain.rl.training_server.server", "posttrain-rl[agents]", "posttrain serve-training")
-    model, tokenizer = load.of_command("serve-training", names[0], {"dtype": "float32"} | given)
+    model, tokenizer = load.of_command("serve-training", name, {"dtype": "float32"} | given)
     if is_peft_model(model):
-        raise CheckpointError(f"{names[0]} is an adapter, and new ones are trained here. Merge it: posttrain merge")
-    base = server.Base(model, tokenizer, names[0], most)
+        raise CheckpointError(f"{name} is an adapter, and new ones are trained here. Merge it: posttrain merge")
+    base = server.Base(model, tokenizer, name, most)
     try:
         server.TrainingServer(base, output, key, host in LOCAL).serve(host, port)
     except OSError as error:

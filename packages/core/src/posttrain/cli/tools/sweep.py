@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator
-from html import escape
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from posttrain.cli import parse
-from posttrain.cli.method import of_words
+from posttrain.cli.method import checked, of_words, settings_of
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError, NonFiniteError, require
@@ -53,20 +52,8 @@ class Sweep:
     space: dict[str, Any]
 
 
-def run(
-    words: list[str],
-    settings_of: Callable[[Method, list[str]], tuple[dict[str, Any], list[str]]],
-    checked: Callable[[Method, dict[str, Any], list[str]], Any],
-) -> None:
-    """Search, and print the trials.
-
-    Args:
-        words: perhaps a method, files and flags, among them ``--n_trials``.
-        settings_of: the settings of a method's words, and their problems. checked: the `Run` that they make.
-
-    Raises:
-        ConfigError: the sweep cannot be as it is described.
-    """
+def run(words: list[str]) -> None:
+    """Search, and print the trials."""
     if environment.world_size() > 1:
         raise ConfigError("posttrain sweep", ["it runs in one process; leave the launcher out"])
     require("optuna", "optuna", why="posttrain sweep")
@@ -82,19 +69,15 @@ def run(
         print("Evaluates on the test split where there is one, else on a tenth of the rows (eval_share).")
     sweep = read(asked.get("sweep") or {}, dict(given), first)
     folder = Path(first.config.output_dir)
-    study = search(sweep, method, settings, checked, folder, _own_values(sweep, first))
-    print(table(study, sweep))
+    study = search(sweep, method, settings, folder, _own_values(sweep, first))
+    print(aligned(_rows(study, sweep)))
     print(f"Page: {write_page(study, sweep, folder)}")
     best = {name: str(value) for name, value in study.best_params.items()}
     print(f"Best: {' '.join(f'--{name} {value}' for name, value in best.items())}, in {_of(folder, study.best_trial)}.")
 
 
 def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
-    """The sweep that the file and the flags ask for, of a run whose arguments are those of `first`.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """The sweep that file and flags ask for, of a run with the arguments of `first`; `ConfigError` with its faults."""
     problems, config = [], first.config
     if not isinstance(asked, dict):
         raise ConfigError("posttrain sweep", [f"sweep must hold {', '.join(KEYS)}, as posttrain sweep --help shows"])
@@ -119,14 +102,7 @@ def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
     return Sweep(int(trials), metric, direction, space)
 
 
-def search(
-    sweep: Sweep,
-    method: Method,
-    settings: dict[str, Any],
-    checked: Callable[[Method, dict[str, Any], list[str]], Any],
-    folder: Path,
-    own: dict[str, Any],
-) -> Any:
+def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path, own: dict[str, Any]) -> Any:
     """The `optuna.Study` of `sweep` in `folder`, with the trials of earlier calls; `own` values are tried first."""
     import optuna
     from optuna.storages import JournalStorage
@@ -228,11 +204,9 @@ def _own_values(sweep: Sweep, first: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, values in sweep.space.items():
         value = known.get(name)
-        if isinstance(values, list):
-            fits = value in values
-        else:
-            fits = isinstance(value, (int, float)) and values["low"] <= value <= values["high"]
-        if not fits:
+        if isinstance(values, dict):
+            values = [value] if isinstance(value, (int, float)) and values["low"] <= value <= values["high"] else []
+        if value not in values:
             return {}
         found[name] = value
     return found
@@ -256,19 +230,12 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
     return rows
 
 
-def table(study: Any, sweep: Sweep) -> str:
-    """The trials for people, a line each."""
-    return aligned(_rows(study, sweep))
-
-
 def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
     """Write the page of the sweep: its trials, a picture of their results, and the report of all runs side by side."""
     from posttrain.cli.report import report
     from posttrain.core.hub.card import loss_picture
 
     head, *rows = _rows(study, sweep)
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     best, points = None, []
     better = max if sweep.direction == "maximize" else min
     for trial in study.trials:
@@ -277,5 +244,5 @@ def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
             points += [{"step": trial.number, "loss": trial.value}, {"step": trial.number, "eval_loss": best}]
     picture = loss_picture(points, title=f"{sweep.metric} by trial; dashed: the best so far") or ""
     folders = [place for trial in study.trials if (place := _of(folder, trial)) and (place / report.LOG).is_file()]
-    first = f'<h2>Trials</h2><div class="box">{picture}<table><tr>{top}</tr>{cells}</table></div>'
+    first = f'<h2>Trials</h2><div class="box">{picture}{report.table(rows, head)}</div>'
     return report.write(folders, folder / PAGE, first)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from posttrain.cli import parse
 from posttrain.cli.report import trajectories
+from posttrain.core.config import field_types
 from posttrain.lm.generate.trajectories import Filter
 
 HELP = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
@@ -20,25 +21,12 @@ tokens, reward, and how each ended.
   --min_tokens N      those with at least so many sampled tokens
   --unfinished        those that failed, or were ended by a bound
   --contains TEXT     those whose messages have this text"""
-FILTERS = {
-    "step": int,
-    "min_reward": float,
-    "max_reward": float,
-    "min_tokens": int,
-    "unfinished": bool,
-    "contains": str,
-}
+KINDS = {"show": str, "page": bool} | {name: kinds[0] for name, kinds in field_types(Filter).items()}
 
 
 def run(words: list[str]) -> None:
-    """Show them.
-
-    Raises:
-        ConfigError: no folder is named, a flag is unknown, or there is no trajectory of that name.
-        CheckpointError: the folder holds none.
-    """
-    kinds = {"show": str, "page": bool, **FILTERS}
-    (folder,), given = parse.typed_flags("trajectories", words, kinds, 1, what="the output folder of a run")
+    """Show what the run has sampled."""
+    (folder,), given = parse.typed_flags("trajectories", words, KINDS, 1, what="the output folder of a run")
     show, page = given.pop("show", None), given.pop("page", False)
     if show is not None:
         print(trajectories.text(trajectories.named(show, folder, Filter(**given))))

@@ -6,7 +6,6 @@ that resumes it. The outputs of the first and the last are compared bit by bit.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -36,12 +35,7 @@ Trains, kills the run, resumes it, and compares its checkpoint with that of an u
 
 
 def run(words: list[str]) -> int:
-    """Run the comparison, print it, and return 0 if everything is equal, else 1.
-
-    Args:
-        words: a method, its files and flags; ``--steps N`` sets the number of optimizer steps before and after the
-            checkpoint.
-    """
+    """Run the comparison, print it, and return 0 if everything is equal, else 1."""
     known = {"steps": (STEPS, parse.whole(2), "a whole number of 2 or more")}
     words, options = parse.take_options("verify-resume", words, known)
     method, words = of_words(words, "verify-resume")
@@ -59,11 +53,8 @@ def run(words: list[str]) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     width = max(map(len, parts))
-    print(
-        "\n".join(
-            f"  {name:<{width}}  {'equal' if not found else 'DIFFERENT'}  {found}" for name, found in parts.items()
-        )
-    )
+    for name, found in parts.items():
+        print(f"  {name:<{width}}  {'DIFFERENT' if found else 'equal'}  {found}")
     if not any(parts.values()):
         print("The killed and resumed run equals the uninterrupted run, bit by bit.")
         return 0
@@ -83,13 +74,8 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     left, right = (_tree(folder, "rank-0") or {} for folder in (one, other))
     found["random numbers"] = _trees(left.get("rng"), right.get("rng"), "rng")
     found["data, metrics, own state"] = _trees(_own_state(left), _own_state(right), "trainer")
-    logs = [
-        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-        for folder in (one, other)
-    ]
-    before, after = (
-        [{name: value for name, value in record.items() if not is_timing(name)} for record in log] for log in logs
-    )
+    logs = (codec.read_json(folder / "trainer_state.json")["log_history"] for folder in (one, other))
+    before, after = ([{k: v for k, v in record.items() if not is_timing(k)} for record in log] for log in logs)
     found["log"] = _trees(before, after, "log")
     return found
 
@@ -131,10 +117,10 @@ def _train(words: list[str], folder: Path, steps: int, kill_at: int | None = Non
     }
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     arguments = [*_without(words, {*settings, "logging_strategy"}), *flags]
-    start = (
-        "" if kill_at is None else f"from posttrain.cli.tools import verify_resume; verify_resume.die_at({kill_at}); "
+    dies = f"from posttrain.cli.tools import verify_resume; verify_resume.die_at({kill_at}); "
+    code = (
+        f"import sys; {dies if kill_at is not None else ''}from posttrain.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    code = f"import sys; {start}from posttrain.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     expected = 0 if kill_at is None else -signal.SIGKILL
     if done.returncode != expected:
@@ -158,14 +144,11 @@ def _tree(folder: Path, name: str) -> Any:
 
 
 def _tensors(one: Path, other: Path) -> str:
-    names = [sorted(path.name for path in folder.glob("*model*.safetensors")) for folder in (one, other)]
-    if names[0] != names[1] or not names[0]:
-        return f"files {names[0]} and {names[1]}"
-    return "; ".join(
-        text
-        for name in names[0]
-        if (text := _trees(codec.read_tensors(one / name), codec.read_tensors(other / name), name))
-    )
+    names, others = (sorted(path.name for path in folder.glob("*model*.safetensors")) for folder in (one, other))
+    if names != others or not names:
+        return f"files {names} and {others}"
+    found = (_trees(codec.read_tensors(one / name), codec.read_tensors(other / name), name) for name in names)
+    return "; ".join(filter(None, found))
 
 
 def _trees(left: Any, right: Any, where: str) -> str:

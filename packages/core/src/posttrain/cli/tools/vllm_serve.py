@@ -26,11 +26,7 @@ USUAL = {"logprobs-mode": "processed_logprobs"}
 
 
 def run(words: list[str]) -> None:
-    """The command. It does not return: the server takes the place of this process.
-
-    Raises:
-        ConfigError: no model is named, or vLLM is not installed.
-    """
+    """Start vLLM. It does not return: the server takes the place of this process."""
     from posttrain.core.data import accelerator
 
     dry = "--dry-run" in words
