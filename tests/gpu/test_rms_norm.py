@@ -47,4 +47,4 @@ def test_it_keeps_less_for_the_gradient(device):
         kept.append(torch.cuda.memory_allocated() - before)
         del y
         rms_norm.use_kernels(nn.Sequential(norm))
-    assert kept[1] < kept[0] / 4
+    assert kept[1] < kept[0] / 3

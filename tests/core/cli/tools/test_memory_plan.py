@@ -21,6 +21,7 @@ from posttrain.cli import main
 from posttrain.cli.tools import memory_count, memory_mesh, memory_plan, memory_proposals
 from posttrain.cli.tools import workload as shapes
 from posttrain.core import TrainerCallback, registry
+from posttrain.core.models import rms_norm
 from posttrain.lm.loading import adapters, parts
 from posttrain.lm.loading.arguments import ModelConfig
 from posttrain.lm.loading.loading import load_causal_lm
@@ -245,6 +246,23 @@ def test_tiles_of_an_mlp_take_its_tensors_out_of_the_peak(tmp_path):
         run = a_run(str(tmp_path), activation_checkpointing_kwargs=kwargs)
         peaks.append(memory_plan.measure(run, workload(run)).peak)
     assert peaks[0] - peaks[1] > 4 * ROWS * LENGTH * 4096 * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_of_a_gpu_keep_their_input_alone(dtype, folder, monkeypatch):
+    run = a_run(folder, activation_checkpointing=False, dtype=dtype)
+    plans, make = [memory_plan.measure(run, workload(run))], memory_plan._make
+
+    def on_a_gpu(*args):
+        model, quantized = make(*args)
+        rms_norm.use_kernels(model)
+        return model, quantized
+
+    monkeypatch.setattr(memory_plan, "_make", on_a_gpu)
+    plans.append(memory_plan.measure(run, workload(run)))
+    read = sum(module.weight.numel() * (4 if "q_norm" in name else 2 if "k_norm" in name else 1)  # of so many heads
+               for name, module in tiny.causal_lm(**WIDTH).named_modules() if name.endswith("norm"))  # fmt: skip
+    assert plans[0].activations - plans[1].activations == pytest.approx(4 * ROWS * LENGTH * read, rel=0.03)
 
 
 # ---- the command ----

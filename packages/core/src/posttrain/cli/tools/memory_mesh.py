@@ -185,8 +185,8 @@ def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> I
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Within this context the attribute `name` of the class `owner` is `value`."""
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this context the attribute `name` of `owner`, a class or a module, is `value`."""
     before = vars(owner).get(name, getattr(owner, name))  # as it is written there, unbound
     setattr(owner, name, value)
     try:

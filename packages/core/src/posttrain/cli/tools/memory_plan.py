@@ -31,7 +31,7 @@ from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed import environment, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import shift_labels
-from posttrain.core.models import gradient_checkpointing, regularization, wrapping
+from posttrain.core.models import gradient_checkpointing, regularization, rms_norm, wrapping
 from posttrain.core.optim import builder
 from posttrain.core.registry import Run
 from posttrain.lm.attention import attention_blocks, context_parallel, varlen_attention
@@ -108,6 +108,9 @@ def measure(run: Run, work: Workload) -> Footprint:
     try:
         with torch.device("meta"):
             model, quantized = _make(run, work, config)
+            sizes = shard_settings.sizes_of(run.config.parallelism_config)
+            if device != "cpu" and sizes.get("tp_size", 1) == 1 and not run.config.torch_compile:
+                rms_norm.use_kernels(model)  # as `Distributed` does
         # Created on the meta device because peft cannot convert fake tensors, which in turn know the kernels of their
         # device.
         varlen_attention.tiles_of(_rows(work.rows, work.computed))  # kept, because it hangs on numbers
@@ -116,6 +119,7 @@ def measure(run: Run, work: Workload) -> Footprint:
             torch.device(device),
             memory_mesh.even_routes(mesh),
             _two_blocks(),
+            memory_mesh.replaced(rms_norm, "KERNEL", _Norm.apply),
         ):
             _make_fake(model)
             precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
@@ -177,6 +181,22 @@ def _two_blocks() -> contextlib.AbstractContextManager[None]:
     """Of the blocks of a tile of logits, which need the same memory one after another, compute the first two."""
     blocks = tiles.Tiles.blocks
     return memory_mesh.replaced(tiles.Tiles, "blocks", lambda self, tile: itertools.islice(blocks(self, tile), 2))
+
+
+class _Norm(torch.autograd.Function):
+    """What a kernel of `rms_norm` keeps for its gradient: the input, and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: float) -> Any:
+        rms = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rms)
+        ctx.mark_non_differentiable(rms)
+        return torch.empty_like(x), rms
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weight), None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ class OneKernel:
     """The forward of a norm: ``y = weight * x / sqrt(mean(x**2) + eps)`` (https://arxiv.org/abs/1910.07467, eq. 4).
 
     It rounds once, where transformers rounds to 16 bits before it multiplies by the weight too. Its gradient needs `x`
-    and one number a row; that of transformers keeps 6 bytes more for each number in 16 bits, and 4 in float32.
+    and one number a row; that of transformers keeps 4 bytes more for each number of `x`.
 
     Args:
         offset: what is added to the weight, in float32: 1 in Gemma's norms.
