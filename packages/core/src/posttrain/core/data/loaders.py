@@ -56,7 +56,6 @@ class Loaders:
             limits = {name: n for name, n in limits.items() if name == "labels_per_token"}
         makes_batches = isinstance(sampler, EpochBatchSampler)
         order: dict[str, Any] = {"batch_sampler" if makes_batches else "sampler": sampler}
-        of_workers = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order")
         loader = pipeline.Loader(
             dataset,
             batch_size=batch_size,
@@ -71,7 +70,11 @@ class Loaders:
             most=self._most(dataset, batch_size * dist.world_size, is_training),
             repeats=is_training and args.overfit_batches is not None,
             pin_memory=args.dataloader_pin_memory and device_type not in ("cpu", "mps"),  # which would not gain by it
-            **{name: vars(args)[f"dataloader_{name}"] for name in of_workers},
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            in_order=args.dataloader_in_order,
         )
         if key is not None and args.dataloader_persistent_workers:  # its workers are worth keeping
             self.kept[key] = (read, loader)

@@ -29,7 +29,8 @@ class DDP(Distributed):
         # LLaVA takes the features from a layer before the last, whose weights are then in no loss.
         reentrant = (args.activation_checkpointing_kwargs or {}).get("use_reentrant", False)
         looks = not args.activation_checkpointing or (sees(model) and not reentrant)
-        options = {name: vars(args)[f"ddp_{name}"] for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph")}
+        options: dict[str, Any] = {"bucket_cap_mb": args.ddp_bucket_cap_mb, "static_graph": args.ddp_static_graph}
+        options["broadcast_buffers"] = args.ddp_broadcast_buffers
         options = {name: value for name, value in options.items() if value is not None}
         options["find_unused_parameters"] = looks if unused is None else unused
         ids = [self.device.index] if self.device.type not in ("cpu", "mps") else None
