@@ -422,8 +422,8 @@ def _arguments(runs: Sequence[Run]) -> str:
         changed = [n for n in names if len({json.dumps(values.get(n)) for values in all_values}) > 1]
         rows = [[name, *(_value(values.get(name)) for values in all_values)] for name in changed]
         return _section("Arguments that differ", table(rows, ["", *(run.name for run in runs)])) if rows else ""
-    changed = {name: all_values[0].get(name) for name in runs[0].record.get("changed") or ()}
-    return _named("Non-default arguments", changed | (runs[0].record.get("adapter") or {}))
+    values = {name: all_values[0].get(name) for name in runs[0].record.get("changed") or ()}
+    return _named("Non-default arguments", values | (runs[0].record.get("adapter") or {}))
 
 
 def _facts(run: Run) -> str:

@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
         self._numbers = WeakTensorKeyDictionary()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # what is done with a process's part of it is counted
         numbers = self._computed(func, args, kwargs or {}) if self._numbers else None
@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
         self._numbers.update((found[name], value) for name, value in numbers.items())
         return found
 
-    def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The numbers of a result that follows from known ones alone; None where it does not."""
         given = _tensors([args, kwargs])
         known = [self._numbers.get(one, one if type(one) is torch.Tensor else None) for one in given]

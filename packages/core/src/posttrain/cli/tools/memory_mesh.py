@@ -173,7 +173,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def shapes_within(context: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+def shapes_within(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.
 
     It finds them by running an operation on fake tensors of the whole size, which no process ever holds.
@@ -196,7 +196,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _called_within(
-    context: Callable[[], contextlib.AbstractContextManager], owner: type, name: str
+    context: Callable[[], contextlib.AbstractContextManager[Any]], owner: type, name: str
 ) -> contextlib.AbstractContextManager[None]:
     """Within this context each call of the method `name` of the class `owner` happens inside of a `context()`."""
     asked = getattr(owner, name)
