@@ -313,3 +313,11 @@ def test_a_model_that_was_trained_comes_back_from_half_precision_to_the_bit(opti
     after = weights(trainer)
     assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in before)
     assert {name: value.dtype for name, value in trainer.model.named_buffers()} == buffers
+
+
+def test_a_part_that_was_in_evaluation_mode_is_so_after_an_evaluation_too():
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    model[0].eval()
+    with eval_loop.eval_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, False, True]
