@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +34,22 @@ class Layout:
     @functools.cached_property
     def query_starts(self) -> tuple[int, ...]:
         """Where the queries of each of `own` begin."""
-        starts, at = [], 0
-        for i in self.own:
-            starts.append(at)
-            at += self.segments.lengths[i]
-        return tuple(starts)
+        return tuple(accumulate((self.segments.lengths[i] for i in self.own[:-1]), initial=0))
 
     def seen(self, segment: int) -> list[list[int]]:
         """The ranges ``[start, stop)`` of the keys that `segment` continues, in order, adjacent ones as one."""
         ranges: list[list[int]] = []
         for j in self.segments.ancestors(segment):
-            start, stop = self.key_starts[j], self.key_starts[j] + self.segments.lengths[j]
-            if ranges and ranges[-1][1] == start:
-                ranges[-1][1] = stop
-            else:
-                ranges.append([start, stop])
+            _extend(ranges, self.key_starts[j], self.segments.lengths[j])
         return ranges
+
+
+def _extend(ranges: list[list[int]], start: int, length: int) -> None:
+    """Add ``[start, start + length)`` to `ranges`, to the last one where it goes on there."""
+    if ranges and ranges[-1][1] == start:
+        ranges[-1][1] += length
+    else:
+        ranges.append([start, start + length])
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,11 +133,7 @@ def _blocks(layout: Layout) -> tuple[_Block, ...]:
         length, first = layout.segments.lengths[i], layout.key_starts[i]
         blocks.append(_Block(start, start + length, first, first + length, True, True))
         for key_start, key_stop in layout.seen(i):
-            runs = merged.setdefault((key_start, key_stop), [])
-            if runs and runs[-1][1] == start:
-                runs[-1][1] = start + length
-            else:
-                runs.append([start, start + length])
+            _extend(merged.setdefault((key_start, key_stop), []), start, length)
     blocks += [
         _Block(start, stop, first, last, False, False) for (first, last), runs in merged.items() for start, stop in runs
     ]

@@ -30,9 +30,7 @@ def document_kernel(with_softcap: bool) -> Kernel | None:
 def _choose(with_softcap: bool, has_flash_attn: bool) -> Kernel | None:
     if has_flash_attn:
         return _by_flash_attn
-    if with_softcap or importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return None
-    return _by_torch if (accelerator.capability() or (0, 0)) >= (8, 0) else None
+    return _by_torch if not with_softcap and (accelerator.capability() or (0, 0)) >= (8, 0) else None
 
 
 def _has_flash_attn() -> bool:

@@ -36,11 +36,11 @@ def precision_problem(model: nn.Module, precision: str) -> str | None:
 @contextlib.contextmanager
 def plain_attention(model: nn.Module) -> Iterator[None]:
     """Within this context `model` does not use flash attention."""
-    base = base_model(model)
-    before = getattr(config_of(base), "_attn_implementation", None)
     if not _is_flash(model):
         yield
         return
+    base = base_model(model)
+    before = base.config._attn_implementation
     try:
         base.set_attn_implementation("eager")
         yield

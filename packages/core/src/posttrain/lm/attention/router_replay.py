@@ -71,13 +71,11 @@ def problem_of(model: nn.Module) -> str | None:
         choice = _Choice(None)
         with torch.no_grad(), choice:
             found = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
-        if choice.calls != 1 or not (isinstance(found, tuple) and _are_experts(found[-1])):
+        experts = found[-1] if isinstance(found, tuple) else None
+        are_experts = isinstance(experts, torch.Tensor) and not experts.is_floating_point() and experts.ndim == 2
+        if choice.calls != 1 or not are_experts:
             return f"{type(router).__name__} of {name} does not choose its experts once and return them last."
     return None
-
-
-def _are_experts(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.ndim == 2
 
 
 def layers_of(model: nn.Module) -> list[int]:

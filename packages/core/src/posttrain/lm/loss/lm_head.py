@@ -82,7 +82,6 @@ def supports_loss_in_head(model: nn.Module) -> str | None:
     return reason
 
 
-@contextlib.contextmanager
 def loss_in_head(
     model: nn.Module,
     labels: torch.Tensor,
@@ -94,7 +93,7 @@ def loss_in_head(
     dft: bool = False,
     groups: torch.Tensor | None = None,
     num_groups: int = 0,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Within this context the model's head computes the loss without whole logits, under any wrapper.
 
     DDP sees an ordinary forward, and FSDP has gathered the head's weight when it is used. Call the model without
@@ -137,11 +136,9 @@ def loss_in_head(
             sums = torch.cat([torch.stack([loss, *stats]), *(by_group[0] if by_group else ())])
         return sums if part is None else part.total(sums)
 
-    with _head_replaced(model, loss, by_slices=True):
-        yield
+    return _head_replaced(model, loss, by_slices=True)
 
 
-@contextlib.contextmanager
 def logps_in_head(
     model: nn.Module,
     labels: torch.Tensor,
@@ -149,7 +146,7 @@ def logps_in_head(
     shifted: bool = False,
     temperature: float = 1.0,
     stats: tuple[str, ...] = (),
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
 
     With S names of `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T), those detached.
@@ -165,8 +162,7 @@ def logps_in_head(
             scores = part.join(scores, scores.ndim - 1)
         return scores[..., scores.shape[-1] - targets.shape[1] :]
 
-    with _head_replaced(model, logps, by_slices=True):
-        yield
+    return _head_replaced(model, logps, by_slices=True)
 
 
 @contextlib.contextmanager
@@ -191,10 +187,9 @@ def states_in_head(model: nn.Module, labels: torch.Tensor) -> Iterator[list[Head
         yield found
 
 
-@contextlib.contextmanager
 def divergence_in_head(
     model: nn.Module, labels: torch.Tensor, teacher: HeadStates | TopK, measure: Measure, *, chunk_size: int = 256
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
     positions that have a label, with its graph; and the summed entropy in nats, detached. See
     `posttrain.lm.loss.distillation.linear_divergence`.
@@ -208,14 +203,12 @@ def divergence_in_head(
         options: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "scale": head.scale}
         return torch.stack(linear_divergence(*compared, **options, chunk_size=chunk_size))
 
-    with _head_replaced(model, loss):
-        yield
+    return _head_replaced(model, loss)
 
 
-@contextlib.contextmanager
 def function_in_head(
     model: nn.Module, labels: torch.Tensor, function: Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are what `function` makes of ``places -> logits``, (n,) -> (n, V) in
     float32, of the M positions that have a label: (B, T), aligned with the logits.
     """
@@ -225,16 +218,14 @@ def function_in_head(
         states = hidden.reshape(-1, hidden.shape[-1])[rows]
         return function(lambda places: logits_of(states[places], head))
 
-    with _head_replaced(model, of_labelled):
-        yield
+    return _head_replaced(model, of_labelled)
 
 
 PACKED_FROM = 2**22
 """Minimum size of a weight for `packed_head`: smaller ones stay in the cache and gain nothing."""
 
 
-@contextlib.contextmanager
-def packed_head(model: nn.Module) -> Iterator[None]:
+def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Within this context the head multiplies few rows 1.5 times as fast, with a copy of its weight in oneDNN's layout.
 
     For many forwards of few tokens without gradients, as in generation: the copy costs about four of them. The weight
@@ -242,16 +233,14 @@ def packed_head(model: nn.Module) -> Iterator[None]:
     """
     linear = output_embedding(model)
     if linear is None or not _can_be_packed(linear) or _is_sharded(model):
-        yield
-        return
+        return contextlib.nullcontext()
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
     bias = None if linear.bias is None else linear.bias.detach().float()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
 
-    with forward_replaced(linear, forward):
-        yield
+    return forward_replaced(linear, forward)
 
 
 def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
@@ -313,7 +302,9 @@ def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_s
             setattr(config, head.softcap_switch, head.softcap)
 
 
-_HEADS: WeakKeyDictionary[nn.Module, tuple[float | None, float, str | None, str | None]] = WeakKeyDictionary()
+#: (softcap, scale, the field that turns the softcap off) of a head, or why logits do not follow from it.
+Found = tuple[float | None, float, str | None] | str
+_HEADS: WeakKeyDictionary[nn.Module, Found] = WeakKeyDictionary()
 
 
 def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
@@ -335,8 +326,8 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
             _HEADS[linear] = _try_head(base_model(model), linear)
         except Exception as error:  # any model may be unable to read two tokens, and then it keeps its own loss
             return None, f"{_name(model)} could not be tried on two tokens: {type(error).__name__}: {error}"
-    softcap, scale, switch, reason = _HEADS[linear]
-    return (None, reason) if reason else (CausalHead(linear, softcap, scale, switch), None)
+    found = _HEADS[linear]
+    return (None, found) if isinstance(found, str) else (CausalHead(linear, *found), None)
 
 
 def _name(model: nn.Module) -> str:
@@ -344,8 +335,7 @@ def _name(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _try_head(base: PretrainedModel, linear: nn.Linear) -> tuple[float | None, float, str | None, str | None]:
-    """(softcap, scale, switch of the softcap, None), or the reason why logits do not follow from the head."""
+def _try_head(base: PretrainedModel, linear: nn.Linear) -> Found:
     name, config = type(base).__name__, base.config.get_text_config()
 
     def named(names: tuple[str, ...]) -> list[tuple[str, float]]:
@@ -355,15 +345,15 @@ def _try_head(base: PretrainedModel, linear: nn.Linear) -> tuple[float | None, f
     scales = [1.0] + [each for _, value in named(SCALE_NAMES) for each in (value, 1 / value)]
     given, logits, tolerance = _logits_for(base, linear)
     if logits.shape != given.shape:
-        return None, 1.0, None, f"The logits of {name} are not of the shape its head gives."
+        return f"The logits of {name} are not of the shape its head gives."
     for (switch, softcap), scale in itertools.product([(None, None), *named(SOFTCAP_NAMES)], scales):
         expected = given * scale if softcap is None else softcap * torch.tanh(given * scale / softcap)
         if not torch.allclose(logits, expected, rtol=tolerance, atol=tolerance):
             continue
         if softcap is not None and switch is not None and not _turns_off(base, linear, switch, scale, tolerance):
             switch = None
-        return softcap, scale, switch, None
-    return None, 1.0, None, f"{name} computes its logits from its head's output in an unknown way."
+        return softcap, scale, switch
+    return f"{name} computes its logits from its head's output in an unknown way."
 
 
 def _turns_off(base: PretrainedModel, linear: nn.Linear, switch: str, scale: float, tolerance: float) -> bool:

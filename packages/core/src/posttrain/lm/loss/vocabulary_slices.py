@@ -102,7 +102,10 @@ def score(
     if smoothing:
         target = (1 - smoothing) * target + smoothing * sums["logits"] / part.size
     if "correct" in stats:
-        found["correct"] = _is_first(labels, logits, own_highest, highest, part).to(logits.dtype)
+        first = torch.full_like(labels, -part.size)  # of the most probable tokens
+        if logits.shape[1]:
+            first = torch.where(own_highest == highest, -(part.start + logits.argmax(1)), first)
+        found["correct"] = (-part.highest(first) == labels).to(logits.dtype)
     if "mean_logit" in stats:
         found["mean_logit"] = sums["logits"] / part.size
     if "entropy" in stats:
@@ -114,13 +117,3 @@ def score(
 
 def _highest(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-
-
-def _is_first(
-    labels: torch.Tensor, logits: torch.Tensor, own_highest: torch.Tensor, highest: torch.Tensor, part: Slice
-) -> torch.Tensor:
-    """Whether each label is the first of the most probable tokens."""
-    first = torch.full_like(labels, -part.size)
-    if logits.shape[1]:
-        first = torch.where(own_highest == highest, -(part.start + logits.argmax(1)), first)
-    return -part.highest(first) == labels
