@@ -48,11 +48,11 @@ def template(name):
 def test_turns_are_found_where_they_are_marked(name, conversation):
     messages = copy.deepcopy(CONVERSATIONS[conversation])
     try:
-        text, marks = template(f"{name}_training").assistant_spans(copy.deepcopy(messages))
+        text, marks = template(f"{name}_training").trained_spans(copy.deepcopy(messages))
     except DataError as error:
         pytest.skip(f"the patched template refuses it: {error}")
     try:
-        plain, spans = template(name).assistant_spans(messages)
+        plain, spans = template(name).trained_spans(messages)
     except DataError as error:  # it must be a refusal of content that the template does not show
         assert "A one" not in text or "refused" in str(error)
         return
@@ -92,7 +92,7 @@ def test_no_turn_is_learned_without_its_calls(name):
         messages = [ASKS[0], ASKS[1] | {"tool_calls": [call]}]
         try:
             require_calls(template(name), messages)
-            text, spans = template(name).assistant_spans(messages)
+            text, spans = template(name).trained_spans(messages)
         except DataError as error:
             assert name in WITHOUT_CALLS or "refused" in str(error) or call is as_text, error
             continue
@@ -114,8 +114,8 @@ def test_every_template_of_trl_can_be_marked(name):
     parts = name in ("idefics3", "llava_next", "smolvlm")  # contents are lists of parts
     turns = [m | {"content": [{"type": "text", "text": m["content"]}]} if parts else m for m in TURNS]
     for messages in (turns, turns[:3]):
-        text, spans = marked.assistant_spans(messages)
-        before, found = plain.assistant_spans(messages)
+        text, spans = marked.trained_spans(messages)
+        before, found = plain.trained_spans(messages)
         said = [re.findall(r"[AQ] (?:one|two)", text[a:b]) for a, b in spans]
         assert said == [["A one"], ["A two"]][: len(spans)] and len(spans) == len(found)
         if text == before and "</think>" not in text:  # the trainer leaves an empty thought out

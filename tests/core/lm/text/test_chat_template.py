@@ -50,7 +50,7 @@ def trained(template, messages=TURNS, tok=None, **kwargs):
     """The pieces of text that the mask covers, and the whole text."""
     tok = tok or tokenizer(chat_template=template)
     found = chat_template.Template(tok, kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
-    text, spans = found.assistant_spans(messages)
+    text, spans = found.trained_spans(messages)
     ids, mask, _ = chat_template.encode_texts(tok, [text], [spans])[0]
     assert len(ids) == len(mask) and ids == chat_template.encode_texts(tok, [found.render(messages)])[0].ids
     pieces, inside = [], False
@@ -174,7 +174,7 @@ def test_letters_of_several_bytes_do_not_shift_the_mask():
 
 def test_a_template_that_hides_its_turns_is_refused():
     with pytest.raises(DataError, match="does not show where"):
-        chat_template.Template(tokenizer(chat_template=COUNTING)).assistant_spans(TURNS)
+        chat_template.Template(tokenizer(chat_template=COUNTING)).trained_spans(TURNS)
 
 
 def test_what_the_template_refuses_is_said():

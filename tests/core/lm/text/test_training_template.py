@@ -34,7 +34,7 @@ def test_the_marks_are_where_the_trainers_find_the_turns(family):
     tokenizer = template(FAMILIES[family]).tokenizer
     made = get_training_chat_template(tokenizer)
     for messages in (TURNS, TALK, TURNS[:3], TALK[:3]):
-        text, spans = chat_template.Template(tokenizer).assistant_spans(messages)
+        text, spans = chat_template.Template(tokenizer).trained_spans(messages)
         ids, mask, _ = chat_template.encode_texts(tokenizer, [text], [spans])[0]
         theirs, marks = marked(tokenizer, messages, made)
         assert theirs == ids
@@ -54,7 +54,7 @@ def test_thoughts_of_earlier_turns_stay_so_that_a_longer_conversation_begins_wit
     after = [tokenizer.apply_chat_template(talk[:n], tokenize=False) for n in (1, 2, 3, 4)]
     assert after[1] == before[0] and after[3].count("<think>\nhm\n</think>") == 2
     assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(after))
-    text, spans = chat_template.Template(tokenizer).assistant_spans(talk)
+    text, spans = chat_template.Template(tokenizer).trained_spans(talk)
     assert [text[a:b] for a, b in spans] == [
         f"<think>\nhm\n</think>\n\nA {n}<|im_end|>\n" for n in ("one", "two")
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_template_that_does_both_is_left_alone_and_marks_alone_are_not_enough(
     unsteady = THINKS.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     tokenizer.chat_template = unsteady
     tokenizer.chat_template = get_training_chat_template(tokenizer)
-    text, spans = chat_template.Template(tokenizer).assistant_spans(TALK)
+    text, spans = chat_template.Template(tokenizer).trained_spans(TALK)
     assert text.count("<think>") == 2 and len(spans) == 2
     assert get_training_chat_template(tokenizer) is None
 
@@ -99,7 +99,7 @@ def test_words_that_move_with_the_last_question_stay_in_each():
     tokenizer = template(MISTRAL).tokenizer
     assert tokenizer.apply_chat_template(TURNS, tokenize=False).count("Be kind.") == 1
     tokenizer.chat_template = get_training_chat_template(tokenizer)
-    text, spans = chat_template.Template(tokenizer).assistant_spans(TURNS)
+    text, spans = chat_template.Template(tokenizer).trained_spans(TURNS)
     assert text.count("Be kind.\n\nQ one") == text.count("Be kind.\n\nQ two") == 1
     assert [text[a:b].strip() for a, b in spans] == ["A one<|endoftext|>", "A two<|endoftext|>"]
 

@@ -35,7 +35,7 @@ def tokenizer():
 
 def spans_of(tokenizer, messages, source=None):
     kwargs = {"chat_template": source} if source else {}
-    text, spans = chat_template.Template(tokenizer, chat_template_kwargs=kwargs).assistant_spans(messages)
+    text, spans = chat_template.Template(tokenizer, chat_template_kwargs=kwargs).trained_spans(messages)
     return text, [text[start:stop] for start, stop in spans]
 
 

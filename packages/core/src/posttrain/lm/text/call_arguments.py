@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from posttrain.core.errors import DataError
@@ -26,44 +25,33 @@ _TURNS = tuple(  # some templates show a call only where the turn has no content
 )
 
 
-class CallArguments:
-    """The form in which one chat template takes arguments, detected with a test call.
+def are_text(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether a chat template inserts arguments unchanged, so that it needs JSON text: found with a test call.
 
     Args:
         render: the text of a conversation; raises DataError where the template refuses it.
     """
-
-    def __init__(self, render: Callable[[list[dict[str, Any]]], str]) -> None:
-        self.render = render
-
-    def put(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`messages` with the arguments of their calls in that form.
-
-        Raises:
-            DataError: arguments that should be a dict are a text that is no JSON, or JSON of something else.
-        """
-        if not any(message.get("tool_calls") for message in messages):
-            return list(messages)
-        return _put_all(messages, self.are_text)
-
-    @cached_property
-    def are_text(self) -> bool:
-        """Whether the template inserts arguments unchanged, so that it needs JSON text."""
-        return not self._shows_json(as_text=False) and self._shows_json(as_text=True)
-
-    def _shows_json(self, as_text: bool) -> bool:
-        """Whether a call is shown, and its arguments neither as python writes a dict, nor as JSON of a JSON text."""
-        for turn in _TURNS:
-            try:
-                text = self.render([{"role": "user", "content": "?"}, *_put_all([turn], as_text)])
-            except DataError:
-                continue
-            if MARK in text and "'what'" not in text and f'\\"{MARK}' not in text:
-                return True
-        return False
+    return not _shows_json(render, as_text=False) and _shows_json(render, as_text=True)
 
 
-def _put_all(messages: Sequence[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+def _shows_json(render: Callable[[list[dict[str, Any]]], str], as_text: bool) -> bool:
+    """Whether a call is shown, and its arguments neither as python writes a dict, nor as JSON of a JSON text."""
+    for turn in _TURNS:
+        try:
+            text = render([{"role": "user", "content": "?"}, *put([turn], as_text)])
+        except DataError:
+            continue
+        if MARK in text and "'what'" not in text and f'\\"{MARK}' not in text:
+            return True
+    return False
+
+
+def put(messages: Sequence[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+    """`messages` with the arguments of their calls as JSON text, or as dicts.
+
+    Raises:
+        DataError: arguments that should be a dict are a text that is no JSON, or JSON of something else.
+    """
     return [
         message | {"tool_calls": [_put(call, as_text) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), (list, tuple))

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from posttrain.core.errors import DataError
@@ -223,11 +224,17 @@ class Template:
             DataError: the template refused it (e.g. roles that do not alternate), or arguments of calls are no JSON.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return self._render(self._calls.put(messages), **options)
+        return self._render(self._with_arguments(messages), **options)
+
+    def _with_arguments(self, messages: Sequence[Message]) -> list[Message]:
+        """`messages` with the arguments of their calls in the form that the template takes."""
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        return call_arguments.put(messages, self._takes_text)
 
     @cached_property
-    def _calls(self) -> call_arguments.CallArguments:
-        return call_arguments.CallArguments(self._render)
+    def _takes_text(self) -> bool:
+        return call_arguments.are_text(self._render)
 
     def _render(self, messages: list[Message], **options: Any) -> str:
         options = {"tools": self.tools, "tokenize": False, **options, **self.kwargs}
@@ -257,14 +264,11 @@ class Template:
             raise DataError("the chat template renders the prompt differently when the completion follows")
         return agreed
 
-    def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of a conversation and the spans the assistant wrote, with end-of-turn tokens; see
-        `trained_spans`.
-        """
-        return self.trained_spans(messages, [message["role"] == "assistant" for message in messages])
-
-    def trained_spans(self, messages: Sequence[Message], chosen: Sequence[bool]) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where in it the `chosen` messages stand, end-of-turn token included.
+    def trained_spans(
+        self, messages: Sequence[Message], chosen: Sequence[bool] | None = None
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and where in it the `chosen` messages stand, end-of-turn token included; None:
+        those of the assistant.
 
         The assistant's text begins where the generation prompt ends. Marks of the template, ``{% generation %}``, are
         used where there are any. Otherwise the turn is the difference between two renderings, of all messages before it
@@ -279,26 +283,25 @@ class Template:
             DataError: neither way finds where a message starts and stops.
         """
         spans: list[Span] = []
+        is_answer = [message["role"] == "assistant" for message in messages]
+        chosen = is_answer if chosen is None else chosen
         if self._marks_generation:
             text, marks = self._marked_spans(messages)
-            if all(take == (message["role"] == "assistant") for take, message in zip(chosen, messages, strict=True)):
+            if list(chosen) == is_answer:
                 return turn_closers.include(self.turn_closers, messages, text, marks)
         else:
             text, marks = self.render(messages), None
-        for i, message in enumerate(messages):
-            if not chosen[i]:
-                continue
-            earlier, span = spans[-1][1] if spans else 0, None
-            if message["role"] == "assistant":
-                span = self._turn_by_prefix(messages, i, text)
+        for i in compress(range(len(messages)), chosen):
+            earlier = spans[-1][1] if spans else 0
+            span = self._turn_by_prefix(messages, i, text) if is_answer[i] else None
             start, stop = span or self._turn_by_placeholder(messages, i, text, earlier)
             if not earlier <= start <= stop:
                 raise DataError(UNCLEAR)
-            if marks is not None and message["role"] == "assistant":
+            if marks is not None and is_answer[i]:
                 spans += [(max(a, start), min(b, stop)) for a, b in marks if a < stop and b > start]
             else:
                 spans.append((start, stop))
-            if message["role"] == "assistant":
+            if is_answer[i]:
                 text, spans[-1:] = turn_closers.include(self.turn_closers, messages, text, spans[-1:])
         return text, spans
 
@@ -379,7 +382,7 @@ class Template:
         variables = {**self.tokenizer.special_tokens_map, **self.kwargs, "chat_template": self._source()}
         try:
             rendered: Any = render_jinja_template(
-                [self._calls.put(messages)], tools=self.tools, return_assistant_tokens_mask=True, **variables
+                [self._with_arguments(messages)], tools=self.tools, return_assistant_tokens_mask=True, **variables
             )
         except Exception as error:
             raise DataError(f"the chat template refused the conversation ({type(error).__name__}: {error})") from error

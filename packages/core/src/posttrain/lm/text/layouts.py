@@ -10,10 +10,10 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from posttrain.core.data.samplers import columns_of
+from posttrain.core.data.samplers import columns_of, has_places
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +181,9 @@ def columns(dataset: Any) -> list[str]:
 def _first(dataset: Any) -> Any:
     if isinstance(dataset, Mapping):  # several datasets by name
         return None
-    if isinstance(dataset, Sequence) or _is_dataset(dataset):
-        return next(iter(dataset), None)
-    return dataset[0] if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and len(dataset) else None
+    if has_places(dataset):
+        return dataset[0] if len(dataset) else None
+    return next(iter(dataset), None) if _is_dataset(dataset) else None
 
 
 def _is_dataset(dataset: Any) -> bool:

@@ -186,7 +186,7 @@ def _faults(words: Any, source: str, template: str, probes: Sequence[list[Messag
     before, after = (Template(words, chat_template_kwargs={"chat_template": text}) for text in (source, template))
     for messages in probes:
         try:
-            text, spans = after.assistant_spans(messages)
+            text, spans = after.trained_spans(messages)
             earlier = [after.render(messages[: n + 1]) for n in range(len(messages) - 1)]
         except DataError as error:
             yield str(error)
