@@ -194,7 +194,8 @@ def run(
     **changes,
 ) -> list[tuple[int, float, float]]:
     """(updates of GRPO, greedy accuracy, sampled accuracy) on held-out steps, from fine-tuning on. `changes` are
-    arguments of GRPO."""
+    arguments of GRPO.
+    """
     started = time.monotonic()
     known, new, held_out = read(seed, digits, signs)
     tokenizer = make_tokenizer()

@@ -1,5 +1,6 @@
 """A row that cannot be trained on is counted and named with its number by every trainer that prepares rows, and refused
-with `on_bad_rows="raise"`."""
+with `on_bad_rows="raise"`.
+"""
 
 from functools import partial
 

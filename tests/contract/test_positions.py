@@ -1,5 +1,6 @@
 """With any other batch size, accumulation or number of processes a resumed run reads every row once an epoch, and ends
-with its last epoch."""
+with its last epoch.
+"""
 
 import json
 from collections import Counter

@@ -183,7 +183,8 @@ def lose_machines(folder: Path, steps: int, losses: int, draw: random.Random) ->
 
 def history(job: Job) -> dict[int, list[int]]:
     """The rows of each step that counts: that of the last attempt which made it. Sorted, for they are dealt to several
-    processes."""
+    processes.
+    """
     attempts: dict[int, dict[int, list[int]]] = {}
     for one in job.processes():
         for step, rows in one["steps"]:

@@ -27,7 +27,8 @@ def is_stuck():
 
 class Bad(TrainerCallback):
     """`on_device`: the collectives of rank 0 return at once, as NCCL's do, and it waits where it next reads a number
-    of its device."""
+    of its device.
+    """
 
     def __init__(self, act, on_device):
         self.act, self.on_device = act, on_device

@@ -54,7 +54,8 @@ def runs(shared, name, processes, labels, changes):
 
 def result(folder, label):
     """A run as `assert_equal_runs` compares it: without the scores of routers beside the predictions, and without the
-    epoch; see `test_an_epoch_is_the_share_of_its_micro_batches`."""
+    epoch; see `test_an_epoch_is_the_share_of_its_micro_batches`.
+    """
     found = jobs.result(folder, label)
     if isinstance(found["predictions"], tuple):
         found["predictions"] = found["predictions"][0]

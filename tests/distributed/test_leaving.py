@@ -1,5 +1,6 @@
 """A signal to one process, or a flag that a callback sets on one, counts for all of them after the same optimizer step,
-and the run resumes to the same bits."""
+and the run resumes to the same bits.
+"""
 
 import json
 

@@ -105,7 +105,8 @@ def train(name, out, cut=None, resume=None, evaluate=True, **changes):
 
 def cut_elsewhere(experts=None, **given):
     """`train`, or `mixture` of so many experts, with weights cut along another dimension than the first, where one
-    divides evenly: as those are whose first has fewer rows than there are processes."""
+    divides evenly: as those are whose first has fewer rows than there are processes.
+    """
     with mock.patch.object(sharding, "MOST_FILLED", 0.0):
         found = train(**given) if experts is None else mixture(model={"num_experts": experts}, **given)
     return found
@@ -150,7 +151,8 @@ def memory(out, folder, **changes):
 
 def saving(out, **changes):
     """Of each process: the bytes that torch allocates at most while a checkpoint is saved (`taken`), those of the
-    memory through which files are written (`blocks`), and its share of the weights."""
+    memory through which files are written (`blocks`), and its share of the weights.
+    """
     from tests.core.cli.tools import test_memory_plan
 
     trainer = causal_lm(hidden_size=128, vocab_size=8192)(out, max_steps=1, save_steps=1, **changes)
@@ -158,7 +160,8 @@ def saving(out, **changes):
 
     def freed_here(tensor):
         """Where the last to let go of a matrix is a thread of gloo, which is not profiled, its memory is counted to the
-        end. So it is kept until nothing else holds it."""
+        end. So it is kept until nothing else holds it.
+        """
         until = time.monotonic() + 60
         while last and torch._C._storage_Use_Count(last[0]._cdata) > 1:
             assert time.monotonic() < until, "a matrix is still held when the next one is gathered"
@@ -275,7 +278,8 @@ def loaded_in_parts(out, loaded=None, **changes):
 
 def slices(arch, batch):
     """The largest gaps, of logits, log-probabilities and gradients, between slices of rows and whole rows: parts of the
-    largest number."""
+    largest number.
+    """
     from posttrain.core.distributed.world import whole_rows
     from posttrain.lm.attention import context_parallel
     from posttrain.lm.attention.segments import Segments
@@ -536,7 +540,8 @@ def stream_weights(out, **changes):
 
 def merged_experts(out, **changes):
     """Of a mixture with adapters on its experts, after a step: the weights that an engine is sent, and the logits of
-    the model without its adapters."""
+    the model without its adapters.
+    """
     from posttrain.rl.generation.weights import Weights
 
     with mixtures(adapters=True):

@@ -155,7 +155,8 @@ def test_a_run_on_a_device_that_is_no_cuda_is_that_of_the_cpu(name, tmp_path):
 def test_the_watchdog_sees_all_waits_for_the_device(name, tmp_path, monkeypatch):
     """A collective of NCCL returns at once: the host waits for the other processes where it next waits for its own
     device. Such a wait is one for them, for the report of a hang and for that of a straggler. Generation is left out:
-    it is a process's own work, of which most is such waits."""
+    it is a process's own work, of which most is such waits.
+    """
     unseen, watchdog = Counter(), Watchdog(None, 0, 2, 60, tmp_path)  # it is not started, and ends nothing
     monkeypatch.setattr(accelerator, "waiting", functools.partial(watchdog, "the device"))
     with EmulatedCuda() as gpu:

@@ -1,5 +1,6 @@
 """What supervised fine-tuning is for, one promise after another. The mark `mission` has the number of the promise in
-our plan; details are tested beside."""
+our plan; details are tested beside.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """``posttrain sweep run.yaml`` compares runs, goes on where it stopped, and keeps the best model; and a trainer without
-``model_init`` searches too."""
+``model_init`` searches too.
+"""
 
 from __future__ import annotations
 

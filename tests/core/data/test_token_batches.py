@@ -1,5 +1,6 @@
 """Micro-batches made by the lengths of rows, of at most so many tokens or of equal cost: little padding, exact
-gradients, in step on all processes, resumable."""
+gradients, in step on all processes, resumable.
+"""
 
 from __future__ import annotations
 

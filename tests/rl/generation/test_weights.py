@@ -70,7 +70,8 @@ def test_what_is_sent_is_the_model_with_its_adapter_under_the_names_of_the_model
 
 def test_a_thousand_syncs_of_a_lora_in_bfloat16_that_moves_leave_no_drift():
     """Each sends the base with the adapter as it is then, rounded once; the base keeps its bits, and an adapter that is
-    back where it was gives the weights that it gave at first."""
+    back where it was gives the weights that it gave at first.
+    """
     model = adapted(tiny.causal_lm().bfloat16(), lora(trainable_token_indices=[5]), scale=3.0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -47,7 +47,8 @@ def parameters() -> int:
 @pytest.mark.parametrize("processes", [8, 64, pytest.param(1024, marks=pytest.mark.long)])
 def test_ddp_and_fsdp_send_what_theory_says(processes, folder):
     """DDP reduces all gradients. FSDP gathers every weight for the forward and, but for the norm that the root keeps,
-    for the backward pass, and reduces every gradient once."""
+    for the backward pass, and reduces every gradient once.
+    """
     whole = 4 * parameters()
     (ddp,) = recorded.measure("sft", "DDP", processes, folder).exchanges
     assert (ddp.kind, ddp.size) == ("all-reduce", whole)

@@ -1,5 +1,6 @@
 """Slices of a row, without processes: what each of several would compute makes up the whole. tests/distributed/
-test_context.py runs them."""
+test_context.py runs them.
+"""
 
 import pytest
 import torch

@@ -205,7 +205,8 @@ class TrainerNames:
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[int | float | None, ...]:
         """What `make_plan` makes of a loader: (epochs, steps of an epoch, rows of an epoch, rows of the run, rows of a
-        step, micro-batches of an epoch, steps of the run)."""
+        step, micro-batches of an epoch, steps of the run).
+        """
         plan, rows_per_update = self.make_plan(dataloader), self.get_total_train_batch_size(args)
         rows: int = plan.max_steps * rows_per_update
         total: float = rows
@@ -279,7 +280,8 @@ class TrainerNames:
         **kwargs: Any,
     ) -> Any:
         """Train again and again with other arguments, to find the best; see
-        `posttrain.compat.hyperparameter_search.search`."""
+        `posttrain.compat.hyperparameter_search.search`.
+        """
         from posttrain.compat.hyperparameter_search import search
 
         self.hp_name, self.hp_search_backend = hp_name, backend or "optuna"

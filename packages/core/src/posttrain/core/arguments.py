@@ -312,7 +312,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     @property
     def epochs_of_stream(self) -> float | None:
         """Passes over data without a known length that a run without `max_steps` makes: infinitely many where tokens or
-        time end it. None: `max_duration` does not say, or the schedule needs a number of steps."""
+        time end it. None: `max_duration` does not say, or the schedule needs a number of steps.
+        """
         unit = durations.parse(self.max_duration).unit if self.max_duration else None
         if unit == "tokens":
             return math.inf

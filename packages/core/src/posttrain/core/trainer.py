@@ -185,7 +185,8 @@ class Trainer(TrainerNames):
 
     def run_preflight(self, args: TrainingArguments, parts: Parts) -> None:
         """Raise all problems of the run before a model is loaded. A trainer that loads its model itself calls this
-        first; the base class then skips it."""
+        first; the base class then skips it.
+        """
         if self._preflight_passed:
             return
         parts.trainer_class = type(self)
@@ -308,7 +309,8 @@ class Trainer(TrainerNames):
 
     def accumulate(self, model: nn.Module, window: list[Any], num_items: torch.Tensor | None) -> list[torch.Tensor]:
         """Forward and backward of each micro-batch of `window`; their shares of its loss, shape () each. Apart from
-        `train_on_window`, which repeats it with smaller micro-batches where memory runs out."""
+        `train_on_window`, which repeats it with smaller micro-batches where memory runs out.
+        """
         self.current_gradient_accumulation_steps = self.run.window_size = len(window)
         losses = []
         for number, inputs in enumerate(window, start=1):
@@ -397,7 +399,8 @@ class Trainer(TrainerNames):
 
     def windows(self, plan: Plan, loader: Any) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         """The data of an epoch, as training sees it: ``(micro-batches, items in them)`` of one optimizer step after
-        another. Override to make training data on the way, as online reinforcement learning does."""
+        another. Override to make training data on the way, as online reinforcement learning does.
+        """
         batches, device, count = iter(loader), self.args.device, plan.accumulation
         takes = len(override_checks.taken(self.get_batch_samples, batches, count, device))
         # Old code calls `next` `num_batches` times; transformers passes at most how many batches are left.
@@ -464,7 +467,8 @@ class Trainer(TrainerNames):
         per_epoch: bool = False,
     ) -> None:
         """Log `value` from anywhere: its "mean" (weighted), "sum", "min" or "max" over micro-batches and processes,
-        once per log record, or, `per_epoch`, over all of an epoch in a record at its end."""
+        once per log record, or, `per_epoch`, over all of an epoch in a record at its end.
+        """
         self.metrics.log(name, value, weight, reduce, per_epoch)
 
     # ------------------------------------------------------------------------------------------------------------- data
@@ -537,7 +541,8 @@ class Trainer(TrainerNames):
 
     def row_lengths(self, dataset: Any) -> list[int]:
         """Tokens that the model reads of each row; batches are made of rows of similar length. Override it where the
-        rows have neither a column of lengths nor the model's main input."""
+        rows have neither a column of lengths nor the model's main input.
+        """
         return pipeline.row_lengths(dataset, self.args.length_column_name, self.main_input)
 
     def get_batch_samples(
@@ -686,7 +691,8 @@ class Trainer(TrainerNames):
 
     def evaluation_loss(self, inputs: Any) -> Callable[..., Any]:
         """`compute_loss` for an evaluation batch, which returns a mean, for a `prediction_step` of your own: terms of
-        a dict are logged, and counts of pairs ``(sum, count)`` kept as its weight."""
+        a dict are logged, and counts of pairs ``(sum, count)`` kept as its weight.
+        """
         return self.scaling.objective.in_evaluation(self.compute_loss, self.count_items(inputs), self.metrics.add)
 
     # ----------------------------------------------------------------------------------------------------- log and save
@@ -708,7 +714,8 @@ class Trainer(TrainerNames):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward for a micro-batch: 6 x tokens x parameters outside the embeddings (Kaplan
-        et al. 2020, arXiv:2001.08361, section 2.1); 0 for models that cannot say. `state.total_flos` is their sum."""
+        et al. 2020, arXiv:2001.08361, section 2.1); 0 for models that cannot say. `state.total_flos` is their sum.
+        """
         if self._flops_parameters is None:
             self._flops_parameters = normalization.flops_parameters(self.model)
         return 6 * normalization.count_slots(inputs, self.main_input) * self._flops_parameters
@@ -735,7 +742,8 @@ class Trainer(TrainerNames):
 
     def state_dict(self) -> dict[str, Any]:
         """What this process must remember to resume exactly, beside weights, optimizer and random numbers. Extend it in
-        a subclass that keeps state of its own; plain containers, numbers and tensors are saved."""
+        a subclass that keeps state of its own; plain containers, numbers and tensors are saved.
+        """
         return self.run.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -202,7 +202,8 @@ def _ends_of_stages(
     budgets: np.ndarray | None,
 ) -> np.ndarray:
     """(S, G) how many rows of each dataset have been read at the end of each stage; arguments as for `mix_rows`, with
-    `tokens` in the order in which rows are read."""
+    `tokens` in the order in which rows are read.
+    """
     most = np.full(len(lengths), np.inf)  # rows
     if tokens is not None and budgets is not None:
         most = np.array([_rows_within(part, budget) for part, budget in zip(tokens, budgets.tolist(), strict=True)])

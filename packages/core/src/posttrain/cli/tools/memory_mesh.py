@@ -131,7 +131,8 @@ def _numbers() -> Iterator[None]:
 @contextlib.contextmanager
 def even_routes(mesh: Mesh) -> Iterator[None]:
     """Within this context every process sends as many tokens to each that keeps experts: fake tensors have shapes and
-    no routes."""
+    no routes.
+    """
     if mesh.division is None or mesh.division.experts == 1:
         yield
         return

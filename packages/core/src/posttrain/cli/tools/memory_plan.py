@@ -368,7 +368,8 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int, int]:
     """One micro-batch forward and backward, whose gradients stay: (activations, head) of `Footprint`, and operations of
-    tiles that are left out."""
+    tiles that are left out.
+    """
     before = reached = live.now
     left_out = 0
     head = wrapping.output_embedding(model)

@@ -69,7 +69,8 @@ def _without_log() -> Iterator[None]:
 
 def wants_color(stream: TextIO) -> bool:
     """Whether to colour what is written to `stream`: not with NO_COLOR (https://no-color.org); else with FORCE_COLOR,
-    or on a terminal."""
+    or on a terminal.
+    """
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")

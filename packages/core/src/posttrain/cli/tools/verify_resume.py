@@ -82,7 +82,8 @@ def compare(one: Path, other: Path) -> dict[str, str]:
 
 def _own_state(position: dict[str, Any]) -> dict[str, Any]:
     """The state of the trainer without that of a stream, which one place has several of: a resumed one counts from
-    where it was resumed. The rows that were given say where it stands, and weights and log which they were."""
+    where it was resumed. The rows that were given say where it stands, and weights and log which they were.
+    """
     state = dict(position.get("trainer") or {})
     return state | {"loader": {k: v for k, v in (state.get("loader") or {}).items() if k != "dataset"}}
 

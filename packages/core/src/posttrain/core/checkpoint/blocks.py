@@ -127,7 +127,8 @@ class Memory:
 class Part:
     """What one process writes below `directory` of one checkpoint: the digests of its large files, and the images still
     to be written, for which `memory` lends the memory. Files are written at once, or an image of each is kept for
-    `finish` to write (`later`)."""
+    `finish` to write (`later`).
+    """
 
     def __init__(self, directory: Path, memory: Memory, later: bool = False) -> None:
         self.directory, self.memory, self.later = directory, memory, later
@@ -177,7 +178,8 @@ def write_file(path: Path, source: Source) -> None:
 def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> list[Digest]:
     """Write the bytes of `source`, or a page-aligned image of them, so that they survive a loss of power; returns the
     checksums of the blocks. Raises an `OSError` (ENOSPC) before anything is written, if the file system says that it is
-    full."""
+    full.
+    """
     size = source.size if isinstance(source, Source) else len(source)
     if isinstance(source, Source) and size < SMALL:
         whole = torch.empty(size, dtype=torch.uint8)
@@ -284,7 +286,8 @@ def digests_of_files(
     directory: Path, sizes: dict[str, int], block: int, kinds: Iterable[str] = tuple(KINDS)
 ) -> dict[str, list[Digest]]:
     """``{name: checksums of each block}`` of the files `sizes`, ``{name below directory: bytes}``, on all cores. Raises
-    an `OSError` where a file cannot be read; it names the file."""
+    an `OSError` where a file cannot be read; it names the file.
+    """
     blocks = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), block)]
     digests: dict[str, list[Digest]] = {name: [] for name in sizes}
     # At least four: without the page cache, concurrent reads of several blocks are eight times as fast.

@@ -66,7 +66,8 @@ def save_tree(tree: Any, stem: str | Path) -> None:
 
 def check_tree(tree: Any, name: str) -> None:
     """Raise a `TypeError` where `save_tree` cannot write `tree`, without copying from a device; the message names the
-    tree by `name`, the object and its place."""
+    tree by `name`, the object and its place.
+    """
     _Encoder().encode(tree, name, ())
 
 
@@ -100,7 +101,8 @@ def load_tree(stem: str | Path, mmap: bool = True) -> Any:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file; NaN and the like, which JSON does not have, are refused. Raises a `CheckpointError`
-    where the file is missing or is not JSON."""
+    where the file is missing or is not JSON.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -119,7 +121,8 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
     """Write dense `tensors` of dtypes that safetensors has as one file, fetching one at a time from its device; they
     need not be contiguous or own their memory. The header keeps `metadata`.
 
-    While a checkpoint is saved in the background this only copies them: the file follows."""
+    While a checkpoint is saved in the background this only copies them: the file follows.
+    """
     # The largest elements first: every tensor then starts at a multiple of its element size.
     names = [name for _, name in sorted((-tensor.element_size(), name) for name, tensor in tensors.items())]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
@@ -136,7 +139,8 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: str | Path, metadata: 
 
 class _Encoder:
     """Converts a tree to JSON values and collects its tensors. A value that JSON lacks is an object with one key that
-    starts with ``$``; a dict whose keys are not all plain strings becomes a list of pairs."""
+    starts with ``$``; a dict whose keys are not all plain strings becomes a list of pairs.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -258,7 +262,8 @@ class _Decoder:
 
 def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]:
     """Every tensor of one safetensors file, on the CPU; see `load_tree` for `mmap`. Raises a `CheckpointError` where
-    the file is missing or damaged."""
+    the file is missing or damaged.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -273,7 +278,8 @@ def read_tensors(path: str | Path, mmap: bool = True) -> dict[str, torch.Tensor]
 
 def check_tensors(path: str | Path) -> None:
     """Read the header of a safetensors file and nothing else. Raises a `CheckpointError` where it does not match the
-    file, as after a download that broke off."""
+    file, as after a download that broke off.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -87,7 +87,8 @@ def folder_problem(path: str | Path) -> str | None:
 
 def check_space(directory: str | Path, needed_bytes: int, checkpoints: int = 1, least: int = 0) -> str | None:
     """A sentence if the disk of `directory` has less than `needed_bytes` free, as `checkpoints` take that exist at the
-    same time, else None. Raises a `DiskFullError` where not even the `least` bytes of one of them are free."""
+    same time, else None. Raises a `DiskFullError` where not even the `least` bytes of one of them are free.
+    """
     free = free_bytes(directory)
     if free >= needed_bytes:
         return None

@@ -30,7 +30,8 @@ def starting_point(
     that its launcher has restarted (``torchrun --max-restarts``, by its variables in `environ`) goes on from the newest
     whole checkpoint that it has written, whatever its first start was asked for. Raises a `CheckpointError` where
     `wanted` is damaged or not there; or where the job may be restarted, and would then go on from a checkpoint of an
-    earlier run."""
+    earlier run.
+    """
     restarts, may_restart = (int(environ.get(f"TORCHELASTIC_{n}", 0)) for n in ("RESTART_COUNT", "MAX_RESTARTS"))
     if (wanted == AUTO or restarts) and (store.has_begun() or wanted in (AUTO, None, False)):
         start = store.resolve(True) if store.has_begun() else None
@@ -50,7 +51,8 @@ def starting_point(
 
 def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
     """The state of process `rank`: its own, or merged from all if the number of processes changed, and then without
-    random numbers (``"rng"`` is None). Raises a `CheckpointError` where that of a process is missing."""
+    random numbers (``"rng"`` is None). Raises a `CheckpointError` where that of a process is missing.
+    """
     count = len(list(Path(checkpoint).glob("rank-*.json")))
     if count == world_size:
         return codec.load_tree(Path(checkpoint) / f"rank-{rank}")
@@ -63,7 +65,8 @@ def load(checkpoint: Path, rank: int, world_size: int) -> dict[str, Any]:
 def dealt(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """The trainer state of one process, merged from those of all earlier processes: metrics are joined and given to the
     first, and the data position is counted in rows and equal in all. Raises a `CheckpointError` where each process read
-    its own shards of a stream."""
+    its own shards of a stream.
+    """
     first, before = states[0], len(states)
     if any(state["loader"].get("dataset") != first["loader"].get("dataset") for state in states):
         raise CheckpointError(

@@ -49,7 +49,8 @@ def take(
     """Load optimizer, schedule and loss scaler from `checkpoint` as far as they fit this run, with the random numbers
     of process `rank`. The optimizer is None where it cannot be loaded from whole tensors, the scaler where the run is
     not in float16. Files that the restricted reader refuses are read with `allow_pickle`; they can run any code. Raises
-    a `CheckpointError` for a damaged file."""
+    a `CheckpointError` for a damaged file.
+    """
     taken = Taken()
 
     def part(name: str, file: str, load: Callable[[Any], Any]) -> None:
@@ -93,7 +94,8 @@ def _attempt(path: Path, load: Callable[[Any], Any], allow_pickle: bool) -> str 
 
 def read(path: Path, allow_pickle: bool = False) -> Any:
     """What ``torch.save`` wrote to `path`, on the CPU. Raises a `pickle.UnpicklingError` where it names classes or
-    functions that the restricted reader refuses, and a `CheckpointError` where it is damaged."""
+    functions that the restricted reader refuses, and a `CheckpointError` where it is damaged.
+    """
     try:
         with torch.serialization.safe_globals(_of_numpy()):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -165,7 +165,8 @@ class CheckpointManager:
 
     def write(self, directory: Path) -> None:
         """Write this process' files of the checkpoint that `save` saves into `directory`. Raises a `RuntimeError` where
-        none is being saved."""
+        none is being saved.
+        """
         owner, keeps = self.owner, not self.args.save_only_model
         if not self._is_saving:
             raise RuntimeError(
@@ -209,7 +210,8 @@ class CheckpointManager:
 
     def read(self, checkpoint: Path) -> dict[str, Any]:
         """Load optimizer, schedule and loss scaler from `checkpoint`; returns the position of this process. With
-        another number of processes than saved it, the random numbers are drawn anew."""
+        another number of processes than saved it, the random numbers are drawn anew.
+        """
         dist, step = self.dist, self.owner.state.global_step
         self._read_optimizer(checkpoint)
         self.owner.lr_scheduler.load_state_dict(codec.load_tree(checkpoint / "scheduler"))
@@ -282,7 +284,8 @@ class CheckpointManager:
     def _of_processes(self) -> dict[int, dict[str, Any]]:
         """The positions that this process writes, by rank: its own, or none where another one has the same. Where each
         machine saves for itself, its main process writes those of all: each disk then holds what any number of
-        processes needs."""
+        processes needs.
+        """
         mine = self.boundary or self.position()
         if not self.args.save_on_each_node:
             return {} if self.dist.peer_rank else {self.dist.rank: mine}

@@ -30,7 +30,8 @@ def write_manifest(
 ) -> None:
     """Fsync everything in `directory` and write the manifest of all files that are there; those in `known` were hashed
     while they were written and are on disk. Raises a `CheckpointError` where there is something other than files and
-    directories."""
+    directories.
+    """
     files, directories = _contents(directory)
     files.pop(MANIFEST, None)
     digests = {name: found for name, found in (known or {}).items() if name in files}
@@ -109,7 +110,8 @@ def is_foreign(directory: str | Path) -> bool:
 
 def rows_per_batch(checkpoint: Path, train_batch_size: int | None) -> int | None:
     """Rows of a micro-batch over all processes of the run that saved `checkpoint`, with `train_batch_size` in its
-    trainer state; None where it does not tell. Another trainer's processes left a file of random numbers each."""
+    trainer state; None where it does not tell. Another trainer's processes left a file of random numbers each.
+    """
     if is_foreign(checkpoint):
         return train_batch_size and train_batch_size * max(len([*checkpoint.glob("rng_state*.pth")]), 1)
     return read_manifest(checkpoint)["extra"].get("rows_per_batch")
@@ -120,7 +122,8 @@ def damages(
 ) -> list[str]:
     """A sentence for each damaged file of the checkpoint, whose `manifest` may have been read before; empty if it is
     intact. `deep`: read every file and compare its checksum of `kind` ("xxh128" or "sha256"); else only check that it
-    is there and has its size."""
+    is there and has its size.
+    """
     directory = Path(checkpoint)
     try:
         manifest = read_manifest(directory) if manifest is None else manifest

@@ -26,7 +26,8 @@ COARSE = 5e-2
 
 def check_if_cheap(model: nn.Module, folder: str | Path, logits: bool) -> None:
     """As `check`, where the host has memory for a copy of `model`; what it finds is a warning. To compare `logits` too,
-    `model` must not be in the middle of its training."""
+    `model` must not be in the middle of its training.
+    """
     size, free = sum(parameter.nbytes for parameter in model.parameters()), memory.free_memory()
     if free < 2 * size:
         logger.info(
@@ -52,7 +53,8 @@ def check(
 
     Every weight must be there with the same numbers, those of the gathered weights in `state_dict` if `model` is
     sharded. Of a text model that is not, `logits` may be compared too, of a few tokens. Of a PEFT model the adapters
-    are compared, of any other module its weights."""
+    are compared, of any other module its weights.
+    """
     where = final_path(folder)
     if wrapping.adapters_of(model):
         weights.check_adapters(model, folder, state_dict)
@@ -100,7 +102,8 @@ def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folde
 @torch.no_grad()
 def _largest_difference(model: Any, twin: Any) -> float | None:
     """How far the logits of two models are apart, relative to their size and standard deviation; None where they read
-    no text."""
+    no text.
+    """
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
     ids = torch.arange(2, 8).unsqueeze(0)

@@ -32,7 +32,8 @@ def working_folder(url: str) -> str:
 
 class Remote:
     """The folder at `url`, which holds directories ``checkpoint-<step>``. Raises an `ImportError` where the package
-    that fsspec needs for this kind of url is missing."""
+    that fsspec needs for this kind of url is missing.
+    """
 
     def __init__(self, url: str) -> None:
         fsspec = require("fsspec", "fsspec", why=redact(url))
@@ -67,7 +68,8 @@ class Remote:
 
     def fetch(self, name: str, directory: Path) -> None:
         """Download the checkpoint `name` into `directory`, which is empty. Raises a `CheckpointError` where its
-        manifest is damaged, or names files outside of the checkpoint."""
+        manifest is damaged, or names files outside of the checkpoint.
+        """
         self.fs.get_file(self._path(name, MANIFEST), str(directory / MANIFEST))
         for file in read_manifest(directory)["files"]:
             if not is_inside(file):

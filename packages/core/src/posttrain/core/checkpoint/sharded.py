@@ -31,7 +31,8 @@ class Pieces:
 
     def cut(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """The values from `offset` on, of `shape`; no others are read. Raises a `CheckpointError` where the shards do
-        not cover them."""
+        not cover them.
+        """
         result = torch.empty(shape, dtype=self.parts[0][1].dtype if self.parts else None)
         covered = 0
         for start, part in self.parts:
@@ -72,7 +73,8 @@ def stem(name: str, rank: int, world_size: int) -> str:
 
 def processes(directory: Path, name: str) -> int:
     """The number of processes that saved shards of the tree `name`; 0: it is not sharded. Raises a `CheckpointError`
-    where there are parts of several saves."""
+    where there are parts of several saves.
+    """
     pattern = re.compile(rf"{re.escape(name)}-\d+-of-(\d+)\.json")
     counts = {int(match[1]) for path in Path(directory).glob(f"{name}-*") if (match := pattern.fullmatch(path.name))}
     if len(counts) > 1:
@@ -89,7 +91,8 @@ def is_there(directory: Path, name: str) -> bool:
 
 def load(directory: Path, name: str, mmap: bool = True) -> Any:
     """The tree `name`, with `Pieces` for sharded tensors; `mmap` as for `load_tree`, but parts are always mapped.
-    Raises a `CheckpointError` where it or a part is missing."""
+    Raises a `CheckpointError` where it or a part is missing.
+    """
     count = processes(directory, name)
     if not count:
         return codec.load_tree(Path(directory) / name, mmap=mmap)
@@ -98,7 +101,8 @@ def load(directory: Path, name: str, mmap: bool = True) -> Any:
 
 def own(directory: Path, name: str, rank: int, world_size: int) -> Any:
     """Process `rank`'s part of a tree that only as many processes can read as wrote it. Raises a `CheckpointError`
-    where it was written by another number of them."""
+    where it was written by another number of them.
+    """
     count = processes(directory, name)
     if count != world_size:
         raise CheckpointError(

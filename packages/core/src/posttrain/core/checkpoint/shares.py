@@ -54,7 +54,8 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
     Every process must call it. When it returns True, all are written, or copied where a checkpoint is saved in the
     background. It returns False, with nothing written, where one process is to write all: the model is not sharded by
     us, or has adapters, or one file holds it, or no other process sees the folder of the main one. Raises a
-    `CheckpointError` or an `OSError` where a process could not write its files."""
+    `CheckpointError` or an `OSError` where a process could not write its files.
+    """
     is_plain = is_pretrained(model) and not adapters_of(model)
     in_pieces = is_plain and sharding.is_in_pieces(*model.parameters())
     if not in_pieces or _fits_one_file(model, max_shard_size):

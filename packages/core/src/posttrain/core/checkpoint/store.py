@@ -53,7 +53,8 @@ class Store:
     this was made, hidden ones left out. They are copied to `remote`, and downloaded from it if missing here.
 
     With several processes one calls `begin`, all write into the directory that it returns, and after a barrier one
-    calls `commit`, which includes all files there."""
+    calls `commit`, which includes all files there.
+    """
 
     def __init__(self, output_dir: str | Path, remote: Remote | None = None) -> None:
         self.output_dir, self.remote = Path(output_dir), remote
@@ -69,7 +70,8 @@ class Store:
 
     def begin(self, step: int) -> Path:
         """A fresh, empty directory to write the checkpoint of `step` into, for `commit` or `abort`. Raises a
-        `DiskFullError` where there is no space for a directory."""
+        `DiskFullError` where there is no space for a directory.
+        """
         temp = self._hidden("tmp", step)
         with self.writing(temp):
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,8 @@ class Store:
 
         When this returns, the checkpoint survives a loss of power. If it raises, `temp` is gone and an earlier
         checkpoint of the same step is untouched: a `DiskFullError`, or a `CheckpointError` where `temp` holds something
-        other than files and directories."""
+        other than files and directories.
+        """
         temp = Path(temp)
         hidden = _HIDDEN.fullmatch(temp.name)
         if hidden is None or hidden["role"] != "tmp" or temp.parent != self.output_dir:
@@ -149,7 +152,8 @@ class Store:
 
     def newest_whole(self) -> Path | None:
         """The whole checkpoint of the highest step of the run that saved last, with a warning on each damaged one that
-        is passed over."""
+        is passed over.
+        """
         self.clean()
         remote = self.remote
         there = [] if remote is None else remote.whole()
@@ -180,7 +184,8 @@ class Store:
 
     def by_run(self, manifests: dict[Path, dict[str, Any]] | None = None) -> dict[str | None, list[Path]]:
         """The checkpoints here by the run that saved them, that which saved last at the end; damaged ones left out.
-        Their `manifests` may have been read before."""
+        Their `manifests` may have been read before.
+        """
         runs: dict[str | None, list[Path]] = {}
         for path, manifest in (read := self.manifests() if manifests is None else manifests).items():
             runs.setdefault(run_of(manifest), []).append(path)
@@ -238,13 +243,15 @@ class Store:
 
     def verify(self, path: str | Path, deep: bool = True, kind: str = "xxh128") -> list[str]:
         """The problems of the checkpoint at `path`, a sentence each, as `manifest.damages`; empty if it is intact.
-        Files that are not in the manifest, such as those of callbacks, are no damage."""
+        Files that are not in the manifest, such as those of callbacks, are no damage.
+        """
         return damages(path, deep, kind)
 
     def resolve(self, resume_from_checkpoint: bool | str | Path) -> Path:
         """The intact checkpoint for True (the newest intact one) or for a path (only that one). Raises a
         `MissingCheckpointError` where it does not exist, and a `CheckpointError` where it is damaged. Of another
-        trainer's checkpoint, the readable parts are used."""
+        trainer's checkpoint, the readable parts are used.
+        """
         if resume_from_checkpoint is True:
             if (newest := self.newest_whole()) is None:
                 raise self._none_whole()
@@ -321,7 +328,8 @@ class Store:
     def rotate(self, limit: int | None, keep: Iterable[str | Path] = ()) -> list[Path]:
         """Delete checkpoints of the lowest steps until `limit` (None or 0: all) are left, those of earlier runs first;
         returns them. Never deleted are the whole checkpoint of the highest step of each run, the one written last, and
-        those in `keep`, even if more than `limit` are left then."""
+        those in `keep`, even if more than `limit` are left then.
+        """
         if not limit:
             return []
         checkpoints, removed = self.checkpoints(), []
@@ -361,7 +369,8 @@ class Store:
 
     def clean(self) -> None:
         """Remove partly written and partly deleted checkpoints of dead runs. A run counts as dead if it ran on this
-        machine and its process is gone, or if it has not touched the directory for a day."""
+        machine and its process is gone, or if it has not touched the directory for a day.
+        """
         for path in list(self.output_dir.iterdir()) if self.output_dir.is_dir() else ():
             hidden = _HIDDEN.fullmatch(path.name)
             if hidden is None or not _is_dead(path, hidden["host"], int(hidden["pid"]), hidden["run"]):
@@ -376,7 +385,8 @@ class Store:
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
     """The ``checkpoint-<step>`` of the highest step in `folder`, or None. Whether it is whole is checked on resuming.
-    Raises a `FileNotFoundError` where there is no such folder."""
+    Raises a `FileNotFoundError` where there is no such folder.
+    """
     os.listdir(folder)
     checkpoints = Store(folder).checkpoints()
     return str(checkpoints[-1]) if checkpoints else None

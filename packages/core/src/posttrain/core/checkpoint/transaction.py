@@ -40,7 +40,8 @@ class Saver:
     What every process passed is listed by `gather` in rank order, never from a thread. A process writes into the
     directory of its `leader`: rank 0, or the first of its machine. The first process waits so many seconds (`patience`)
     for files that the others write in the background. `pending` is the step whose save `settle` is still to answer
-    for."""
+    for.
+    """
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class Saver:
     ) -> None:
         """Write the checkpoint of `step`, whose manifest keeps `extra`; `settle` returns the result. `write` writes
         this process' files into the directory it is given. `later`: only copy the tensors now, into a reused host
-        buffer; a thread writes and commits them. The previous save must be settled."""
+        buffer; a thread writes and commits them. The previous save must be settled.
+        """
         if self.pending is not None:
             raise RuntimeError(f"The save of step {self.pending} is not settled yet.")
         temp, failure = None, None
@@ -94,7 +96,8 @@ class Saver:
 
     def settle(self, wait: bool = True) -> Outcome | None:
         """The result of the last save, once; None if there is none, or if it is not written yet and this does not
-        `wait`. All processes must pass the same value. Raises a background error other than a failed write."""
+        `wait`. All processes must pass the same value. Raises a background error other than a failed write.
+        """
         if self.pending is None or (not wait and any(self._gather(not self._written.done()))):
             return None
         step, self.pending = self.pending, None

@@ -76,7 +76,8 @@ def files(
     max_shard_size: int | str | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """The tensors of each file that transformers would write of `state_dict`, a part of `model`'s, for `write_file`.
-    Config and code of the model are written into `directory`; None: nowhere."""
+    Config and code of the model are written into `directory`; None: nowhere.
+    """
     found: list[dict[str, torch.Tensor]] = []
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere if directory is None else directory)
@@ -86,7 +87,8 @@ def files(
 
 def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dict[str, str] | None = None) -> None:
     """Write `tensors` as one safetensors file: by the codec, which hashes it and can write later, if it has their
-    types."""
+    types.
+    """
     if all(tensor.dtype in codec.NATIVE for tensor in tensors.values()):
         codec.write_tensors(tensors, path, metadata)
     else:
@@ -96,7 +98,8 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
 @contextlib.contextmanager
 def _written_by(write: _Write) -> Iterator[None]:
     """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors. They are
-    patched, because one function of theirs both chooses the names and writes the files."""
+    patched, because one function of theirs both chooses the names and writes the files.
+    """
     places = [(safetensors.torch, "save_file")]
     if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
         places.append((modeling, "safe_save_file"))
@@ -113,7 +116,8 @@ def _written_by(write: _Write) -> Iterator[None]:
 @contextlib.contextmanager
 def _as_we_ask(model: Any) -> Iterator[None]:
     """Let the model write on the process that asks, where transformers saves on rank 0 alone, and peft no model card:
-    its template has no facts, and would change the metadata of ours."""
+    its template has no facts, and would change the metadata of ours.
+    """
     answers = {"should_save_on_this_rank": bool, "create_or_update_model_card": lambda folder: None}
     known = [name for name in answers if hasattr(model, name)]
     try:
@@ -154,7 +158,8 @@ def quiet() -> Iterator[None]:
 
 def load_weights(model: nn.Module, directory: str | Path) -> None:
     """Copy the weights in `directory` into `model` (not wrapped), in place. Raises a `CheckpointError` where there are
-    none, or where they are those of another model; the message names the tensors."""
+    none, or where they are those of another model; the message names the tensors.
+    """
     directory = Path(directory)
     if adapters_of(model):
         return _load_adapters(model, directory)
@@ -208,7 +213,8 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def files_of_index(index: Path) -> list[str]:
     """The files in an index of shards. Raises a `CheckpointError` where it is damaged, or names a file in another
-    folder."""
+    folder.
+    """
     document = codec.read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -222,7 +228,8 @@ def files_of_index(index: Path) -> list[str]:
 
 def check_files(folder: str | Path) -> None:
     """Reject a model folder whose index names files outside of it, or with a damaged file, before anything is loaded:
-    raises a `CheckpointError`, as `files_of_index` and `codec.check_tensors`."""
+    raises a `CheckpointError`, as `files_of_index` and `codec.check_tensors`.
+    """
     for index in sorted(Path(folder).glob("*.index*.json")):
         files_of_index(index)
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -273,7 +280,8 @@ def has_encoder(model: nn.Module) -> bool:
 
 def save_encoder(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Write the state that a run with `has_encoder` needs to resume, next to the adapter; `state_dict` holds the
-    gathered weights, if `model` is sharded."""
+    gathered weights, if `model` is sharded.
+    """
     state_dict = model.state_dict() if state_dict is None else state_dict
     codec.write_tensors({name: state_dict[name] for name in _trained(model)}, Path(directory) / ENCODER)
 
@@ -301,7 +309,8 @@ def is_saved(model: nn.Module) -> Callable[[str], bool]:
 
 def check_adapters(model: nn.Module, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Read the adapters in `directory` back and compare all values with those of `model`, or with its gathered weights
-    (`state_dict`). Raises a `CheckpointError` where a tensor is missing, has another shape, or other values."""
+    (`state_dict`). Raises a `CheckpointError` where a tensor is missing, has another shape, or other values.
+    """
     from peft.utils import get_peft_model_state_dict
 
     trained = set(_trained(model))

@@ -80,7 +80,8 @@ def out_of_range(column: str, value: int, limit: int, where: str = "") -> str:
 def explain_failure(batch: Any, model: Any, limits: Mapping[str, int]) -> None:
     """Say what is wrong with `batch`, after the forward pass of `model` failed on it; return if nothing is found.
     Raises a `DataError` where one of `limits` (`check_limits`) is exceeded, the main input is missing, or labels are of
-    another length or kind than the loss needs."""
+    another length or kind than the loss needs.
+    """
     if not isinstance(batch, Mapping):
         return
     check_limits(batch, limits)

@@ -15,7 +15,8 @@ from posttrain.core.errors import DataError
 class EpochBatchSampler(EpochSampler):
     """Makes the `num_batches` batches of an epoch, on all processes, from the `lengths` of the rows in tokens: lists of
     indices, those that all processes read at once after each other. What `make` is given, the numbers in `cut`, a
-    resumed run may set otherwise; it then makes the rest of the epoch."""
+    resumed run may set otherwise; it then makes the rest of the epoch.
+    """
 
     def __init__(self, lengths: torch.Tensor, num_batches: int, seed: int, *cut: int) -> None:
         super().__init__(num_batches, seed)
@@ -66,7 +67,8 @@ class TokenBatchSampler(EpochBatchSampler):
     longest row. `world_size` neighbouring batches, which hold about as many tokens, form a round: each process gets one
     of them, so that no process waits long for another. The rounds are shuffled; the one with the longest row comes
     first, so that a run that does not fit into memory fails at once. All epochs have as many batches, and every process
-    gets as many."""
+    gets as many.
+    """
 
     def __init__(self, lengths: Sequence[int], max_tokens: int, seed: int, world_size: int = 1) -> None:
         tokens = torch.as_tensor(lengths)
@@ -95,7 +97,8 @@ class BalancedBatchSampler(EpochBatchSampler):
     Rows are shuffled. Those of a step are sorted by their `lengths`, in tokens, and cut where the dearest micro-batch
     costs least. The dearest come first, so that what the processes compute at once costs about as much. n rows, the
     longest of L tokens, cost n * L * (1 + L / 1000), as in the BatchRebalanceSampler of transformers: they are padded,
-    and attention grows with the square."""
+    and attention grows with the square.
+    """
 
     def __init__(
         self, lengths: Sequence[int], num_rows: int, num_parts: int, seed: int, drop_last: bool = False
@@ -136,7 +139,8 @@ def _level(costs: list[int], num_parts: int) -> list[int]:
 
 def _cut(costs: list[int], limit: int, multiple: int) -> list[int]:
     """How many rows each batch takes, so that they cost no more than `limit` at the cost of the first, the dearest; a
-    multiple of batches where there are enough rows."""
+    multiple of batches where there are enough rows.
+    """
     sizes, start = [], 0
     while start < len(costs):
         fits = limit // max(costs[start], 1)
@@ -159,7 +163,8 @@ def make_train_sampler(
 ) -> Sampler[int] | None:
     """The sampler for `dataset`, by one of `STRATEGIES`; None for a stream, which has its own order. Those of
     `BY_LENGTH` ask ``lengths(dataset)``. The `size` of an optimizer step is rows of a micro-batch, micro-batches on a
-    process, processes; with `drop_last`, "batch_rebalance" leaves out the rows that do not fill one."""
+    process, processes; with `drop_last`, "batch_rebalance" leaves out the rows that do not fill one.
+    """
     if not has_length(dataset) or is_stream(dataset):
         return None
     rows, accumulation, processes = size
@@ -177,7 +182,8 @@ def token_batches(
     dataset: Any, lengths: Callable[[Any], list[int]], max_tokens: int, seed: int, world_size: int
 ) -> TokenBatchSampler:
     """The batches of `dataset` that hold `max_tokens` tokens at most. Raises a `DataError` where the data is a stream,
-    or its rows have no known lengths, or one is too long."""
+    or its rows have no known lengths, or one is too long.
+    """
     if is_stream(dataset):
         raise DataError(
             "max_batch_tokens needs the length of each row before training, and the training data is a stream. Give "

@@ -129,7 +129,8 @@ class Collate:
 
     def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:
         """Reject rows whose numbers of labels and tokens differ, which padding would hide. A user's collator may add
-        the missing labels itself, so it only gets one warning."""
+        the missing labels itself, so it only gets one warning.
+        """
         if not isinstance(batch, Mapping):
             return
         shapes = [getattr(batch.get(name), "shape", None) for name in ("input_ids", "labels")]

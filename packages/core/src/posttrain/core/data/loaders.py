@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 class Loaders:
     """Makes the loaders of the trainer that owns it, and keeps those whose workers persist: ``kept[key]`` is (dataset,
-    loader)."""
+    loader).
+    """
 
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
@@ -110,7 +111,8 @@ class Loaders:
     @contextlib.contextmanager
     def ending_workers(self, loader: pipeline.Loader, may_return: bool) -> Iterator[None]:
         """After this context no process reads for `loader`, unless it is kept and the next evaluation of this training
-        will use it (`may_return`)."""
+        will use it (`may_return`).
+        """
         try:
             with workers.explained():
                 yield

@@ -128,7 +128,8 @@ class DataArguments:
 
 def first_rows(dataset: Any, number: int) -> Any:
     """The first `number` rows of an evaluation set. Raises a `DataError` where it is a stream without a method
-    ``take``."""
+    ``take``.
+    """
     check_dataset(dataset, "eval_dataset")
     if is_stream(dataset):
         if not hasattr(dataset, "take"):
@@ -195,7 +196,8 @@ def unchanged(batch: Any) -> Any:
 
 def check_dataset(dataset: Any, name: str) -> None:
     """Reject unusable datasets before anything expensive happens: raises a `DataError` where there is no dataset, or it
-    has no rows, and a `TypeError` for a dict of splits, an iterator, which gives its rows once only, or no dataset."""
+    has no rows, and a `TypeError` for a dict of splits, an iterator, which gives its rows once only, or no dataset.
+    """
     if dataset is None:
         raise DataError(f"{name} is None: a dataset is needed here. Pass one.")
     if isinstance(dataset, Mapping):
@@ -257,7 +259,8 @@ def default_collator(processing_class: Any = None) -> Callable[[list[Any]], Any]
 
 def signature_columns(forward: Callable[..., Any]) -> list[str] | None:
     """The columns a model reads: the parameters of its forward and the label columns of collators. None: it may read
-    any, as a ``forward(**inputs)`` that hands them on."""
+    any, as a ``forward(**inputs)`` that hands them on.
+    """
     wild = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [name for name, parameter in inspect.signature(forward).parameters.items() if parameter.kind not in wild]
     return list(dict.fromkeys([*named, "label", "label_ids", "labels"])) if named else None
@@ -272,7 +275,8 @@ def keep_columns(
     dataset: Any, collator: Callable[[list[Any]], Any], keep: Iterable[str], description: str = "dataset"
 ) -> tuple[Any, Callable[[list[Any]], Any]]:
     """(dataset, collator), one of which drops the columns that are not in `keep`. A `datasets.Dataset` no longer reads
-    them; for others, and with a transform, they are dropped before collating."""
+    them; for others, and with a transform, they are dropped before collating.
+    """
     if not can_drop_columns(dataset):
         return dataset, RemoveColumns(collator, keep, description)
     dataset, dropped = remove_unused_columns(dataset, keep)
@@ -286,7 +290,8 @@ _DROPPED = "%s: columns that the model does not take are left out: %s. Set remov
 
 def remove_unused_columns(dataset: Any, keep: Iterable[str]) -> tuple[Any, list[str]]:
     """(a `datasets` dataset with the columns in `keep` alone, the names of those dropped). Raises a `DataError` where
-    no column would be left."""
+    no column would be left.
+    """
     columns, keep = list(dataset.column_names or []), set(keep)
     dropped = [name for name in columns if name not in keep]
     if columns and len(dropped) == len(columns):

@@ -58,7 +58,8 @@ def _set_states_of(kind: str, states: list[torch.Tensor]) -> int:
 def set_rng_state(tree: dict[str, Any]) -> None:
     """Put the generators back to where `rng_state` found them. A run moved to another number or kind of devices
     restores those that both have, with a warning. Raises a `CheckpointError` where `tree` is not a state of the
-    generators."""
+    generators.
+    """
     try:
         python = tree["python"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))

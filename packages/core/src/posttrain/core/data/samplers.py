@@ -84,7 +84,8 @@ class LengthGroupedSampler(EpochSampler):
 
     The rows are shuffled, split into chunks of up to 50 times the `batch_size` rows of one optimizer step on one
     process, and each chunk is sorted, longest row first. The longest row of all comes first, so that a run that does
-    not fit into memory fails at once."""
+    not fit into memory fails at once.
+    """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         super().__init__(len(lengths), seed)
@@ -172,7 +173,8 @@ def inner_sampler(sampler: Any) -> Any:
 
 def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Tensor | Iterator[int]:
     """The indices that `sampler` gives in `epoch`; an iterator only if they are too many to count. One that draws from
-    the global random numbers finds them in a state that belongs to the epoch, and leaves them as they were."""
+    the global random numbers finds them in a state that belongs to the epoch, and leaves them as they were.
+    """
     source = sampler if follows_epochs(sampler) else inner_sampler(sampler)
     if follows_epochs(source):
         source.set_epoch(epoch)
@@ -186,7 +188,8 @@ def draw_order(sampler: Any, epoch: int, seed: int) -> Sequence[int] | torch.Ten
 
 def groups(order: Any, start: int, size: int) -> Iterator[tuple[int, list[int]]]:
     """``(place of its first index, the indices)`` of each `size` of `order`, from place `start` on; the last may be
-    short. A sequence is sliced, so starting late costs nothing; an iterator is run up to the start."""
+    short. A sequence is sliced, so starting late costs nothing; an iterator is run up to the start.
+    """
     if isinstance(order, Iterator):
         for _ in islice(order, start):
             pass

@@ -156,7 +156,8 @@ class Loader(DataLoader[Any]):
 
     def batches_left(self, state: dict[str, Any]) -> int:
         """Batches of the epoch after a position of `state_dict`, which another batch size or number of processes may
-        have led to. The data must have a length."""
+        have led to. The data must have a length.
+        """
         given = sum(state["given"]) + state["to_drop"] * self.rows_per_batch
         if self._stream is not None:
             return self._stream.num_batches(len(self._stream.dataset) - given)

@@ -40,7 +40,8 @@ def keep_through_sigterm(on: bool) -> None:
 class WorkerStart:
     """Initialize a worker: it ignores SIGINT and SIGHUP, and one SIGTERM if its parent continues (see
     `keep_through_sigterm`), because the current optimizer step still needs rows; `then` comes the user's
-    ``worker_init_fn``."""
+    ``worker_init_fn``.
+    """
 
     def __init__(self, then: Callable[[int], None] | None = None) -> None:
         global _shown
@@ -63,7 +64,8 @@ class WorkerStart:
 
 def iterate(loader: DataLoader[Any], owner: Any) -> Iterator[Any]:
     """``iter(loader)``, with workers that `end` can stop; `explain` names one that ends on its own.
-    ``owner.rows_ahead(n)`` are the rows of the batch n batches after the one that is waited for, or None."""
+    ``owner.rows_ahead(n)`` are the rows of the batch n batches after the one that is waited for, or None.
+    """
     try:
         reader: Any = iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

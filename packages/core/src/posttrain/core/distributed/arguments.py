@@ -18,7 +18,8 @@ from posttrain.core.models import float8
 def dealt(rows: int, processes: int, most: int) -> tuple[int, int]:
     """(rows of a micro-batch, micro-batches) of each of the `processes` that read rows of their own, in an optimizer
     step of `rows` rows over all, where a micro-batch may have `most`. Where `rows` cannot be dealt equally, the step
-    holds the nearest number that can be."""
+    holds the nearest number that can be.
+    """
     each = max((2 * rows + processes) // (2 * processes), 1)
     size = max(size for size in range(1, min(most, each) + 1) if each % size == 0)
     return size, each // size

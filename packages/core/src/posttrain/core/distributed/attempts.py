@@ -46,7 +46,8 @@ def agreed_name(store: Any, rank: int, world_size: int, seconds: float = 600) ->
     """A name that all processes of this start have, and those of no other start; `store` may hold the keys of earlier
     ones. Rank 0 answers each process with what that one has just made up, so that no answer to an earlier start is
     taken for one, until all have said that they know its name. Raises a `TimeoutError` where some do not come within
-    `seconds`."""
+    `seconds`.
+    """
     own, until = uuid.uuid4().hex, time.monotonic() + seconds
     if rank:
         store.set(f"{_KEY}/hello/{rank}", own)

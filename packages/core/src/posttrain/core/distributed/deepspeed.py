@@ -42,7 +42,8 @@ def is_asked_for(config: Any) -> bool:
 
 def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
     """A copy of the configuration; from the launcher's environment if `config` is None. Raises a `ValueError` where it
-    is not a JSON file with an object."""
+    is not a JSON file with an object.
+    """
     if config is None:
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if path.lower() != "none":
@@ -69,7 +70,8 @@ def read(config: dict[str, Any] | str | None) -> dict[str, Any]:
 
 def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | None = None) -> dict[str, Any]:
     """`config` with ``"auto"`` values filled in from the arguments of the run. Raises a `ConfigError` where it
-    contradicts the arguments, or where they do not determine a missing value."""
+    contradicts the arguments, or where they do not determine a missing value.
+    """
     wrong: list[str] = []
     _drop_optimizer(config, args, wrong)
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps

@@ -36,7 +36,8 @@ def problems(sizes: dict[str, int], processes: int, args: Any) -> list[str]:
 def sizes_of_run(args: Any, model: nn.Module | None, processes: int) -> dict[str, int]:
     """The sizes of the groups of processes by name, with ``tp_size`` and ``ep_size``: of the arguments, or as `model`
     was loaded. Raises a `ConfigError` where so many `processes` do not divide into them, or the model was loaded
-    otherwise."""
+    otherwise.
+    """
     sizes, found = dict(shard_settings.sizes_of(args.parallelism_config)), []
     loaded = {"tp_size": tensor_parallel.loaded_size(model), "ep_size": expert_parallel.loaded_size(model)}
     for name, size in loaded.items():
@@ -69,7 +70,8 @@ def sharding_of(
     settings: shard_settings.Sharding | None, sizes: dict[str, int], processes: int
 ) -> shard_settings.Sharding | None:
     """How the weights are sharded where `settings` ask for it: not at all where no processes share them, and always
-    where DDP would have to average weights of which each process has a part."""
+    where DDP would have to average weights of which each process has a part.
+    """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp_size", "cp_size", "ep_size"))
     if processes == tp:
         return None
@@ -97,7 +99,8 @@ class Division:
 
 def cut(model: nn.Module, division: Division, device: torch.device, precision: str, frozen: bool = False) -> None:
     """Divide `model` in place and move it to `device`, for products in the `precision` "no", "bf16" or "fp16";
-    `frozen`: it is never trained."""
+    `frozen`: it is never trained.
+    """
     mesh, over, options = division.mesh, division.mesh, {}
     if "tp" in mesh.mesh_dim_names:
         tensor_parallel.split(model, mesh["tp"], device, with_experts=division.experts > 1)

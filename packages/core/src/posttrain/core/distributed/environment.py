@@ -18,7 +18,8 @@ TRUE, FALSE = ("1", "true", "yes", "y", "on", "t"), ("0", "false", "no", "n", "o
 
 def is_true(value: Any) -> bool:
     """Whether a setting, perhaps written as a text such as ``"True"`` or ``"no"``, is on. Raises a `ValueError` where
-    it is neither."""
+    it is neither.
+    """
     text = str(value).strip().lower()
     if text not in (*TRUE, *FALSE):
         raise ValueError(f"{value!r} is neither true nor false")
@@ -59,7 +60,8 @@ def device(use_cpu: bool = False) -> torch.device:
 
 def precision(args: Any) -> str:
     """``"bf16"``, ``"fp16"`` or ``"no"``; the launcher's choice (ACCELERATE_MIXED_PRECISION) applies if args set none.
-    Raises a `ConfigError` where the launcher sets another."""
+    Raises a `ConfigError` where the launcher sets another.
+    """
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     chosen = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -80,7 +82,8 @@ def has_bfloat16_instructions() -> bool:
 def lost_processes(environ: Mapping[str, str] = os.environ, command: list[str] | None = None) -> str | None:
     """A warning if the launcher silently started one process instead of several, as ``accelerate launch --cpu
     --num_processes 2`` does (accelerate 1.15). Only its command line, the words that started the parent of this
-    process, shows the number: `command`, looked up where it is None."""
+    process, shows the number: `command`, looked up where it is None.
+    """
     if "ACCELERATE_MIXED_PRECISION" not in environ or "RANK" in environ:
         return None
     words = _parent_command() if command is None else command

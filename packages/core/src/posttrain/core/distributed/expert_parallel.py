@@ -46,7 +46,8 @@ def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> l
     Raises a `ValueError` for a problem from `problem_of`.
 
     The processes of `mesh` keep the experts between them; those of `sharers`, often this process alone, read the same
-    rows. Both are a `DeviceMesh` of one dimension."""
+    rows. Both are a `DeviceMesh` of one dimension.
+    """
     base, size = base_model(model), mesh.size()
     if problem := problem_of(base, size, sharers.size()):
         raise ValueError(problem)
@@ -69,7 +70,8 @@ def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> l
 @contextlib.contextmanager
 def _without_adapters(base: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
     """Within this context modules whose parameters have adapters (``target_parameters``) stand in `base` without peft's
-    wrappers, one around the other. Yields the wrappers of each."""
+    wrappers, one around the other. Yields the wrappers of each.
+    """
     places: list[tuple[nn.Module, str, Any]] = [
         (parent, name, child)
         for parent in base.modules()
@@ -93,7 +95,8 @@ def _adapted(module: nn.Module, wrappers: Sequence[Any], place: int, forward: Ca
     """`forward` of the experts that the process at this `place` keeps, with their part of the adapters, which peft
     would add to all experts before they are called. Each process has the adapters whole, as other dense weights, whose
     gradients are summed over the processes that keep the experts between them: each has seen the rows of all of
-    them."""
+    them.
+    """
 
     def with_adapters(*args: Any) -> Any:
         plain = dict(module._parameters)
@@ -121,7 +124,8 @@ def _nothing(names: Any) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def whole(model: nn.Module) -> Iterator[None]:
     """Within this context this process has all experts of `model` and keeps in step with no other. Every process must
-    enter it."""
+    enter it.
+    """
     kept = [(module, dict(module._parameters), dict(vars(module))) for module in model.modules() if module in _DIVIDED]
     wrappers: list[Any] = [module for module in model.modules() if module in _ADAPTERS]
     try:
@@ -155,7 +159,8 @@ def plan_of(base: Any) -> dict[str, str]:
 
 def problem_of(base: nn.Module, size: int, sharers: int = 1) -> str | None:
     """Why the experts of `base` cannot be divided over `size` processes, of which `sharers` read the same rows, as a
-    sentence; None if they can."""
+    sentence; None if they can.
+    """
     name = type(base).__name__
     if is_quantized(base):
         return f"ep_size={size}: {name} is quantized, and its experts cannot be divided here. Load it in bfloat16."
@@ -194,7 +199,8 @@ def _does_not_divide(size: int, count: int, name: str) -> str:
 
 def problems(size: int, sizes: dict[str, int], args: Any) -> Iterator[str]:
     """Why `args` cannot train with experts divided over `size` processes, with other groups of processes of these
-    `sizes`."""
+    `sizes`.
+    """
     if (tp := sizes.get("tp_size", 1)) not in (1, size):
         yield (
             f"ep_size={size} and tp_size={tp} do not work together: experts are divided over the processes that split "

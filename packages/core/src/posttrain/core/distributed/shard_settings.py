@@ -151,7 +151,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> tuple[Sharding 
 
 def of_run(args: Any) -> Sharding | None:
     """The settings of a run by its arguments or else by the launcher; None: neither asks for sharding. Raises a
-    `ConfigError` for problems with them."""
+    `ConfigError` for problems with them.
+    """
     settings, problems = read(args.fsdp, args.fsdp_config, args.parallelism_config)
     if settings is None and not problems:
         settings, problems = from_environment()
@@ -187,7 +188,8 @@ def _config(config: dict[str, Any] | str | None, problems: list[str]) -> dict[st
 
 def parallel_sizes(parallelism: Any, problems: list[str]) -> dict[str, int]:
     """The sizes that are set, by name (dp_replicate_size, dp_shard_size, tp_size, cp_size, ep_size), of accelerate's
-    ParallelismConfig or a dict like it."""
+    ParallelismConfig or a dict like it.
+    """
     if parallelism is None:
         return {}
     known = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "ep_size", "sp_size")
@@ -313,7 +315,8 @@ def context_problems(size: int, tp_size: int, args: Any) -> Iterator[str]:
 
 def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> Iterator[str]:
     """Why `args` cannot train weights that the argument `name` divides over `size` processes: it does `verb` to the
-    model, and each process then has `parts`."""
+    model, and each process then has `parts`.
+    """
     if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:  # whose classes both call
         yield f"{name}={size} needs transformers 5.23 or newer: pip install -U transformers"
     if args.deepspeed is not None:
@@ -326,7 +329,8 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
 
 def optimizer_problems(name: Any, setting: str = "fsdp", offloads: bool = False) -> Iterator[str]:
     """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`; in host memory,
-    where it `offloads` them."""
+    where it `offloads` them.
+    """
     name = str(name)
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway

@@ -51,7 +51,8 @@ def make_mesh(
     Raises a `ValueError` where they do not divide into so many groups.
 
     Weights are sharded over the `cp` processes that split a row, as over those with other rows. Without `settings`
-    weights are not sharded, and rows are dealt along ``shard`` all the same."""
+    weights are not sharded, and rows are dealt along ``shard`` all the same.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     settings, groups = settings or Sharding(), world_size // tp
@@ -74,7 +75,8 @@ def make_expert_mesh(mesh: Any, experts: int) -> Any:
     """The processes of `mesh` (`make_mesh`) by the experts that they keep: a `DeviceMesh` of the dimensions
     ``replicate`` and ``shard`` of the processes with the same experts, ``expert`` of the `experts` that have them all
     between them, and ``alone`` of each by itself. Raises a `ValueError` where the processes that shard the weights do
-    not divide into so many."""
+    not divide into so many.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
@@ -102,7 +104,8 @@ def shard(
 
     All processes start from the weights of the first, as under DDP; those of the others may even be on the meta device.
     Each process keeps a part of the modules in `experts`. They are sharded over `expert_mesh`, the processes with the
-    same part, and have seen the tokens of all processes that keep other parts."""
+    same part, and have seen the tokens of all processes that keep other parts.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -138,7 +141,8 @@ def shard(
 def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
     """Along which dimension FSDP cuts a weight over the ``shard`` processes of `mesh`; None: the first, which it fills
     up to a multiple of them. Of two experts, or of the 16 rows of an adapter, over 1,024 processes it would gather
-    mostly filling: another one is cut then, which must divide evenly."""
+    mostly filling: another one is cut then, which must divide evenly.
+    """
     from torch.distributed.tensor import Shard
 
     size = mesh["shard"].size()
@@ -154,7 +158,8 @@ def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
 
 def _own_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """FSDP adds a hook to `output`, which an operation in place on a view would lose: that of a split embedding is one
-    of a `DTensor`."""
+    of a `DTensor`.
+    """
     return output.clone() if output._is_view() else output
 
 
@@ -185,7 +190,8 @@ def units(model: nn.Module, settings: Sharding) -> list[nn.Module]:
 
 def _ends(model: nn.Module) -> list[nn.Module]:
     """The input embedding and the output head of `model`, but not where they are tied: FSDP would gather such a weight
-    for the first and keep it until the other has run, as it does with the rest of `model`."""
+    for the first and keep it until the other has run, as it does with the rest of `model`.
+    """
     base: Any = base_model(model)
     found = [getattr(base, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -209,7 +215,8 @@ def _units_by_size(model: nn.Module, at_least: int) -> list[nn.Module]:
 
 def load_from_main(unit: nn.Module, device: torch.device, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Move the tensors that only `unit` holds to `device`, with the values of the main process. Tied weights stay tied,
-    by what was `moved`: ``{id(tensor): (tensor, its replacement)}``."""
+    by what was `moved`: ``{id(tensor): (tensor, its replacement)}``.
+    """
     for module in unit.modules():
         for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
             for name, tensor in table.items():
@@ -249,7 +256,8 @@ def scatter(model: nn.Module, settings: Sharding) -> None:
 def follow(optimizer: Any, before: dict[int, str], model: nn.Module) -> None:
     """Replace the parameters in `optimizer`, made before `model` was sharded, by the sharded ones; `before` is
     ``{id(parameter): name}`` from then. Raises a `ValueError` where the optimizer already has state for whole
-    weights."""
+    weights.
+    """
     if optimizer is None:
         return
     if optimizer.state:
@@ -347,7 +355,8 @@ def whole_state_dict(
     model: nn.Module, keep: Callable[[str], bool], only: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Any]:
     """The state dict of a sharded `model`, gathered tensor by tensor into host memory: of the names in `only`, the same
-    on all processes, this one gets those to `keep`. Every process must call it."""
+    on all processes, this one gets those to `keep`. Every process must call it.
+    """
     kept: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for name, tensor in model.state_dict().items():

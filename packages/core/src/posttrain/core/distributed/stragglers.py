@@ -22,7 +22,8 @@ class Pace:
     forward passes. The backward pass, in which gradients are averaged, counts as a wait; ``waited()`` gives the seconds
     that this process has waited so far.
 
-    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show."""
+    Times are the host's. Where it waits for its GPU, that may wait for the others, so a slow GPU does not show.
+    """
 
     def __init__(self, waited: Callable[[], float] = lambda: 0.0, rank: int = 0) -> None:
         self._waited, self._name = waited, f"rank {rank} ({socket.gethostname()})"
@@ -45,7 +46,8 @@ class Pace:
         self, gather: Callable[[Any], list[Any]], phases: Mapping[str, float], steps: int
     ) -> Callable[[Any], list[Any]]:
         """`gather`, which takes what `logged` needs of each process along: the seconds of this one in each of `phases`
-        since the last record, `steps` optimizer steps ago."""
+        since the last record, `steps` optimizer steps ago.
+        """
 
         def together(value: Any) -> list[Any]:
             mine = (self._name, self._own / steps, {name: spent / steps for name, spent in phases.items()})
@@ -58,7 +60,8 @@ class Pace:
 
     def logged(self, step_seconds: float) -> dict[str, float]:
         """``{"perf/straggler": ratio}`` of the slowest process' own seconds of a step to the median, where it holds the
-        others up; a warning names it, once. A step took `step_seconds` since the last record."""
+        others up; a warning names it, once. A step took `step_seconds` since the last record.
+        """
         if len(self._all) < 2:
             return {}
         name, slowest, phases = max(self._all, key=lambda one: one[1])

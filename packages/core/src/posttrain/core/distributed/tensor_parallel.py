@@ -45,7 +45,8 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
 
     Every process has it whole, or as ``from_pretrained(distributed_config=...)`` split it; the values of what is whole
     are those of the main process. `with_experts`: give each process some experts of a mixture whole, in place of a part
-    of each."""
+    of each.
+    """
     base, size = base_model(model), mesh.size()
     is_loaded = loaded_size(base) == size
     if not is_loaded and (problem := problem_of(base, size)):
@@ -88,7 +89,8 @@ def _take_from_main(model: nn.Module, device: torch.device) -> None:
 
 def _sum_partial_gradients(base: nn.Module, plan: dict[str, str], mesh: Any) -> None:
     """Sum the gradients of weights that every process holds whole and applies to its own heads: of one backward pass,
-    where transformers sums ``weight.grad``, and with it what earlier micro-batches of the window left there."""
+    where transformers sums ``weight.grad``, and with it what earlier micro-batches of the window left there.
+    """
     modules, group = dict(base.named_modules()), mesh.get_group()
     for name in [name for name, style in plan.items() if style == PARTIAL and name in modules]:
         module: Any = modules[name]
@@ -155,7 +157,8 @@ def _plan(base: Any, size: int, with_experts: bool = False) -> dict[str, str]:
 
 def _with_adapters(plan: dict[str, str], modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
     """`plan` for a model with LoRA: of each pair the half beside the split side of the matrix is split with it. Raises
-    a `ValueError` where an adapter looks at whole matrices, or is of another kind."""
+    a `ValueError` where an adapter looks at whole matrices, or is of another kind.
+    """
     for name, style in plan.items():
         module: Any = modules.get(name)
         if hasattr(module, "modules_to_save"):  # peft's trained copy next to the original

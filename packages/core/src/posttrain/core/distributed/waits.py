@@ -94,7 +94,8 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 class Waits:
     """Messages between the processes of a run through `store`, a `torch.distributed.Store` that they share, in the same
-    order on each. A process on another machine may be silent for so many `seconds`."""
+    order on each. A process on another machine may be silent for so many `seconds`.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
         self.store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
@@ -113,7 +114,8 @@ class Waits:
 
     def hear(self, name: str, rank: int, what: str) -> Any:
         """Wait for the message of process `rank` under `name`; the log describes the wait by `what`. Raises a
-        `LostProcessError` where it ended without a message."""
+        `LostProcessError` where it ended without a message.
+        """
         key, pause, began = f"{name}/{rank}", 0.001, time.monotonic()
         pulse, looked, word = _Pulse(self.store, rank, self.seconds), began, _FIRST_WORD
         try:
@@ -138,7 +140,8 @@ class Waits:
 
     def all_come(self, name: str, seconds: float) -> bool:
         """Whether every process comes here with the same `name`, and has waited as often as this one before, within
-        `seconds`: only then can what follows wait for the others."""
+        `seconds`: only then can what follows wait for the others.
+        """
         key = f"{_WAIT}/{self._count} {name}"
         wanted = [f"{key}/all"] if self.rank else [f"{key}/{rank}" for rank in range(self.world_size)]
         until = time.monotonic() + seconds * (1 + (self.rank > 0))  # rank 0 decides, and the others wait for it

@@ -37,7 +37,8 @@ class Watchdog(threading.Thread):
 
     `step` is the optimizer step that this process is in, from 1, or 0 before the first; `batches` the micro-batches of
     its epoch that it had read when that began; `waits` how often it has waited for the others; and `waited` the seconds
-    that its main thread has waited so far."""
+    that its main thread has waited so far.
+    """
 
     def __init__(
         self,

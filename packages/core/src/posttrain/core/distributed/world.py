@@ -52,7 +52,8 @@ _waits: Waits | None = None
 
 def _leave_group(destroy: bool = True) -> None:
     """Leave the processes of the run at exit. `destroy`: the process group, for gloo's threads may abort the program
-    afterwards."""
+    afterwards.
+    """
     global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()
@@ -88,7 +89,8 @@ def _watch(args: DistributedArguments, rank: int, local_rank: int, world_size: i
 def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accelerator:
     """Start the process group, if the launcher started several processes, with one on the host where weights in host
     memory are gathered there (`gathers_on_host`), which nccl cannot do. Raises a `ConfigError` where the launcher sets
-    a precision that this machine lacks."""
+    a precision that this machine lacks.
+    """
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 
@@ -229,7 +231,8 @@ class World:
 
     def highest(self, numbers: list[int]) -> list[int]:
         """The largest of each of `numbers` over all processes. Waits for them, but not for a device that has a network
-        on the host's side beside its own."""
+        on the host's side beside its own.
+        """
         if self.num_processes == 1:
             return numbers
         with self._waiting("the largest of some numbers"):
@@ -255,7 +258,8 @@ class World:
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the first of the processes that read the same rows; its result, or its error, on all of them.
-        For what need not come out alike twice, such as a reward that a model gives."""
+        For what need not come out alike twice, such as a reward that a model gives.
+        """
         if self.peers == 1:
             return work()
         values: list[Any] = [None, None]
@@ -275,7 +279,8 @@ class World:
 
     def gather_patiently(self, value: Any, what: str = "that all come here") -> list[Any]:
         """What every process passed, in the order of `process_index`: a small `value`, because it goes through the
-        store. They may come hours apart: `ddp_timeout` does not count here. The log describes the wait by `what`."""
+        store. They may come hours apart: `ddp_timeout` does not count here. The log describes the wait by `what`.
+        """
         return [value] if self._waits is None else self._waits.gather(value, what)
 
     def meet(self, what: str = "that all come here") -> None:
@@ -289,7 +294,8 @@ class World:
     @contextlib.contextmanager
     def main_first(self, local: bool = False) -> Iterator[None]:
         """Rank 0 runs the block before all others, or the first of each machine if `local`, so that they read what it
-        writes. All continue when all have run it; an error of one is raised on all."""
+        writes. All continue when all have run it; an error of one is raised on all.
+        """
         if self._waits is None:
             yield
             return

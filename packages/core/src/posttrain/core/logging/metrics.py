@@ -332,7 +332,8 @@ def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
 
 def peak_memory(device: torch.device | None = None) -> dict[str, float]:
     """The peak memory of this process in MiB: ``perf/peak_host_mib``, of a `device` with memory of its own also
-    ``perf/peak_device_mib``."""
+    ``perf/peak_device_mib``.
+    """
     unit = 2**20 if sys.platform == "darwin" else 2**10
     values = {"perf/peak_host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
     if device is not None and accelerator.has_memory(device):

@@ -148,7 +148,8 @@ def _apart(
     **choices: Any,
 ) -> Factory:
     """An optimizer that trains the matrices of `optim_target_modules`, or without it all that are neither embedding
-    nor head, apart from the rest: `wrap` of the class that `factory` gives. `choices` are the values of options."""
+    nor head, apart from the rest: `wrap` of the class that `factory` gives. `choices` are the values of options.
+    """
 
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
         for option, values in choices.items():
@@ -305,7 +306,8 @@ def _npu() -> Any:
 
 def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:
     """An optimizer with state in blocks of `bits`, Dettmers et al. 2022, https://arxiv.org/abs/2110.02861; `paged`, it
-    moves to the CPU when the GPU is full. On the CPU nothing is paged."""
+    moves to the CPU when the GPU is full. On the CPU nothing is paged.
+    """
     fixed = {"optim_bits": bits} | ({} if name == "RMSprop" else {"is_paged": paged})
     return _plain(partial(_bitsandbytes, name), base, fixed, **options)
 

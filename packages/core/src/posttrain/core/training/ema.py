@@ -59,7 +59,8 @@ class EMAArguments:
 
 def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
     """The average configured in `args`, initialized with the current weights; None without one. Raises a `ValueError`
-    where `optimizer` averages the weights itself."""
+    where `optimizer` averages the weights itself.
+    """
     if args.ema_decay is None:
         return None
     if hasattr(optimizer, "eval"):

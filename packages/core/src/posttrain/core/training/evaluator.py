@@ -29,7 +29,8 @@ class Evaluator:
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
     ) -> EvalLoopOutput:
         """`Trainer.evaluation_loop` over `loader`, with the averaged weights where they are asked for, and with metrics
-        of speed and memory; predictions are returned if `keep`."""
+        of speed and memory; predictions are returned if `keep`.
+        """
         owner, args = self.owner, self.owner.args
         if not owner.is_in_train:  # a process that has prepared something may come hours after the others
             owner.dist.meet("the beginning of an evaluation")
@@ -128,7 +129,8 @@ class Evaluator:
 
     def _trained_weights_kept(self) -> contextlib.AbstractContextManager[None]:
         """Where a whole model is evaluated in half precision. What was trained comes back as it was; another model
-        stays in half precision, which takes half the memory."""
+        stays in half precision, which takes half the memory.
+        """
         owner, halves = self.owner, self.owner.args.bf16_full_eval or self.owner.args.fp16_full_eval
         if not halves or owner.is_in_train or owner.optimizer is None or owner.dist.shards:
             return contextlib.nullcontext()

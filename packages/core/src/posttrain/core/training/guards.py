@@ -59,7 +59,8 @@ class Reporter:
     def __call__(self, update: Update, stops: bool, late: int, is_first: bool) -> str:
         """The text for the log or the error about a step, `late` optimizer steps after it; the run `stops` with it, or
         none was reported before it (`is_first`). Raises a `NonFiniteError` where buffers of the model hold NaN, so that
-        skipping the step does not help."""
+        skipping the step does not help.
+        """
         text = nonfinite.describe(update, self.owner.args.on_nonfinite, late)
         text += f" It is {self.named(update, update.bad_batches())}."
         # Skipping optimizer steps does not repair buffers with NaN, such as running statistics.
@@ -81,7 +82,8 @@ class Reporter:
 
     def named(self, update: Update, chosen: Iterable[int] | None = None) -> str:
         """Micro-batches of `update` with their rows: ``"batch 7 of epoch 0 (rows 3, 19) on rank 1"``; those `chosen` of
-        the window, or all."""
+        the window, or all.
+        """
         named, dist = [], self.owner.dist
         chosen = range(len(update.window)) if chosen is None else chosen
         for number in dict.fromkeys(update.first_batch + update.origin(one) for one in chosen):
@@ -168,7 +170,8 @@ class BatchSplitter:
     stays the same, since a loss is a mean over its accumulation window however that is split.
 
     Attributes: `cuts`, how many times each micro-batch is halved, saved in checkpoints; `origins`, for each micro-batch
-    of the last window, which one of the loader's it is a part of; None: itself."""
+    of the last window, which one of the loader's it is a part of; None: itself.
+    """
 
     def __init__(self, batch_size: int, accumulation: int) -> None:
         self.batch_size, self.accumulation = batch_size, accumulation
@@ -189,7 +192,8 @@ class BatchSplitter:
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """(micro-batches, their shares of the loss) of `window`, number `step`, in as many micro-batches as it takes:
         `attempt` runs forward and backward of some, and what `checkpoint` returns, called once before, undoes an
-        attempt that failed. Raises a `torch.OutOfMemoryError` where a micro-batch that does not fit cannot be split."""
+        attempt that failed. Raises a `torch.OutOfMemoryError` where a micro-batch that does not fit cannot be split.
+        """
         self.origins = None
         for _ in range(self.cuts):
             window = self._halved(window, step, None)

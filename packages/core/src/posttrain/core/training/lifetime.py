@@ -146,7 +146,8 @@ def announce(run: Run) -> None:
 @contextlib.contextmanager
 def under_way(run: Run) -> Iterator[nn.Module]:
     """The wrapped model, where everything is set up for training it; taken down after the last step, whatever
-    happens between."""
+    happens between.
+    """
     owner, args = run.owner, run.owner.args
     try:
         run.watch.begin()

@@ -44,7 +44,8 @@ class SpikeWatch:
     The loss of a device is read some steps later, unless the step is to be skipped. A loss that was a spike is not
     compared with, unless as many in a row are: then it is the new level. NaN and infinity are for `FiniteGuard`. The
     `mean` is that of a tensor over all processes, None where there is one; ``name(update)`` says which rows it
-    holds."""
+    holds.
+    """
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class SpikeWatch:
 
     def may_step(self, optimizer: Any, update: Update, loss_scale: Any = None) -> bool:
         """Whether `optimizer` may apply `update`. Raises a `LossSpikeError` where a loss is a spike, and the run is to
-        stop."""
+        stop.
+        """
         loss = update.loss.detach() if self._mean is None else self._mean(update.loss.detach())
         self._pending.append((OnItsWay.of(loss), update))
         waits = 0 if loss.is_cpu or self.policy == "skip" else LAG

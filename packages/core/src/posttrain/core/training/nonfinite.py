@@ -87,7 +87,8 @@ class Update:
 @dataclass
 class Counts:
     """What a checkpoint holds of the steps that were not finite: how many came one after another, since the last
-    record, and in all; and whether a step had labels."""
+    record, and in all; and whether a step had labels.
+    """
 
     in_a_row: int = 0
     since_log: int = 0
@@ -104,7 +105,8 @@ class FiniteGuard:
 
     The `policy` is ``"stop"``, ``"skip"`` or ``"warn"`` (`HealthArguments`); after `limit` such steps in a row the run
     stops in any case. ``report(update, stops, steps since, is first)`` gives the message about a step, on all processes
-    together; `total` is the sum of a number or a tensor over all processes."""
+    together; `total` is the sum of a number or a tensor over all processes.
+    """
 
     def __init__(
         self,
@@ -127,7 +129,8 @@ class FiniteGuard:
     ) -> bool:
         """Whether `optimizer` may apply `update` now. An active loss scaler, whose scale `loss_scale` returns, skips
         steps with overflowing gradients and lowers the scale, which is no error while the scale can be lowered. Raises
-        a `NonFiniteError` where this step or an earlier one is not finite, and the run must stop."""
+        a `NonFiniteError` where this step or an earlier one is not finite, and the run must stop.
+        """
         reads_flag = not update.grad_norm.is_cpu and getattr(optimizer, "_step_supports_amp_scaling", False)
         if reads_flag and loss_scale is None:
             self.flag(optimizer, update)
@@ -141,7 +144,8 @@ class FiniteGuard:
 
     def flag(self, optimizer: torch.optim.Optimizer, update: Update) -> None:
         """Let a fused `optimizer` skip its next step if `update` is not finite, without waiting. Raises a
-        `NonFiniteError` where the step `lag` steps ago was not finite, and the run must stop."""
+        `NonFiniteError` where the step `lag` steps ago was not finite, and the run must stop.
+        """
         bad = (~(torch.isfinite(update.loss) & torch.isfinite(update.grad_norm))).float()
         if self._total is not None:
             bad = self._total(bad).clamp_(max=1)
@@ -154,7 +158,8 @@ class FiniteGuard:
 
     def settle(self) -> None:
         """Check every pending flag: before a log record, an evaluation or a checkpoint. Raises a `NonFiniteError` where
-        one was not finite, and the run must stop."""
+        one was not finite, and the run must stop.
+        """
         try:
             while self._pending:
                 self._judge_oldest()
@@ -192,7 +197,8 @@ class FiniteGuard:
 
     def finish(self) -> None:
         """Check pending flags at the end of a run. Raises a `NonFiniteError` where a step was not finite and the run
-        must stop, or where no step had a label."""
+        must stop, or where no step had a label.
+        """
         self.settle()
         if self._without_labels and not self.counts.seen_labels:
             raise NonFiniteError(
@@ -260,7 +266,8 @@ def has_float16(model: nn.Module) -> bool:
 def check_float16(model: nn.Module, precision: str, has_engine: bool) -> None:
     """Warn about weights in float16, unless an engine keeps float32 copies of them and scales the loss by itself
     (DeepSpeed). Raises a `ValueError` where products have the `precision` "fp16" too, whose loss scaler needs gradients
-    in float32."""
+    in float32.
+    """
     if has_engine or not has_float16(model):
         return
     what = f"The weights of this {type(model).__name__} that are trained are in float16"
@@ -291,7 +298,8 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
     """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; the last only if there is nothing else, because
-    masks contain it."""
+    masks contain it.
+    """
     lowest = None
     for tensor in tensors:
         values = tensor.detach()
@@ -368,7 +376,8 @@ def first_nonfinite(model: nn.Module, batches: list[Any], run: Callable[[Any], A
 def watched(model: nn.Module, frames: int = 21) -> Iterator[None]:
     """Check the output of every module on each forward pass in this context; slow, to find overflows. Raises a
     `NonFiniteError` at the first one that holds NaN or an infinity. It lists so many modules before with the smallest
-    and largest magnitudes of their weights and outputs (`frames`): the smallest show where fp16 underflows."""
+    and largest magnitudes of their weights and outputs (`frames`): the smallest show where fp16 underflows.
+    """
     seen: deque[str] = deque(maxlen=frames)
 
     def saw(where: str, module: nn.Module, given: Any, output: Any) -> None:

@@ -88,7 +88,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run; `max_steps` > 0 overrides `num_train_epochs`. Of data without a known length, a run without
     `max_steps` ends after `epochs_of_stream` passes, infinity where something else ends it. Raises a `ValueError` where
-    that is None, so that nothing ends the run, or where there is no batch."""
+    that is None, so that nothing ends the run, or where there is no batch.
+    """
     if batches_per_epoch == 0:
         raise ValueError(
             "The training dataloader yields no batch: the dataset is empty, or dataloader_drop_last=True drops its "
@@ -112,7 +113,8 @@ def make_plan(
 
 def resumed(plan: Plan, step: int, epoch: int, left: int, keeps_max_steps: bool) -> Plan:
     """`plan` for resuming after `step` optimizer steps of another size, with `left` micro-batches of epoch `epoch` to
-    come. The run ends with its last row, or with ``plan.max_steps`` optimizer steps of any size (`keeps_max_steps`)."""
+    come. The run ends with its last row, or with ``plan.max_steps`` optimizer steps of any size (`keeps_max_steps`).
+    """
     whole, total = plan.steps_per_epoch, plan.batches_per_epoch
     if whole is None or total is None:
         return plan
@@ -140,7 +142,8 @@ def number_of_saves(plan: Plan, args: Any) -> int:
 
 def steps_left(state: Any, max_tokens: float) -> float | None:
     """Optimizer steps to the end of a run with this `TrainerState`, estimated where `max_tokens` ends it; None:
-    unknown."""
+    unknown.
+    """
     left, seen = state.max_steps - state.global_step, state.num_input_tokens_seen
     by_tokens = state.global_step * max(max_tokens - seen, 0) / seen if seen else math.inf
     if state.max_steps >= NEVER:
@@ -150,7 +153,8 @@ def steps_left(state: Any, max_tokens: float) -> float | None:
 
 def check_intervals(plan: Plan, args: Any) -> None:
     """Raise a `ValueError` for an interval in epochs where the data has no known length, or for a share of a run
-    without one."""
+    without one.
+    """
     for name in ("logging_steps", "eval_steps", "save_steps"):
         interval = vars(args)[name]
         if plan.steps_per_epoch is None and isinstance(interval, str) and parse(interval).unit == "epochs":

@@ -82,7 +82,8 @@ def may_save(args: Any) -> bool:
 
 def seconds(duration: float | str) -> float:
     """``"1:30:00"`` or ``"90min"`` -> 5400.0; a number, or its text, is seconds already. Raises a `ValueError` where it
-    is neither."""
+    is neither.
+    """
     if not isinstance(duration, str) or re.fullmatch(r"\s*\d+(\.\d*)?\s*", duration):
         return float(duration)
     if ":" not in duration:
@@ -99,7 +100,8 @@ def seconds(duration: float | str) -> float:
 
 class Left(BaseException):
     """Training is left: its checkpoint is written. The `reason` is 128 + the number of the signal, or `TIME_IS_UP`. Not
-    an `Exception`, so that no code in between takes it for an error."""
+    an `Exception`, so that no code in between takes it for an error.
+    """
 
     def __init__(self, reason: int) -> None:
         super().__init__(reason)
@@ -107,7 +109,8 @@ class Left(BaseException):
 
     def exit(self) -> BaseException | None:
         """Ends the program with exit code 128 + the signal's number, which a scheduler distinguishes from success. None
-        for the time limit."""
+        for the time limit.
+        """
         if self.reason == TIME_IS_UP:
             return None
         return (Interrupted if self.reason == 128 + signal.SIGINT else SystemExit)(self.reason)
@@ -115,7 +118,8 @@ class Left(BaseException):
 
 class Interrupted(KeyboardInterrupt, SystemExit):
     """Ctrl-C, after the checkpoint: scripts and notebooks catch it as the `KeyboardInterrupt` that they expect, and a
-    program that does not catch it ends with its exit code."""
+    program that does not catch it ends with its exit code.
+    """
 
     def __init__(self, code: int) -> None:
         SystemExit.__init__(self, code)
@@ -131,7 +135,8 @@ class Watch:
     same result from `due`.
 
     It also looks for a `file` that asks for a checkpoint once it is there, None where another process does.
-    `asks_for_save` then is True on all processes alike; who saves it clears it."""
+    `asks_for_save` then is True on all processes alike; who saves it clears it.
+    """
 
     def __init__(
         self,

@@ -103,7 +103,8 @@ class Parts:
 
 def passed_on(scope: Mapping[str, Any], *without: str, rest: str = "others") -> dict[str, Any]:
     """The arguments of an ``__init__`` by name, for that of its base, which takes them in another order: its
-    ``locals()`` `without` arguments of its own, and those in ``**others``, named `rest`."""
+    ``locals()`` `without` arguments of its own, and those in ``**others``, named `rest`.
+    """
     own = {"self", "__class__", rest, *without}
     return {**{name: value for name, value in scope.items() if name not in own}, **scope[rest]}
 
@@ -128,7 +129,8 @@ def caught(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Exc
 
 def check_types(name: str, config_class: type, model: Any, model_init: Any, args: Any) -> None:
     """Raise where a trainer's constructor got no model, or model or arguments of another type; messages have the `name`
-    of the trainer, and the `config_class` of its arguments."""
+    of the trainer, and the `config_class` of its arguments.
+    """
     if (model is None) == (model_init is None):
         given = "neither was given" if model is None else "both were given"
         raise ValueError(f"{name} needs a model or a model_init, and {given}.")

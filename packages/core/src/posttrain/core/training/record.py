@@ -23,7 +23,8 @@ class Record:
     The sums since the last record are in `metrics`.
 
     The `clock` knows where the seconds of the run go; one is made where it is left out. `pad_token_id` marks padding
-    where a batch has no attention mask; None: only the mask does."""
+    where a batch has no attention mask; None: only the mask does.
+    """
 
     def __init__(self, args: Any, dist: Any, clock: Clock | None = None, pad_token_id: int | None = None) -> None:
         self.args, self.dist = args, dist
@@ -36,7 +37,8 @@ class Record:
 
     def read(self, inputs: Mapping[str, Any], main_input: str, operations: int) -> None:
         """Count the tokens of a micro-batch, in the column `main_input`, and the floating-point `operations` of its
-        forward and backward, without waiting for the device."""
+        forward and backward, without waiting for the device.
+        """
         if self._needs_mask and "attention_mask" not in inputs:
             self._needs_mask = False  # warn once
             logger.warning(
@@ -55,7 +57,8 @@ class Record:
 
     def step(self, loss: torch.Tensor, num_items: torch.Tensor | None, terms: dict[str, torch.Tensor]) -> None:
         """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none. It has
-        `num_items` items, shape (); None: it has some."""
+        `num_items` items, shape (); None: it has some.
+        """
         if num_items is None:
             self.metrics.add("loss", loss)
         else:
@@ -81,7 +84,8 @@ class Record:
     ) -> dict[str, float]:
         """The values of a record of the steps since the last, with those `beside` it: the one place of a run that waits
         for the device. The run started from optimizer step `first_step`; `pace` is that of this process among
-        several."""
+        several.
+        """
         steps = max(state.global_step - max(progress.last_logged, first_step), 1)  # the clock began at `first_step`
         gather = self.dist.gather_object
         pairs = self.metrics.drain(gather if pace is None else pace.gathering(gather, self.clock.phases, steps))
@@ -104,7 +108,8 @@ class Record:
         self, state: TrainerState, progress: Progress, first_step: int, rows: int, nonfinite_steps: int
     ) -> tuple[dict[str, float], dict[str, float]]:
         """(what the algorithm measured since the last record, the metrics of the whole run), in which so many `rows`
-        were read over all processes."""
+        were read over all processes.
+        """
         rest = self.metrics.drain(self.dist.gather_object)
         rest |= self.metrics.drain(self.dist.gather_object, epoch=True)  # of a part of one
         self.count(state, rest)

@@ -108,7 +108,8 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
 
 def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
     """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data. Where its steps
-    held another number of rows, the share of the epoch that they had read tells."""
+    held another number of rows, the share of the epoch that they had read tells.
+    """
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
     # That of `state` is the size of this run by now.
     size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
@@ -125,7 +126,8 @@ def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) ->
 
 def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
     """Move `run` and its schedule to where `checkpoint` stands, of which `taken` was loaded already. It holds no
-    position: it is of `save_only_model` or of another trainer."""
+    position: it is of `save_only_model` or of another trainer.
+    """
     state, lr_scheduler = run.owner.state, run.owner.lr_scheduler
     step, lacks = state.global_step, list(taken.lacks)
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
@@ -207,7 +209,8 @@ def resume(run: Run, checkpoint: Path) -> None:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """``{name: (old, new)}`` of the arguments that change a run, between two `TrainingArguments.to_dict`; one that
-    either of them lacks is left out."""
+    either of them lacks is left out.
+    """
     return {
         name: (before[name], now[name])
         for name in now
@@ -220,7 +223,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 def _changed_options(fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, Any]]:
     """`differences` where arguments cannot be read: what the loaded options of `optimizer` tell of them, beside its
-    `fresh` `group_options` from before its state was loaded."""
+    `fresh` `group_options` from before its state was loaded.
+    """
     new, old = fresh[0], group_options(optimizer)[0]
     options = [(name, key) for name, keys in ({"learning_rate": ("initial_lr",)} | _OPTIONS).items() for key in keys]
     return {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}
@@ -228,7 +232,8 @@ def _changed_options(fresh: list[dict[str, Any]], optimizer: torch.optim.Optimiz
 
 def explain(changed: dict[str, tuple[Any, Any]], checkpoint: str, inside_epoch: bool) -> str:
     """One sentence for a log, listing what changed since `checkpoint`, which was saved `inside_epoch` or after one.
-    Raises a `CheckpointError` where another optimizer was chosen, for which the saved state is of no use."""
+    Raises a `CheckpointError` where another optimizer was chosen, for which the saved state is of no use.
+    """
     old, new = changed.get("optim", (None, None))
     if old != new and not any({old, new} <= names for names in _ONE_STATE):
         raise CheckpointError(
@@ -254,7 +259,8 @@ def apply_changes(
     changed: dict[str, tuple[Any, Any]], optimizer: torch.optim.Optimizer, fresh: list[dict[str, Any]], scheduler: Any
 ) -> None:
     """Apply `changed` constants of the optimizer (`differences`) after its loaded state and that of the schedule
-    restored the old ones; `fresh` are its `group_options` from before."""
+    restored the old ones; `fresh` are its `group_options` from before.
+    """
     names = {option for name in changed for option in _OPTIONS.get(name, ())}
     for group, options in zip(optimizer.param_groups, fresh, strict=True):
         group.update({name: options[name] for name in names if name in options and name in group})

@@ -168,7 +168,8 @@ class Run:
 
     def epochs(self) -> Iterator[int]:
         """The epochs to train, one after another. Between them, and before the first, callbacks are called, and what
-        they ask for is done."""
+        they ask for is done.
+        """
         for epoch in self._begin():
             self._begin_epoch(epoch)
             yield epoch
@@ -280,7 +281,8 @@ class Run:
 
     def after_step(self, num_batches: int) -> bool:
         """Count an optimizer step over `num_batches` micro-batches, call the callbacks and do what they ask for;
-        returns whether the epoch ends here."""
+        returns whether the epoch ends here.
+        """
         owner, state = self.owner, self.owner.state
         self.advance(num_batches)
         state.global_step += 1

@@ -49,7 +49,8 @@ class Saving:
 
     def settle(self, wait: bool = True) -> None:
         """Take in that a checkpoint is there now: upload it, remove older ones, call the callbacks. Returns where it is
-        not written yet, unless this is to `wait`."""
+        not written yet, unless this is to `wait`.
+        """
         owner = self.owner
         if (outcome := owner.checkpoints.settle(wait)) is None:
             return
@@ -133,7 +134,8 @@ class Saving:
 
     def model(self, directory: str, of_checkpoint: bool, writes_itself: bool) -> None:
         """Write the model and what belongs to it; large sharded weights by all processes, each its share, unless a
-        subclass has its own `_save` (`writes_itself`)."""
+        subclass has its own `_save` (`writes_itself`).
+        """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         model = wrapping.unwrap(owner.model)
         check = bool(args.check_saved_model) and not of_checkpoint

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 class Scaling:
     """What `training_step` knows of a trainer's loss. Made when the trainer takes a model, and again when training
-    begins, since a script may have replaced methods in between."""
+    begins, since a script may have replaced methods in between.
+    """
 
     def __init__(self, owner: Trainer) -> None:
         self.owner, mixed = owner, owner.loss_is_scaled_for_ga == "mixed"
@@ -46,7 +47,8 @@ class Scaling:
 
     def may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
         """False where the backward pass itself would put a loss that is not finite into the weights, and of a mean over
-        nothing, whose gradient may be 0 / 0, where that is known without a wait and no other process waits for it."""
+        nothing, whose gradient may be 0 / 0, where that is known without a wait and no other process waits for it.
+        """
         owner, known = self.owner, items is not None and (not isinstance(items, torch.Tensor) or items.is_cpu)
         if known and not items and owner.dist.num_processes == 1 and not owner.dist.uses_deepspeed:
             return False
@@ -65,7 +67,8 @@ class Scaling:
 
 def declared_mean(owner: Trainer) -> bool | None:
     """Whether `compute_loss` is declared to return a mean; None: not declared. What our trainers know of their own
-    losses does not hold for a method that replaced them."""
+    losses does not hold for a method that replaced them.
+    """
     scaled = owner.loss_is_scaled_for_ga
     if scaled is None and override_checks.is_ours(owner, "compute_loss"):
         scaled = owner.loss_is_scaled()

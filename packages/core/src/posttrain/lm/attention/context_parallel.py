@@ -84,7 +84,8 @@ def problem_of(model: nn.Module) -> str | None:
 @contextlib.contextmanager
 def head_reads_slices(model: nn.Module) -> Iterator[_Slicing | None]:
     """Within this context the head of `model` is given the hidden states of this process's slice, if it computes
-    slices: ``.current`` then says which."""
+    slices: ``.current`` then says which.
+    """
     slicing = _SLICING.get(body_of(model))
     if slicing is None:
         yield None
@@ -223,7 +224,8 @@ class RowSlice:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Any, **rule: Any
     ) -> torch.Tensor:
         """Softmax attention of the slice's queries to the keys of whole rows; all arguments, and the result, as of
-        `varlen_attention.segment_attention`."""
+        `varlen_attention.segment_attention`.
+        """
         device = query.device.type
         query, key, value = varlen_attention.in_one_type(query, key, value)
         with torch.autocast(device, enabled=False):

@@ -22,7 +22,8 @@ Kernel = Callable[..., torch.Tensor]
 
 def document_kernel(with_softcap: bool) -> Kernel | None:
     """(N, H, D) queries, (N, G, D) keys and values, the borders of documents, the longest, scale, window and softcap ->
-    (N, H, D). flash-attn's where it is installed; else torch's, which knows no softcap; None where neither is there."""
+    (N, H, D). flash-attn's where it is installed; else torch's, which knows no softcap; None where neither is there.
+    """
     return _choose(with_softcap, _has_flash_attn())
 
 

@@ -47,7 +47,8 @@ class CausalHead:
 
     def own(self) -> tuple[torch.Tensor, dict[str, Any]]:
         """(weight, its other arguments of `linear_cross_entropy`): where tensor parallelism has split the head, those
-        of this process, whose `part` says which tokens of the vocabulary they are of."""
+        of this process, whose `part` says which tokens of the vocabulary they are of.
+        """
         weight, part = vocabulary_slices.of_weight(self.linear.weight)
         bias = self.bias
         if self.linear.bias is not None and part is not None:
@@ -263,7 +264,8 @@ def _aligned(
     part: RowSlice | None = None,
 ) -> torch.Tensor:
     """(B, T) `targets` for (B, P + T, H) hidden states, where prompt tuning put P virtual tokens before the inputs; of
-    those (1, N) for the (1, N, H) hidden states of a `part` of the rows."""
+    those (1, N) for the (1, N, H) hidden states of a `part` of the rows.
+    """
     extra = (hidden.shape[1] if part is None else part.width) - targets.shape[1]
     if extra > 0 and has_virtual_tokens(model):
         targets = F.pad(targets, (extra, 0), value=ignore_index)
@@ -424,7 +426,8 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str =
 
 def _is_sharded(model: nn.Module) -> bool:
     """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
-    parallelism."""
+    parallelism.
+    """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())
 

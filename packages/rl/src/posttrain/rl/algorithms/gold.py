@@ -124,7 +124,8 @@ class GOLDTrainer(GKDTrainer):
 
     def compared_in_head(self, model: nn.Module, inputs: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """With ``use_uld_loss``, the model's `logits` are the sum over completions of their mean losses, and the
-        student's summed entropy."""
+        student's summed entropy.
+        """
         if not isinstance(self.teacher, AlignedTeacher):
             return super().compared_in_head(model, inputs)
         args, device = self.args, inputs["input_ids"].device

@@ -53,7 +53,8 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scale: str = "group
 
 def decoupled_advantages(rewards: torch.Tensor, group_size: int, weights: torch.Tensor | None = None) -> torch.Tensor:
     """GDPO, https://arxiv.org/abs/2601.05242: each reward function is normalised in its group, then the weighted sum is
-    normalised over the batch, so that none drowns another by its scale. (N, F) -> (N,)."""
+    normalised over the batch, so that none drowns another by its scale. (N, F) -> (N,).
+    """
     groups = rewards.view(-1, group_size, rewards.shape[1])
     each = (groups - groups.nanmean(1, keepdim=True)) / (standard_deviation(groups, 1) + EPSILON)
     return whitened(total_rewards(each.reshape(rewards.shape), weights))
@@ -66,7 +67,8 @@ def whitened(rewards: torch.Tensor) -> torch.Tensor:
 
 def leave_one_out_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     r"""RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, equation 8: the baseline of a completion is the
-    mean reward of the others of its group, :math:`r_i - \frac{1}{G-1}\sum_{j \ne i} r_j`. (N,) -> (N,)."""
+    mean reward of the others of its group, :math:`r_i - \frac{1}{G-1}\sum_{j \ne i} r_j`. (N,) -> (N,).
+    """
     groups = rewards.view(-1, group_size)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
     baseline = (groups.nansum(1, keepdim=True) - groups) / others

@@ -90,7 +90,8 @@ def cispo(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, hi
 
 def sapo(ratio: torch.Tensor, advantages: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
     r"""SAPO, https://arxiv.org/abs/2511.20347: :math:`-\frac{4}{\tau}\sigma(\tau(\rho - 1)) A`. A smooth gate takes the
-    place of the clip; its temperature is `positive` where A > 0, else `negative`."""
+    place of the clip; its temperature is `positive` where A > 0, else `negative`.
+    """
     tau = torch.where(advantages > 0, positive, negative)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 

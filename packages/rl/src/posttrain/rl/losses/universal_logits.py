@@ -79,7 +79,8 @@ class Vocabularies(NamedTuple):
 
 def by_rank(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     r""":math:`\sum_i |p^{(i)} - q^{(i)}|` of probabilities in descending order, with zeros behind the shorter: (G, V),
-    (G, W) -> (G,)."""
+    (G, W) -> (G,).
+    """
     p, q = (part.sort(1, descending=True).values for part in (p, q))
     width = max(p.shape[1], q.shape[1])
     p, q = (F.pad(part, (0, width - part.shape[1])) for part in (p, q))

@@ -101,7 +101,8 @@ class Curriculum:
 
     def metrics(self) -> dict[str, float]:
         """Shares of the prompts that were sampled: ``curriculum/solved``, all right; ``curriculum/hopeless``, none; and
-        of all prompts, those that were: ``curriculum/known``."""
+        of all prompts, those that were: ``curriculum/known``.
+        """
         known = self.rates[~self.rates.isnan()]
         if not len(known):
             return {}

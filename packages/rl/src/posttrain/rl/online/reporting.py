@@ -217,7 +217,8 @@ def log_clipping(
     epsilon_high: float,
 ) -> None:
     """Log the shares of tokens, or of completions where `ratio` is (N, 1), at which
-    `posttrain.rl.losses.policy_losses.clipped` has no gradient."""
+    `posttrain.rl.losses.policy_losses.clipped` has no gradient.
+    """
     below, above = (ratio < 1 - epsilon) & (advantages < 0), (ratio > 1 + epsilon_high) & (advantages > 0)
     kinds = {"low": below.float(), "high": above.float(), "region": below.float() + above.float()}
     found = {f"clip_ratio/{name}_mean": ((held * mask).sum(), mask.sum()) for name, held in kinds.items()}

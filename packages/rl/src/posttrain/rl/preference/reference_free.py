@@ -40,7 +40,8 @@ class ReferenceFreeTrainer(PreferenceTrainer):
 
     def arrange(self, dataset: Any) -> Any:
         """Rows also with each text whole, as ``chosen_input_ids`` and ``rejected_input_ids``: what scripts and
-        collators of earlier versions read."""
+        collators of earlier versions read.
+        """
         return dataset.map(whole_texts, batched=True)
 
     def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:

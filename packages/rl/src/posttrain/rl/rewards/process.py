@@ -264,7 +264,8 @@ class _Worker:
 
     def _asked(self, call: int, question: bytes) -> None:
         """Call a function of that call for the process, and send what it returns. `question`: 8 bytes of a number, and
-        pickled its name and arguments."""
+        pickled its name and arguments.
+        """
         answer: Future[Any] = Future()
         try:
             name, args, kwargs = pickle.loads(question[8:])

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 def make_strategy(args: DistributedArguments, model: nn.Module | None = None) -> Distributed:
     """Start the processes of a run and choose its strategy; a `model` that is there already may have been loaded in
     parts. Raises a `ConfigError` where the arguments, the launcher and the number of processes contradict each
-    other."""
+    other.
+    """
     settings = shard_settings.of_run(args)
     accelerator = start_processes(args, settings is not None and settings.cpu_offload)
     processes = accelerator.num_processes

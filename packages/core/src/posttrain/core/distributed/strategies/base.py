@@ -80,7 +80,8 @@ class Distributed(World):
 
     def place(self, model: nn.Module, trained: bool = False) -> None:
         """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it; one
-        that is `trained` and will be sharded is moved layer by layer."""
+        that is `trained` and will be sharded is moved layer by layer.
+        """
         if not (trained and self.shards) and self.moves(model):
             model.to(self.device)
         self._use_device(model)
@@ -103,7 +104,8 @@ class Distributed(World):
 
     def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """Move `model` to this process's device and, with several processes, wrap it so that gradients are averaged.
-        The `optimizer`, if the user made one, follows the parameters where sharding replaces them."""
+        The `optimizer`, if the user made one, follows the parameters where sharding replaces them.
+        """
         self.place(model, trained=True)
         return self.shard(model, optimizer)
 
@@ -115,7 +117,8 @@ class Distributed(World):
     def prepare_frozen(self, model: nn.Module, rounds: bool = False) -> nn.Module:
         """Place `model`, which is never trained, like the trained one: on this process's device, and sharded if that
         is. Every process must call it. `rounds`: store weights rounded to bfloat16 or float16 if the forward rounds
-        them anyway; the results are equal."""
+        them anyway; the results are equal.
+        """
         if rounds and self.precision in LOW:
             round_weights(model, LOW[self.precision])
         self.place(model)
@@ -139,7 +142,8 @@ class Distributed(World):
     @contextlib.contextmanager
     def gathered(self, *models: nn.Module) -> Iterator[None]:
         """Within this context every process holds the weights of all `models` whole, as for generating with them, and
-        need not keep in step with the others."""
+        need not keep in step with the others.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(whole_rows())
             for model in models:
@@ -160,7 +164,8 @@ class Distributed(World):
     ) -> dict[str, torch.Tensor] | None:
         """The gathered weights of a sharded `model` in host memory, of the names in `only`; None if it is not sharded.
         Every process must call it, and gets the names to `keep`; None: rank 0 gets all of them, and the others an empty
-        dict."""
+        dict.
+        """
         return None
 
     def engine_state(self) -> dict[str, Any] | None:

@@ -21,7 +21,8 @@ from posttrain.core.errors import CheckpointError, require
 
 class DeepSpeed(Distributed):
     """Lets DeepSpeed's engine, made when training starts, run backward, clip and step. Under ZeRO-3 each process holds
-    its part of the weights alone."""
+    its part of the weights alone.
+    """
 
     uses_deepspeed = True
     engine: Any = None
@@ -40,7 +41,8 @@ class DeepSpeed(Distributed):
 
     def prepare_model(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """As `Distributed.prepare_model`. Raises a `RuntimeError` where a training has begun: DeepSpeed leaves its
-        hooks in the model, and its parts of the weights."""
+        hooks in the model, and its parts of the weights.
+        """
         if self.engine is not None:
             raise RuntimeError(
                 "A trainer with deepspeed trains once, because DeepSpeed changes the model for good. Save the model, "
@@ -69,7 +71,8 @@ class DeepSpeed(Distributed):
     @contextlib.contextmanager
     def _whole(self, model: nn.Module) -> Iterator[None]:
         """Within this context every process may call the model as often as it likes: DeepSpeed's hooks are taken off,
-        which give weights back after each layer, and compare how often the processes call the model."""
+        which give weights back after each layer, and compare how often the processes call the model.
+        """
         if self.engine is None or not any(map(is_piece, model.parameters())):
             yield
             return

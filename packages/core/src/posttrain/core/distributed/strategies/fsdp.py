@@ -99,7 +99,8 @@ class FSDP(Distributed):
 class ModelParallel(FSDP):
     """Divides some weights over other processes than others, which no kernel takes together: processes split the
     matrices of a model (`tensor_parallel`), or have all experts of a mixture between them (`expert_parallel`). Groups
-    of such processes shard the weights as under FSDP."""
+    of such processes shard the weights as under FSDP.
+    """
 
     _expert_mesh: Any = None
 
