@@ -110,8 +110,9 @@ def _draw(axes: Axes, records: Sequence[dict[str, Any]], lines: dict[str, str], 
         (line,) = axes.plot(steps, values, marker="." if alone else "", label=f"{name}  {ends}")
         gaps = [step for step, value in zip(steps, values, strict=True) if math.isnan(value)]
         if gaps:
-            options = {"color": line.get_color(), "transform": axes.get_xaxis_transform()}
-            axes.plot(gaps, [0.02] * len(gaps), "x", label=f"{name}: {len(gaps)} not finite", **options)
+            at_the_bottom = axes.get_xaxis_transform()
+            label_of_gaps, color = f"{name}: {len(gaps)} not finite", line.get_color()
+            axes.plot(gaps, [0.02] * len(gaps), "x", color=color, label=label_of_gaps, transform=at_the_bottom)
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend()

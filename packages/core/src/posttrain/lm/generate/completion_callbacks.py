@@ -101,7 +101,10 @@ def _first(dataset: Any, number: int | None) -> list[Any]:
 
 def _prompt_of(row: Any, tokenizer: Any, reads: tuple[VisionProcessor, ImageReader] | None) -> Prompt:
     """The prompt of a row, with its images where `reads` reads these: its `prompt`, or the `prompt_ids` of it."""
-    prompt, values, images, options = row.get("prompt"), [], [], {}
+    prompt = row.get("prompt")
+    values: list[Any] = []
+    images: list[Any] = []
+    options: dict[str, Any] = {}
     if prompt is None and reads is None and "prompt_ids" in row:
         return Prompt(tokenizer.decode(row["prompt_ids"]), list(row["prompt_ids"]))
     if prompt is None:
