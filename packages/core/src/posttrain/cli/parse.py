@@ -211,7 +211,7 @@ def typed_flags(
 
 
 @contextlib.contextmanager
-def told(command: str) -> Iterator[None]:
+def reported(command: str) -> Iterator[None]:
     """Within, a `ValueError` is about the words of `command`, and a missing file or package a `CheckpointError`."""
     try:
         yield

@@ -66,10 +66,10 @@ def run(words: list[str]) -> None:
     if not given.get("tasks"):
         raise ConfigError("evaluate", ["name your rows, as in --data rows.jsonl, or tasks: --tasks gsm8k ifeval"])
     output = given.pop("output", None)
-    with parse.told("evaluate"):
+    with parse.reported("evaluate"):
         require("lm_eval", EXTRA, why="posttrain evaluate")
     model, tokenizer = load.of_command("evaluate", name, given)
-    with parse.told("evaluate"):
+    with parse.reported("evaluate"):
         try:
             results = evaluate(model, tokenizer, **given)
         except OSError as error:  # of the network too
@@ -98,7 +98,7 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
         name, rows = _of_run(name)
     if "data" in given:
         rows = _split_of(given.pop("data"))
-    with parse.told("evaluate"):
+    with parse.reported("evaluate"):
         function = None if judge is None else evaluate_rows.judge_of(judge)
     rows = layouts.as_messages(rows) if chats else rows
     model, tokenizer = load.of_command("evaluate", name, given, may_score=True)

@@ -71,7 +71,7 @@ def run(words: list[str]) -> None:
     """Write the model, and print what was written."""
     what = "a model and the folder or file to write"
     names, given = parse.typed_flags("export", words, KINDS, 2, what, dtypes=tuple(OUTTYPES))
-    with parse.told("export"):
+    with parse.reported("export"):
         print(export(*names, **given))
 
 

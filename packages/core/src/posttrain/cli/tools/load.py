@@ -115,8 +115,8 @@ def read_words(command: str, words: list[str], kinds: dict[str, type]) -> tuple[
 
 
 def of_command(command: str, model: str, given: dict[str, Any], may_score: bool = False) -> tuple[Any, Any]:
-    """`load` with the flags in `given`, which are taken out; its errors become those of `parse.told`."""
-    with parse.told(command):
+    """`load` with the flags in `given`, which are taken out; its errors become those of `parse.reported`."""
+    with parse.reported(command):
         return load(model, **{name: given.pop(name) for name in KINDS if name in given}, may_score=may_score)
 
 

@@ -39,7 +39,7 @@ def run(words: list[str]) -> None:
     kinds = {"base": str, "dtype": str, "tolerance": float, "trust_remote_code": bool}
     what = "the folder of the adapter and the folder to write: ADAPTER FOLDER"
     folders, given = parse.typed_flags("merge", words, kinds, names=2, what=what)
-    with parse.told("merge"):
+    with parse.reported("merge"):
         print(merge(folders[0], folders[1], **given))
     print(f"The model is in {folders[1]}.")
 

@@ -89,7 +89,7 @@ def run(words: list[str]) -> None:
         return
     what = "the name of a recipe and perhaps a folder"
     names, _ = parse.typed_flags("new", words, {}, names=min(max(len(words), 1), 2), what=what)
-    with parse.told("new"):
+    with parse.reported("new"):
         written = write(*names)
     folder = written[0].parent
     command = _read(FOLDER / names[0]).command
