@@ -173,7 +173,7 @@ def another(config_class: type, field: dataclasses.Field) -> object:
     return "x" if isinstance(field.default, str) else type(field.default)(field.default * 0.75 + 2)
 
 
-def reported(make) -> str:
+def told(make) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make()

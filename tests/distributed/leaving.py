@@ -72,7 +72,7 @@ def trainer_in(out, later, callbacks=(), **more):
     return TRAINERS["dropout"](out, callbacks=list(callbacks), **(changes | more))
 
 
-def reported(trainer):
+def told(trainer):
     history = [{k: v for k, v in r.items() if not is_timing(k)} for r in trainer.state.log_history]
     return {"step": trainer.state.global_step, "log": history}
 
