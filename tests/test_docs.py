@@ -61,7 +61,7 @@ DATASETS = {
 WIDEST_CODE = 78
 
 # Commands that are right wherever their program is installed.
-PLAIN = {"vllm", "cd", "git", "source", "export", "python3", "tensorboard", "nvidia-smi", "tar", "ls", "cat"}
+PLAIN = {"vllm", "cd", "git", "harbor", "source", "export", "python3", "tensorboard", "nvidia-smi", "tar", "ls", "cat"}
 LAUNCHERS = {"torchrun", "accelerate"}
 
 

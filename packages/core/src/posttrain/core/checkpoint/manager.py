@@ -53,6 +53,7 @@ class CheckpointManager:
         place["leader"] = dist.process_index - dist.local_rank if args.save_on_each_node else 0
         self.should_save, self.limit = args.should_save, args.most_checkpoints  # by this process; None: all are kept
         self.saver = Saver(store, **place)
+        self.rows_per_step = owner.get_total_train_batch_size(args)  # over all processes
         self.saved_step: int | None = None  # of the newest checkpoint that this run wrote or started from
         self.run = ""  # its id, in the manifest of each of its checkpoints
         #: What this process must remember of the last whole optimizer step, where an error is to save it.
@@ -157,7 +158,7 @@ class CheckpointManager:
             self._parts = {name: part.state_dict() for name, part in owner.checkpoint_parts().items()}
         self._is_saving = True
         try:
-            rows = owner.get_total_train_batch_size(self.args) // self.args.gradient_accumulation_steps
+            rows = self.rows_per_step // self.args.gradient_accumulation_steps
             about = {"run": self.run, "rows_per_batch": rows}
             self.saver.save(owner.state.global_step, owner.write_checkpoint, later, about)
         finally:  # written, or copied
@@ -228,7 +229,7 @@ class CheckpointManager:
         return {
             "rng": rng.rng_state(),
             "trainer": self.owner.state_dict(),
-            "rows_per_update": self.owner.get_total_train_batch_size(self.args),
+            "rows_per_update": self.rows_per_step,
             "scaler": None if self.dist.scaler is None else self.dist.scaler.state_dict(),
         }
 

@@ -146,6 +146,7 @@ class Saver:
         try:
             path = self.store.commit(temp, extra, known)
         except (OSError, CheckpointError) as error:
+            self.store.abort(temp)
             return None, [str(error)]
         self.store.push()
         return path, []

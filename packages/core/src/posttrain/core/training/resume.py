@@ -65,7 +65,7 @@ def resume_plan(owner: Trainer, plan: Plan, loader: Any, checkpoint: Path) -> Pl
     if not sharded.is_there(checkpoint, "rank-0"):
         return _plan_without_position(plan, loader, checkpoint, by_steps)
     saved = elastic.load(checkpoint, owner.dist.rank, owner.dist.world_size)
-    trainer, rows, then = saved["trainer"], owner.get_total_train_batch_size(owner.args), saved["rows_per_update"]
+    trainer, rows, then = saved["trainer"], owner.checkpoints.rows_per_step, saved["rows_per_update"]
     *shape, resized_at = trainer["plan"]
     is_alike = rows == then and shape == [plan.accumulation, plan.batches_per_epoch]
     if plan.batches_per_epoch is None or is_alike:

@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from posttrain.core.data.samplers import columns_of, has_places
-
 logger = logging.getLogger(__name__)
 
 #: {column that trainers read: names that others give it, the best first}.
@@ -172,6 +170,8 @@ def _turns(text: str, role: str) -> list[dict[str, str]]:
 
 def columns(dataset: Any) -> list[str]:
     """The columns of `dataset`; none where its rows are no mappings, or cannot be looked at."""
+    from posttrain.core.data.samplers import columns_of  # which imports torch, as help does not
+
     if known := columns_of(dataset):
         return list(known)
     first = _first(dataset)
@@ -179,6 +179,8 @@ def columns(dataset: Any) -> list[str]:
 
 
 def _first(dataset: Any) -> Any:
+    from posttrain.core.data.samplers import has_places
+
     if isinstance(dataset, Mapping):  # several datasets by name
         return None
     if has_places(dataset):

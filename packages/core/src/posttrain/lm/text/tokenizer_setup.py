@@ -65,7 +65,7 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
 def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
     """Problems: special tokens in `args` that the tokenizer does not have, or a tokenizer that cannot be saved."""
     words = tokenizer_of(tokenizer)
-    for name, value in words.init_kwargs.items():
+    for name, value in getattr(words, "init_kwargs", {}).items():  # what is no tokenizer is refused elsewhere
         if isinstance(value, torch.dtype):
             yield ValueError(
                 f"The tokenizer was loaded with {name}={value}, an argument of models with which it cannot be saved; "
