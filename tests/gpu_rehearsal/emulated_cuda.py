@@ -663,12 +663,12 @@ def _varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, windo
     return _OneKernel.apply("attention", attend, pairs, query, key, value)
 
 
-def _rms_norm(x, shape, weight=None, eps=None, _original=F.rms_norm):
+def _rms_norm(x, normalized_shape, weight=None, eps=None, _original=F.rms_norm):
     """What is one kernel on a GPU and several on the CPU."""
     if not isinstance(x, CudaTensor):
-        return _original(x, shape, weight, eps)
+        return _original(x, normalized_shape, weight, eps)
     tensors = (x,) if weight is None else (x, weight)
-    return _OneKernel.apply("rms_norm", lambda x, weight=None: _original(x, shape, weight, eps), 0, *tensors)
+    return _OneKernel.apply("rms_norm", lambda x, weight=None: _original(x, normalized_shape, weight, eps), 0, *tensors)
 
 
 def _norm_kernel(x, shape, weight, eps, _original=rms_norm.KERNEL):
