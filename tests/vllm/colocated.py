@@ -14,7 +14,6 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from posttrain.rl import GRPOConfig, GRPOTrainer
-from posttrain.rl.generation import vllm_colocated
 from posttrain.rl.generation.vllm_colocated import VLLMColocatedGenerator
 from tests import tiny
 from tests.vllm import servers
@@ -50,7 +49,8 @@ def run(trainer) -> dict:
 
 def not_sent(trainer) -> str:
     """What is said when weights do not arrive."""
-    reload, vllm_colocated._reload = vllm_colocated._reload, lambda llm, weights: None
+    llm = trainer.generator._llm
+    call, llm.collective_rpc = llm.collective_rpc, lambda name, **options: None
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.2)
@@ -60,7 +60,7 @@ def not_sent(trainer) -> str:
     except ValueError as error:
         return str(error)
     finally:
-        vllm_colocated._reload = reload
+        llm.collective_rpc = call
 
 
 def main(out: Path) -> None:

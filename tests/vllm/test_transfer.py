@@ -38,5 +38,6 @@ def test_nccl_sends_each_weight_by_vllms_own_sender_to_all_workers(monkeypatch):
         assert [path for path, _ in calls] == ["/init_weight_transfer_engine", *ORDER, *ORDER]
         init = calls[0][1]["init_info"]
         assert init["rank_offset"] == offset and init["world_size"] == 4 and init["master_port"] == 51216
-        assert calls[2][1]["update_info"] == transfer.facts_of(Weights(model))
+        info = {"names": list(weights), "dtype_names": ["float32"] * len(weights)}
+        assert calls[2][1]["update_info"] == info | {"shapes": [list(weight.shape) for weight in weights.values()]}
         assert [calls[place][1] for place in (3, 6)] == [{"weight_version": "one"}, {"weight_version": "two"}]
