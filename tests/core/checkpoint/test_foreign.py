@@ -50,7 +50,7 @@ def write(folder, **files):
 def test_what_pickles_only_objects_is_refused_by_name_and_read_only_when_it_is_allowed(tmp_path):
     made = tmp_path / "made by the pickle"
     torch.save({"state": Payload(made)}, tmp_path / "optimizer.pt")
-    with pytest.raises(pickle.UnpicklingError, match="holds Python objects: io.open.*set allow_pickle=True"):
+    with pytest.raises(pickle.UnpicklingError, match="holds Python objects: _?io.open.*set allow_pickle=True"):
         foreign.read(tmp_path / "optimizer.pt")
     assert not made.exists()
     foreign.read(tmp_path / "optimizer.pt", allow_pickle=True)
