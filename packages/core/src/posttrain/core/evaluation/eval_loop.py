@@ -21,7 +21,7 @@ from posttrain.core.errors import did_you_mean
 from posttrain.core.evaluation.predictions import Kept, check_size, detach, map_tensors, nbytes, restore, to_numpy
 from posttrain.core.logging.metrics import Metrics, means
 from posttrain.core.losses.normalization import accepts, count_rows
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, config_of, evaluating
 from posttrain.core.state import EvalPrediction
 
 logger = logging.getLogger(__name__)
@@ -430,14 +430,8 @@ def as_metrics(returned: Any) -> Mapping[str, Any]:
 @contextlib.contextmanager
 def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     """Set the model (and an optimizer that averages weights) to evaluation mode and each module back at the end."""
-    training = [module for module in model.modules() if module.training]
-    with averages_in(optimizer, otherwise=model.training):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    with averages_in(optimizer, otherwise=model.training), evaluating(model):
+        yield
 
 
 @contextlib.contextmanager

@@ -55,6 +55,20 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this context `model` has no dropout and no gradient checkpointing, with which it would keep no cache. Each
+    module has its own mode again at the end.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def is_peft_model(model: nn.Module) -> bool:
     """Whether `model`, unwrapped, is a `peft.PeftModel`. Does not import peft."""
     return any(kind.__name__ in ("PeftModel", "PeftMixedModel") for kind in type(unwrap(model)).__mro__)

@@ -15,11 +15,11 @@ from torch import nn
 
 from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, evaluating, unwrap
 from posttrain.lm.attention.varlen_attention import PREFIX
 from posttrain.rl.generation.decoding import attention_set
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import check_logps, cut, evaluating, is_float32, prefers_probable, rope_limit
+from posttrain.rl.generation.sampling import check_logps, cut, is_float32, prefers_probable, rope_limit
 from posttrain.rl.generation.transformers import generation_config
 from posttrain.rl.generation.weights import refuse_virtual_tokens
 

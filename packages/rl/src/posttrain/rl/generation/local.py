@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, evaluating, text_part, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.lm.attention.router_replay import Recorder
 from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem, tolerance
@@ -27,7 +27,7 @@ from posttrain.lm.loss.lm_head import packed_head
 from posttrain.rl.generation.decoding import IMPLEMENTATION, DecoderStep, Decoding, HandsNothingOn, decoding_attention
 from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_logits, read_prompts
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
-from posttrain.rl.generation.sampling import evaluating, is_float32, rope_limit
+from posttrain.rl.generation.sampling import is_float32, rope_limit
 from posttrain.rl.generation.transformers import TransformersGenerator, has_own_generate
 
 if TYPE_CHECKING:

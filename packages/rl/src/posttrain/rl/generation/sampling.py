@@ -4,9 +4,8 @@ the model that generates is set up.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -171,18 +170,6 @@ def ends_with_stop(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> boo
     """Whether a completion's end holds a stop string."""
     text = tokenizer.decode(ids[-stop_window(stop) :])
     return any(string in text for string in stop)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Disables dropout and gradient checkpointing, with which a model would keep no cache."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def is_float32(model: nn.Module) -> bool:

@@ -12,14 +12,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import PretrainedModel, base_model, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, evaluating, unwrap
 from posttrain.lm.images.image_features import features_once
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.sampling import (
     check_logps,
     cut,
     ends_with_stop,
-    evaluating,
     is_float32,
     rope_limit,
     sample,

@@ -12,10 +12,10 @@ from torch import nn
 
 from posttrain.core.distributed.sharding import is_in_pieces, is_sharded, whole, whole_shape
 from posttrain.core.losses import selective_log_softmax
-from posttrain.core.models.wrapping import PretrainedModel, base_model, is_peft_model, plain_classes, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, evaluating, is_peft_model, plain_classes, unwrap
 from posttrain.lm.attention.document_positions import invocation_problem
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import evaluating, is_float32
+from posttrain.rl.generation.sampling import is_float32
 
 LARGEST_GAP = 0.1
 """Mean difference of log-probabilities from which a weight sync counts as failed."""
