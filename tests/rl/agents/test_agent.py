@@ -436,6 +436,23 @@ def test_rollouts_of_agents_are_made_while_the_policy_is_trained(tmp_path, is_co
     assert logged and max(logged) <= 2
 
 
+def test_no_more_episodes_run_than_may_where_rollouts_overlap(tmp_path):
+    running, most = set(), []
+
+    async def agent(episode, row):
+        running.add(episode)
+        most.append(len(running))
+        await asyncio.sleep(0.05)
+        running.remove(episode)
+        await episode.generate(row["prompt"])
+
+    engine = CopiedGenerator(scripted())
+    engine.is_concurrent = engine.updates_in_flight = True
+    run = trainer(tmp_path, spread, agent=Agent(agent, inflight=2), generator=engine, args=dict(max_staleness=2))
+    run.train()
+    assert run.rollout_maker.overlap and len(most) == 8 and max(most) == 2
+
+
 def of_two_rollouts(numbers):
     """An async tool that is asked for one of two `numbers`, and waits until it was asked for the other."""
     asked, met = {number: threading.Event() for number in numbers}, []

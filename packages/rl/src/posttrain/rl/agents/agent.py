@@ -10,6 +10,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -54,7 +55,7 @@ class Agent:
         run: ``async (episode, row)``, or a plain function, which runs in a thread, or a command, a text or a list of
             words. It returns its reward, a dict with ``reward`` and further columns for reward functions, or None.
         seconds: of an episode at most; None: no limit. turns: of the policy at most; None: any number.
-        inflight: episodes that run at a time; None: all of a rollout.
+        inflight: episodes that run at a time, of all rollouts that overlap; None: any number.
         host: the address that the endpoint listens at.
 
     Raises:
@@ -199,6 +200,7 @@ class Episodes:
     def __init__(self, agent: Agent, codec: PromptCodec, context: int | None, options: RewardArguments) -> None:
         self.agent, self.codec, self.context, self.options = agent, codec, context, options
         self.endpoint = Endpoint(agent.host)
+        self._places = nullcontext() if agent.inflight is None else asyncio.Semaphore(agent.inflight)
 
     def run(
         self,
@@ -214,7 +216,6 @@ class Episodes:
         """
         loop, found = background.event_loop(), list(samples)
         asked: SimpleQueue[Any] = SimpleQueue()
-        places = asyncio.Semaphore(self.agent.inflight or len(samples))
 
         def take(place: int, one: Ended) -> None:
             found[place] = self._sample(samples[place], one)
@@ -227,7 +228,7 @@ class Episodes:
             return await future
 
         async def one(place: int, sample: Sample) -> Ended:
-            async with places:
+            async with self._places:
                 done = await self._episode(sample, sampling, partial(generate, place))
             asked.put(partial(take, place, done))
             return done
