@@ -62,10 +62,12 @@ def teacher_forced(model, prompt, ids, temperature):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """The head's weight is packed, as that of a large vocabulary is; counts how often."""
+    """Weights are packed as those of a large model are; notes their outputs."""
     monkeypatch.setattr(lm_head, "PACKED_FROM", 0)
     calls, pack = [], torch.ops.mkldnn._reorder_linear_weight
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: calls.append(1) or pack(weight))
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: calls.append(len(weight)) or pack(weight)
+    )
     return calls
 
 
@@ -73,7 +75,18 @@ def packed(monkeypatch):
 def test_a_packed_head_gives_the_same(arch, packed):
     test_greedy_is_token_for_token_what_generate_gives(arch, 256)
     test_log_probabilities_are_those_of_the_whole_text(arch)
-    assert len(packed) == 2
+    assert packed.count(SIZE["vocab_size"]) == 2 and (len(packed) > 2) == (DecoderStep.of(make(arch)[1]) is not None)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_packed_projections_give_the_same(arch, packed):
+    _made, model = make(arch, attention_bias=True)
+    trial = local._Trial.of(model)
+    for name, bias in model.named_parameters():
+        torch.nn.init.normal_(bias) if name.endswith("bias") else None
+    with torch.no_grad(), decoding_attention(model):
+        ways = [local._written(model, trial, torch.device("cpu"), way) for way in (None, DecoderStep.of(model))]
+    assert packed == [64, 32, 128, 32] * 2 and local._gap(*ways) < 1e-5
 
 
 def test_a_head_is_packed_anew_after_its_weight_changed(packed):

@@ -223,7 +223,7 @@ def function_in_head(
 
 
 PACKED_FROM = 2**22
-"""Minimum size of a weight for `packed_head`: smaller ones stay in the cache and gain nothing."""
+"""Minimum size of weights that are packed: smaller ones stay in the cache and gain nothing."""
 
 
 def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -247,13 +247,17 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(linear) is nn.Linear
-        and linear.weight.device.type == "cpu"
-        and linear.weight.numel() >= PACKED_FROM
-        and product_dtype(linear.weight, linear.weight) == torch.float32
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
+        and gains_from_packing(linear.weight, product_dtype(linear.weight, linear.weight), linear.weight.numel())
         and not {"forward", "_old_forward"} & set(vars(linear))
     )
+
+
+def gains_from_packing(weight: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
+    """Whether products of few rows with weights like `weight`, `size` numbers in all that each forward reads, are
+    faster in oneDNN's layout, for products in `dtype`.
+    """
+    enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return enabled and weight.device.type == "cpu" and dtype == torch.float32 and size >= PACKED_FROM
 
 
 def _aligned(

@@ -31,6 +31,7 @@ from posttrain.lm.attention.attention_blocks import Layout, piece_by_piece
 from posttrain.lm.attention.padding_masks import has_other_hooks
 from posttrain.lm.attention.segments import Segments
 from posttrain.lm.attention.varlen_attention import layer_window, segment_attention
+from posttrain.lm.loss.lm_head import gains_from_packing
 from posttrain.rl.generation import decode_kernels
 from posttrain.rl.generation.block import Block, FixedBlock, Text
 from posttrain.rl.generation.sampling import FIXED_ROPE
@@ -198,16 +199,20 @@ def _attention_function(
 
 
 class _Projection(NamedTuple):
-    """``x @ weight + bias``; the weight is (inputs, outputs)."""
+    """``x @ weight + bias``; the weight is (inputs, outputs), or (outputs, inputs) in oneDNN's layout."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.is_mkldnn:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def added(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``total + self(x)``."""
+        if self.weight.is_mkldnn:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, total, self.weight, self.bias, "add")
         if self.bias is None and total.dtype == x.dtype:
             return torch.addmm(total, x, self.weight)
         return total + self(x)
@@ -247,6 +252,7 @@ class DecoderStep:
             self.head = self._joined(self.head)
         self.activation = body.layers[0].mlp.act_fn
         self.norm = body.norm.weight
+        self.packs = gains_from_packing(self.norm, dtype, sum(p.numel() for p in body.layers.parameters()))
         self.size = body.layers[0].self_attn.head_dim
         self.layers = [self._layer(layer) for layer in body.layers]
         self.constant = torch.full((1,), self.eps, device=self.norm.device)
@@ -298,7 +304,8 @@ class DecoderStep:
         biases = [_plain(linear).bias for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         weight = weight if norm is None else weight * norm
-        return _Projection(weight.t(), None if biases[0] is None else torch.cat([b.to(self.dtype) for b in biases]))
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packs else weight.t()
+        return _Projection(weight, None if biases[0] is None else torch.cat([b.to(self.dtype) for b in biases]))
 
     def prepare(self, longest: int) -> None:
         """Be ready for positions up to `longest`. Outside of the step, whose graph must not depend on it."""
