@@ -1,5 +1,6 @@
 """Sampling that goes on while the trainer learns: bound on staleness, order of prompts, corrections, resuming."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -635,6 +636,91 @@ def test_an_epoch_that_a_callback_ends_drops_what_was_read_ahead_of_it(tmp_path)
     ahead = make(tmp_path / "ahead", max_staleness=2, **changes)
     ahead.train()
     assert prompts_of(ahead) == prompts_of(straight)
+
+
+# ---- groups that are carried on
+
+
+class Beside(CopiedGenerator):
+    """Takes several calls at a time, and weights meanwhile."""
+
+    is_concurrent = updates_in_flight = True
+
+    def __init__(self):
+        super().__init__(LocalGenerator(tiny.tokenizer()))
+        self.lock = threading.Lock()
+
+    def generate(self, *asked):
+        with self.lock:
+            return super().generate(*asked)
+
+    def sync_weights(self, model):
+        with self.lock:
+            super().sync_weights(model)
+
+
+def carrying(out, is_slow, callbacks=(), **changes):
+    """A run of four groups a step, whose agent waits as long as `is_slow(prompt, trainer)`."""
+
+    async def agent(episode, row):
+        answer = await episode.generate([{"role": "user", "content": row["prompt"]}])
+        until = time.monotonic() + WAIT
+        while is_slow(row["prompt"], trainer):
+            assert time.monotonic() < until, "no step was made without this group"
+            await asyncio.sleep(0.01)
+        return float(len(answer["content"]) % 5)
+
+    usual = {"num_generations": 2, "max_completion_length": 6, "gradient_checkpointing": False, "max_staleness": 3,
+             "sample_ahead": 1, "shuffle_dataset": False, "num_train_epochs": 1}  # fmt: skip
+    trainer = recording(GRPOTrainer)(
+        tiny.causal_lm(initializer_range=0.1), None, arguments(GRPOConfig, out, **(usual | changes)),
+        [{"prompt": row["prompt"]} for row in text_rows(24)], agent=agent, generator=Beside(), callbacks=[*callbacks],
+        processing_class=tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS),
+    )  # fmt: skip
+    return trainer
+
+
+FIRST = text_rows(24)[0]["prompt"]
+
+
+def steps_of_first(found):
+    """The steps that learned from the first group."""
+    return {line["step"] for line in found.used if line["rollout"] == 0 and line["sample"] < 2}
+
+
+def test_a_group_that_takes_longer_is_carried_into_later_steps(tmp_path):
+    """It ends after two steps were made, which learn from those of the next batch instead."""
+    trainer = carrying(tmp_path, lambda prompt, run: prompt == FIRST and run.state.global_step < 2)
+    trainer.train()
+    found = audit(tmp_path)
+    assert found.problems == [] and trainer.state.global_step == 6 and len(found.used) == 8 * 6
+    assert steps_of_first(found) in ({3}, {4})
+    assert {line["rollout"] for line in found.used if line["step"] == 1} == {0, 1}
+
+
+def test_a_group_is_waited_for_before_it_is_too_old(tmp_path):
+    due = []
+
+    def is_slow(prompt, run):
+        due.extend([time.monotonic()] * (run.state.global_step == 3))
+        return prompt == FIRST and (not due or time.monotonic() < due[0] + 1)
+
+    trainer = carrying(tmp_path, is_slow)
+    trainer.train()
+    found = audit(tmp_path)
+    assert found.problems == [] and len(found.used) == 8 * 6
+    assert steps_of_first(found) == {4}  # by when it is three steps old
+
+
+def test_a_run_that_resumes_samples_again_what_was_carried_and_nothing_else(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(PowerCut):
+        carrying(tmp_path, lambda prompt, run: prompt == FIRST, [Cut(2)], **changes).train()
+    resumed = carrying(tmp_path, lambda *_: False, **changes)
+    resumed.train(resume_from_checkpoint=True)
+    found = audit(tmp_path)
+    assert found.problems == [] and resumed.state.global_step == 6 and len(found.used) == 8 * 6
+    assert len({line["prompt"] for line in found.used}) == 24 and min(steps_of_first(found)) > 2
 
 
 # ---- user code in the background

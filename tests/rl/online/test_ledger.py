@@ -76,6 +76,7 @@ def test_an_audit_finds_what_is_used_twice_missing_or_too_old(tmp_path):
     assert found.problems == [
         "sample (0, 1) was used 2 times",
         "rollout 1 has no line",
+        "rollout 2 lacks the samples [1]",
         "sample (2, 0) was 2 steps old in step 3, above 1",
     ]
     assert found.used[-1]["reward"] is None and found.used[-1]["versions"] == [0, 1]

@@ -100,7 +100,8 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         buffer.heap = [one for one in buffer.heap if one[1].state_dict().keys() == fields]
         buffer.add([score for _, score, _ in good], [group for *_, group in good])
         places = sorted({*range(self.layout.prompts)} - {number for number, *_ in good})
-        drawn = buffer.sample(len(places), mix(self.args.seed, samples[0].rollout)) if places else []
+        number = min(self.dist.gather_object(samples[0].rollout))  # which may differ from process to process
+        drawn = buffer.sample(len(places), mix(self.args.seed, number)) if places else []
         instead = dict(zip(places, drawn, strict=False))  # empty if the buffer is
         self.metrics.add_sum("replay_buffer/replayed", sum(number in instead for number in numbers), len(numbers))
         return Rollout.joined([instead.get(number, group) for number, group in zip(numbers, groups, strict=True)])

@@ -274,6 +274,13 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
         "Above 0 the next rollouts are sampled and scored while the policy is trained; 0: sample and train in turn.",
         min=0,
     )
+    sample_ahead: int | None = opt(
+        None,
+        "Optimizer steps by which sampling is ahead of training, at most; None: max_staleness. Below it, groups of "
+        "trajectories that take longer are carried into later steps, which learn from those that have ended.",
+        min=1,
+        needs="max_staleness",
+    )
     sample_ledger: bool | None = opt(
         None,
         "Write a line for each completion into samples-<rank>.jsonl in the output folder: prompt, weights, reward, and "
@@ -398,6 +405,11 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
             yield (
                 "max_staleness above 0 samples while the policy is trained, and vllm_mode='colocate' generates and "
                 "trains in turn; set vllm_mode='server', or max_staleness=0"
+            )
+        if self.sample_ahead is not None and self.sample_ahead > self.max_staleness > 0:
+            yield (
+                f"sample_ahead={self.sample_ahead} samples further ahead than max_staleness={self.max_staleness} lets "
+                "completions be old; set it to that or less"
             )
         if self.max_staleness and self.use_transformers_continuous_batching:
             yield (

@@ -8,6 +8,10 @@ and those with tools and environments that run beside each other: async ones, or
 of prompts is handed over at the earliest optimizer step from which its completions are at most `max_staleness` steps
 old when they are learned from. So the bound holds without dropping a completion, and it limits the queue.
 
+With `sample_ahead` below that, batches are handed over later, and their completions have steps to spare: a rollout is
+made of the parts that have ended first, whichever batches they are of, unless the others would be too old by their
+turn. Where rollouts overlap, a part is one group, else a whole batch.
+
 Each token keeps the log-probability under the weights that wrote it, and completions are weighted by the ratio of the
 policy at the beginning of their rollout to it: decoupled PPO, Hilton et al. 2021, https://arxiv.org/abs/2110.00641, as
 in AReaL, Fu et al. 2025, https://arxiv.org/abs/2505.24298.
@@ -16,11 +20,11 @@ in AReaL, Fu et al. 2025, https://arxiv.org/abs/2505.24298.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,13 +112,14 @@ class Worker:
             del item
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """A batch of prompts that is sampled and scored in the background.
+    """A batch of prompts, or a part of it, that is sampled and scored in the background.
 
     Attributes:
-        epoch: that its rows are of. position: of the loader before these rows.
-        number: of the rollout, which gives its random numbers.
+        epoch: that its rows are of. position: of the loader before the batch.
+        number: of the batch, which gives its random numbers. part: of the batch, from 0.
+        version: the optimizer step of the weights with which it was begun.
         metrics, clock: what the background threads have logged.
     """
 
@@ -122,6 +127,8 @@ class Job:
     rows: list[dict[str, Any]]
     position: dict[str, Any]
     number: int = 0
+    part: int = 0
+    version: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     clock: Clock = field(default_factory=Clock)
     sampled: Future[list[Sample]] = field(default_factory=Future)
@@ -138,14 +145,26 @@ class Job:
 
 
 class Background:
-    """The rollouts of one run that are on their way."""
+    """The rollouts of one run that are on their way.
+
+    Attributes:
+        jobs: in the order of their batches. parts: of a batch.
+        used: of batches of which other parts are on their way, those that are not: (number, part).
+    """
 
     def __init__(self, rollouts: Rollouts) -> None:
-        self.rollouts, self.max_staleness = rollouts, rollouts.args.max_staleness
-        self.jobs: deque[Job] = deque()
-        self._sampler = Worker("posttrain-sample", self.max_staleness + 1 if rollouts.overlap else 1)
-        self._scorer = Worker("posttrain-score", rollouts.args.reward_concurrency)
+        args, layout, overlap = rollouts.args, rollouts.owner.layout, rollouts.overlap
+        self.rollouts, self.max_staleness = rollouts, args.max_staleness
+        self.ahead = args.sample_ahead or args.max_staleness
+        divides = overlap and self.ahead < self.max_staleness and layout.chunk % layout.group_size == 0
+        self.parts = layout.per_process // layout.group_size if divides else 1
+        self.jobs: list[Job] = []
+        self.used: set[tuple[int, int]] = set()
+        self._sampler = Worker("posttrain-sample", self.parts * (self.ahead + 1) if overlap else 1)
+        self._scorer = Worker("posttrain-score", args.reward_concurrency)
         self._epoch, self._plan = 0, Plan(1, None, 0, 0)
+        self._window = 0, 0  # optimizer steps before it, and micro-batches left of an earlier rollout
+        self._taken = 0  # rollouts, since the window began
         self._loader: Any = None
         self._batches: Iterator[Any] = iter(())
         self._ahead: Iterator[Any] | None = None  # of the next epoch
@@ -163,8 +182,7 @@ class Background:
             batches = self._ahead
         self._batches = iter(loader) if batches is None else batches
         self._epoch, self._loader, self._ahead, self._num_ahead = epoch, loader, None, 0
-        for job in [job for job in self.jobs if job.epoch < epoch]:  # a callback ended the epoch
-            self._drop(job, "its epoch has ended")
+        self._drop([job for job in self.jobs if job.epoch < epoch], "its epoch has ended")  # by a callback
         if self._next is not None and self._next.epoch < epoch:
             self._next = None
         return self._batches
@@ -173,20 +191,45 @@ class Background:
         """Begin the rollouts that may begin at the start of an accumulation window, after so many optimizer steps of
         `plan`, with so many micro-batches `left` of the present rollout.
         """
-        self._plan = plan
-        most = min(self.max_staleness, plan.max_steps - step - 1)
+        self._plan, self._window, self._taken = plan, (step, left), 0
+        most = min(self.ahead, plan.max_steps - step - 1)
         while (job := self._peek()) is not None and self._steps_until(job, left) <= most:
             self._begin(job)
 
-    def take(self) -> Job | None:
-        """The oldest rollout of this epoch, scored; None where the prompts are used up."""
+    def take(self) -> list[Job]:
+        """The parts of the next rollout of this epoch, scored; none where the prompts are used up."""
         if not self.jobs and (job := self._peek()) is not None:
             self._begin(job)
-        if not self.jobs or self.jobs[0].epoch != self._epoch:
-            return None
-        self.rollouts.owner.sampler.with_attempts(lambda: self.jobs[0].sampled.result(), self._again)
-        self.jobs[0].scored.result()
-        return self.jobs.popleft()
+        found = self._first_ended([job for job in self.jobs if job.epoch == self._epoch])
+        if not found:
+            return []
+        self.rollouts.owner.sampler.with_attempts(lambda: [job.sampled.result() for job in found], self._again)
+        for job in found:
+            job.scored.result()
+            self.jobs.remove(job)
+        oldest = self.jobs[0].number if self.jobs else math.inf
+        self.used = {one for one in self.used | {(job.number, job.part) for job in found} if one[0] >= oldest}
+        self._taken += 1
+        return found
+
+    def _first_ended(self, here: list[Job]) -> list[Job]:
+        """Those of `here` that make the next rollout: the first that have ended, once the others can wait."""
+        if self.ahead == self.max_staleness:
+            return here[: self.parts]
+        while True:
+            found = [job for job in here if job.scored.done()][: self.parts]
+            left = [job for job in here if job not in found]
+            running = [job.scored for job in left if not job.scored.done()]
+            turns = (self._step_of(self._taken + 1 + place // self.parts) for place in range(len(left)))
+            can_wait = all(turn <= job.version + self.max_staleness for turn, job in zip(turns, left, strict=True))
+            if not running or (can_wait and len(found) == self.parts):
+                return found
+            wait(running, return_when=FIRST_COMPLETED)
+
+    def _step_of(self, rollout: int) -> int:
+        """The optimizer steps before the window that `rollout` begins in, of those since the present window began."""
+        step, left = self._window
+        return step + (left + rollout * self.rollouts.per_rollout) // self._plan.accumulation
 
     def _again(self) -> None:
         """Send the weights to an engine that came back, and begin the rollouts that it lost again."""
@@ -200,56 +243,62 @@ class Background:
         the same prompts, with the weights of the checkpoint.
         """
         if self.jobs:
-            return {"loader": self.jobs[0].position, "rollouts": self.jobs[0].number}
+            used = {"used_parts": list(map(list, self.used)), "parts": self.parts} if self.used else {}
+            return {"loader": self.jobs[0].position, "rollouts": self.jobs[0].number} | used
         return {} if self._next is None else {"loader": self._next.position}
 
     def close(self) -> None:
         """Drop what is on its way."""
-        for job in list(self.jobs):
-            self._drop(job, "the run has ended")
+        self._drop(list(self.jobs), "the run has ended")
         self._sampler.end()
         self._scorer.end()
         if self._of_main is not None:
             self.rollouts.owner.metrics, self.rollouts.owner.clock = self._of_main
 
-    def _drop(self, job: Job, why: str) -> None:
-        self.jobs.remove(job)
-        if self.rollouts.ledger is not None:
-            self.rollouts.ledger.dropped(job.number, why)
-        job.sampled.cancel()
-        job.scored.cancel()
+    def _drop(self, jobs: list[Job], why: str) -> None:
+        for job in jobs:
+            self.jobs.remove(job)
+            job.sampled.cancel()
+            job.scored.cancel()
+        for number in dict.fromkeys(job.number for job in jobs):
+            if self.rollouts.ledger is not None:
+                self.rollouts.ledger.dropped(number, why)
 
     def _steps_until(self, job: Job, left: int) -> int:
         """Optimizer steps before the window that will begin with `job`, which is the next one."""
         here, size = sum(job.epoch == self._epoch for job in self.jobs), self._plan.accumulation
-        per_rollout = self.rollouts.per_rollout
-        micro_batches = left + here * per_rollout
+        per_rollout, others = self.rollouts.per_rollout, len(self.jobs) - here
+        micro_batches = left - (-here // self.parts) * per_rollout
         if job.epoch == self._epoch:
             return micro_batches // size
-        return -(-micro_batches // size) + (len(self.jobs) - here) * per_rollout // size
+        return -(-micro_batches // size) + others // self.parts * per_rollout // size
 
     def _begin(self, job: Job) -> None:
-        """Begin the rollout of the prompts that were read last."""
+        """Begin what is not used yet of the batch of prompts that was read last."""
         self._next = None
         self.rollouts.sync()
-        job.rows, job.number = self.rollouts.begun(job.rows)
-        self._submit(job)
-        self.jobs.append(job)
+        rows, number = self.rollouts.begun(job.rows)
+        size, version = len(rows) // self.parts, self.rollouts.owner.sampler.version
+        for part in range(self.parts):
+            if (number, part) not in self.used:
+                own = rows[part * size : (part + 1) * size]
+                self.jobs.append(Job(job.epoch, own, job.position, number, part, version))
+                self._submit(self.jobs[-1])
 
     def _submit(self, job: Job) -> None:
-        job.sampled, job.scored = sampled, _ = Future[list[Sample]](), Future[Scored]()
+        job.sampled, job.scored = sampled, scored = Future[list[Sample]](), Future[Scored]()
 
         def sample() -> list[Sample]:
             with job.logging():
-                return self.rollouts.complete(self.rollouts.begin(job.rows, job.number))
+                return self.rollouts.complete(self.rollouts.begin(job.rows, job.number, job.part))
 
         def score() -> Scored:
             samples = sampled.result()
             with job.logging():
                 return samples, self.rollouts.score(samples)
 
-        self._sampler.submit(job.sampled, sample)
-        self._scorer.submit(job.scored, score)
+        sampled.add_done_callback(lambda _: self._scorer.submit(scored, score))
+        self._sampler.submit(sampled, sample)
 
     def _peek(self) -> Job | None:
         """The prompts that come next; None where there are no more that may be read now."""

@@ -81,7 +81,7 @@ class Audit:
         used: the lines of the completions that count, in the order of their rollouts.
         left_out: those of completions that dynamic sampling left out.
         dropped: rollouts that were dropped, with the reason.
-        problems: completions learned from twice, rollouts without a line, completions older than the bound.
+        problems: completions learned from twice or not at all, and those older than the bound.
     """
 
     used: list[dict[str, Any]]
@@ -104,10 +104,14 @@ def audit(folder: str | Path) -> Audit:
     problems = [
         f"sample {place} was used {times} times" for place, times in Counter(map(_place, used)).items() if times > 1
     ]
-    seen = {line["rollout"] for line in found}
+    seen: dict[int, set[int]] = {}
+    for line in found:
+        seen.setdefault(line["rollout"], set()).add(line["sample"])
+    places = {place for some in seen.values() for place in some}
     for rollout in range(max([*seen, *dropped], default=-1) + 1):
-        if rollout not in seen and rollout not in dropped:
-            problems.append(f"rollout {rollout} has no line")
+        if rollout not in dropped and (lacks := sorted(places - seen.get(rollout, set()))):
+            what = f"lacks the samples {lacks}" if rollout in seen else "has no line"
+            problems.append(f"rollout {rollout} {what}")
     for line in used:
         age = line["step"] - 1 - line["versions"][0]
         if age > bound:

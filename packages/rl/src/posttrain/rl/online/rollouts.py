@@ -31,7 +31,7 @@ from posttrain.rl.online.curriculum import NUMBER, Curriculum
 from posttrain.rl.online.ledger import Ledger
 from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.sampler import with_versions
-from posttrain.rl.rewards.scoring import GroupScores, Scores
+from posttrain.rl.rewards.scoring import GroupScores, Scores, joined
 from posttrain.rl.samples.samples import Rollout, Sample, sequences
 
 if TYPE_CHECKING:
@@ -241,13 +241,17 @@ class Rollouts:
         sampler, clock = self.owner.sampler, self.owner.clock
         if self.background is not None:
             with clock("wait"):
-                job = self.background.take()
-            if job is None:
+                jobs = self.background.take()
+            if not jobs:
                 return None
-            self.owner.metrics.update(job.metrics.state_dict())
-            for phase, seconds in job.clock.phases.items():
-                clock.add(phase, seconds)
-            samples, scores = job.scored.result()
+            for job in jobs:
+                self.owner.metrics.update(job.metrics.state_dict())
+            phases = [job.clock.phases for job in jobs]
+            for phase in {name: None for own in phases for name in own}:
+                clock.add(phase, max(own.get(phase, 0.0) for own in phases))  # they ran beside each other
+            parts = [job.scored.result() for job in jobs]
+            samples = [sample for some, _ in parts for sample in some]
+            scores = joined([own for _, own in parts], [len(some) for some, _ in parts])
         else:
             if (read := next(batches, None)) is None:
                 return None
@@ -274,9 +278,10 @@ class Rollouts:
         own = [(number, value) for number, value in zip(numbers, passed, strict=True) if number is not None]
         curriculum.update([one for part in self.owner.dist.gather_object(own) for one in part])
 
-    def begin(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
-        """Samples of rollout `number`, without completions."""
+    def begin(self, rows: list[dict[str, Any]], number: int, part: int = 0) -> list[Sample]:
+        """Samples of rollout `number`, without completions; `rows` are that part of it."""
         places, seed = self.owner.layout.numbers(self.owner.dist.rank).tolist(), self.args.seed
+        places = places[part * len(rows) : (part + 1) * len(rows)]
         numbers = [row.get(NUMBER) for row in rows]
         rows = rows if self.curriculum is None else [{k: v for k, v in row.items() if k != NUMBER} for row in rows]
         return [
@@ -439,6 +444,15 @@ class Rollouts:
         self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])
+        parts = None if self.background is None else self.background.parts
+        if self.background is not None and [*dealt, parts] == [*state["dealt"], state.get("parts")]:
+            self.background.used = {(number, part) for number, part in state["used_parts"]}
+        elif "used_parts" in state:
+            logger.warning(
+                "The checkpoint was saved while groups of prompts were carried on, of rollouts that were divided "
+                "differently: %d groups that were learned from are sampled again.",
+                len(state["used_parts"]),
+            )
         if "rollout" in state and state["dealt"] == dealt:
             self.rollout, self.used = Rollout.from_state(state["rollout"]), state["used"]
         elif "rollout" in state:

@@ -561,7 +561,8 @@ class RolloutTrainer(LanguageModelTrainer):
         """As the core's, with those left of the present rollout, which goes on if it is distributed as before."""
         each = self.rollout_maker.per_rollout
         goes_on = "rollout" in saved and saved["dealt"] == self._how_dealt()
-        return super().batches_left(loader, saved) * each + (each - saved["used"] if goes_on else 0)
+        left = super().batches_left(loader, saved) - len(saved.get("used_parts", ())) // saved.get("parts", 1)
+        return left * each + (each - saved["used"] if goes_on else 0)
 
     # ------------------------------------------------------------------------------------------------ a rollout
 
