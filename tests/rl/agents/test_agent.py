@@ -550,6 +550,13 @@ def test_a_command_is_run_for_each_row_and_its_verifier_gives_the_reward(tmp_pat
     assert run.rollout_maker.score(done).rewards[:, 0].tolist() == rewards and [len(one.ids) for one in done] == [4, 4]
 
 
+def test_what_a_row_says_is_a_word_of_a_command_whatever_is_in_it(tmp_path):
+    program, row = "import sys; print(sys.argv[1].count(sys.argv[2]))", {"a": "{b}{b}", "b": "{a}"}
+    run = trainer(tmp_path, agent=[sys.executable, "-c", program, "{a}", "b"])
+    (done,) = run.rollout_maker.sample(run.new_samples([row]))
+    assert done.extra["agent_reward"] == 2.0
+
+
 def test_a_command_knows_its_folder_also_by_its_variable(tmp_path):
     """Programs that start others there, as coding agents do, go by it."""
     run = trainer(tmp_path, agent=[sys.executable, "-c", "import os; print(int(os.environ['PWD'] == os.getcwd()))"])

@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from posttrain.rl.agents.endpoint import Endpoint  # noqa: E402
-from posttrain.rl.agents.recorder import Recorder  # noqa: E402
+from posttrain.rl.agents.recorder import Recorder, Written  # noqa: E402
 from posttrain.rl.generation.protocol import Sampling  # noqa: E402
 from posttrain.rl.rewards import background  # noqa: E402
 from posttrain.rl.samples.prompts import PromptCodec  # noqa: E402
@@ -184,6 +184,13 @@ def test_a_changed_history_begins_a_branch(agents):
     assert made.recorders[0].sequences() == [[alone], [one, two, three], [one, two, branch]]
 
 
+def test_a_trajectory_may_have_any_number_of_turns():
+    turn = None
+    for _ in range(3000):
+        turn = Written(turn, [5], [6], [-1.0], None, True, True, [], 0, (), ())
+    assert len(turn.path) == 3000 and turn.tokens == [5, 6] * 3000
+
+
 def test_whose_key_opens_what(agents):
     made = agents(sums)
     one, other = made.open(), made.open()
@@ -214,6 +221,7 @@ def test_what_a_request_may_not_be(agents):
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     assert "text alone" in refused({"messages": image})[1]
     assert refused({"input": [], "previous_response_id": "resp_7"}, "responses")[0] == 400
+    assert refused({"input": "2 and 3?", "previous_response_id": "resp_7"}, "responses")[0] == 404
     assert made.post(access, "chat/completions", {"messages": ASKED}).status_code == 200
     assert refused({"messages": ASKED}) == (400, "This trajectory has had its 1 turns.")
     assert made.recorders[0].cut == "turns"

@@ -197,6 +197,15 @@ async def leave(code: int):
     raise SystemExit(code)
 
 
+def quits(code: int):
+    """Leave.
+
+    Args:
+        code: Any.
+    """
+    exec(f"raise SystemExit({code})")
+
+
 async def is_cut_off(code: int):
     """Ask a server that hangs up.
 
@@ -208,12 +217,16 @@ async def is_cut_off(code: int):
 
 @pytest.mark.parametrize(
     ("tool", "why"),
-    [(leave, "it called sys.exit(3)"), (is_cut_off, "it cancelled itself, or what it awaited")],
+    [
+        (leave, "RuntimeError: it called sys.exit(3)"),
+        (quits, "SystemExit: 3"),
+        (is_cut_off, "RuntimeError: it cancelled itself, or what it awaited"),
+    ],
 )
 def test_a_tool_that_exits_or_is_cut_off_has_failed(tool, why):
     one, (go_on, _) = sample(call(tool.__name__, code=3)), writer("oh")
     [one] = converse(Environments([tool]), [one], CODEC, go_on, 500)
-    assert one.completion[1]["content"] == f"error: RuntimeError: {why}"
+    assert one.completion[1]["content"] == f"error: {why}"
 
 
 @pytest.mark.parametrize(("result", "read"), [

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import tempfile
@@ -78,9 +79,9 @@ def _words(command: str | Sequence[str]) -> list[str]:
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
+    """`word` with the values of names in it, in which other names in braces stay as they are."""
+    names = "|".join(map(re.escape, values))
+    return re.sub(f"{{({names})}}", lambda found: values[found[1]], word)
 
 
 async def _run(

@@ -320,7 +320,7 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
     try:
         with _naming_slow(call.name):
             result = tool(**call.arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of code that the policy wrote, perhaps
         return _failure(error)
     return _as_text(call.name, result), False
 
@@ -365,7 +365,7 @@ def _is_readable(value: Any) -> bool:
     return not kind.__module__.startswith("PIL.") and (kind.__repr__, kind.__str__) != (object.__repr__, object.__str__)
 
 
-def _failure(error: Exception) -> tuple[str, bool]:
+def _failure(error: BaseException) -> tuple[str, bool]:
     """The message to the policy about an error of a tool or in its arguments."""
     if problem := _of_threads(error):
         raise RuntimeError(
@@ -376,7 +376,7 @@ def _failure(error: Exception) -> tuple[str, bool]:
     return f"error: {type(error).__name__}: {error}", True
 
 
-def _of_threads(error: Exception) -> str | None:
+def _of_threads(error: BaseException) -> str | None:
     signs = {
         sqlite3.ProgrammingError: ("same thread",),
         ValueError: ("signal only works in main thread",),

@@ -74,7 +74,11 @@ class Written:
     @property
     def path(self) -> list[Written]:
         """The turns up to this one, from the first."""
-        return [*(self.before.path if self.before is not None else ()), self]
+        found, turn = [], self
+        while turn is not None:  # a trajectory may have more turns than calls may be nested
+            found.append(turn)
+            turn = turn.before
+        return found[::-1]
 
     @property
     def tokens(self) -> list[int]:
@@ -125,7 +129,6 @@ class Recorder:
         if self.max_turns is not None and self._begun >= self.max_turns:
             self.cut = "turns"
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
-        number, self._begun = self._begun, self._begun + 1
         try:
             request = self._whole(request)
             before, asked = self._continued(request)
@@ -134,6 +137,7 @@ class Recorder:
             raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
         sampling = self._with_room(request, before, asked, len(ids))
+        number, self._begun = self._begun, self._begun + 1
         turn = asyncio.ensure_future(self.generate(ids, sampling, mix(self.seed, number) if number else self.seed))
         self._open.add(turn)
         try:
