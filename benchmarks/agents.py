@@ -16,6 +16,9 @@ their end, then all tools run to theirs. Tokens trained a second count rollout, 
 each group has slow tools or none has, with `max_staleness` of 0 and of 2. A step takes 1.6 s beside the processor, and
 the slow episodes 2.3 s.
 
+`carried`: steps of 0.4 s beside the processor, and one group in each second rollout whose tools take 4 s: seconds that
+training waits for a rollout, and the mean age of what it learns from, with `max_staleness` and `sample_ahead`.
+
 `overhead`: 256 episodes of 8 turns on a stand-in for a server that answers each turn after 50 ms, through Python
 (`generate`), through HTTP, and in the rollout process: what a turn costs beyond that, and the trainer's memory of an
 episode in flight.
@@ -42,16 +45,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from grpo import VOCABULARY, tokenizer
 
-from posttrain.core import testing
+from posttrain.core import TrainerCallback, testing
 from posttrain.rl import Agent, GRPOConfig, GRPOTrainer
+from posttrain.rl.agents.scheduler import TurnsTogether
 from posttrain.rl.generation import Completions
-from posttrain.rl.online.sampler import Policy, TurnsTogether
+from posttrain.rl.online.sampler import Sampler
 from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import ToolProtocol, Turn
 
 GROUPS, GROUP, TURNS, TOKENS, TOOL, SLOWER = 4, 8, 4, 16, 0.05, 10
 ROUNDS = 3
-EPISODES, LATENCY, PER_TOKEN, LEARNS = 256, 0.05, 0.005, 0.4
+EPISODES, LATENCY, PER_TOKEN, LEARNS, STEP = 256, 0.05, 0.005, 0.4, 0.4
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 TOOLS = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -81,11 +85,11 @@ def arguments(folder: str, **others) -> GRPOConfig:
     return GRPOConfig(folder, **(usual | others))
 
 
-def trainer(agent, folder: str, policy, engine=None, kind=GRPOTrainer, **others):
+def trainer(agent, folder: str, policy, engine=None, kind=GRPOTrainer, prompts=GROUPS, **others):
     words = tokenizer()
     words.chat_template = TEMPLATE
     args = arguments(folder, **others)
-    rows = [{"number": i} for i in range(GROUPS)]
+    rows = [{"number": i % (2 * GROUPS)} for i in range(prompts)]
     return kind(policy, None, args, rows, processing_class=words, generator=engine, agent=agent)
 
 
@@ -116,12 +120,12 @@ def seconds(run, rows) -> float:
 
 @contextlib.contextmanager
 def in_lock_step():
-    own = Policy.open
-    Policy.open = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.turn)]))
+    own = Sampler.open_turns
+    Sampler.open_turns = contextlib.contextmanager(lambda self, wake: iter([TurnsTogether(self.generate_turn)]))
     try:
         yield
     finally:
-        Policy.open = own
+        Sampler.open_turns = own
 
 
 def together(run, rows) -> float:
@@ -185,19 +189,19 @@ class Called:
 @contextlib.contextmanager
 def calls_after_each_turn(together: bool):
     """The policy calls `Room.go_on` in each turn; where `together`, its turns are written to their ends."""
-    own, read = Policy.open, ToolProtocol.read
+    own, read = Sampler.open_turns, ToolProtocol.read
 
     @contextlib.contextmanager
     def open_(self, wake):
-        with contextlib.nullcontext(TurnsTogether(self.turn)) if together else own(self, wake) as turns:
+        with contextlib.nullcontext(TurnsTogether(self.generate_turn)) if together else own(self, wake) as turns:
             yield Called(turns)
 
-    Policy.open = open_
+    Sampler.open_turns = open_
     ToolProtocol.read = lambda *_: Turn({"role": "assistant", "content": ""}, (Call("go_on", {}),))
     try:
         yield
     finally:
-        Policy.open, ToolProtocol.read = own, read
+        Sampler.open_turns, ToolProtocol.read = own, read
 
 
 def conversations(run, rows, together: bool = False):
@@ -296,6 +300,39 @@ def ahead_of_training(steps: int = 8) -> None:
     for bound in (0, 2):
         print(f"ahead of training, max_staleness={bound}: {each[bound, True]:.2f} s a step, {each[bound, False]:.2f} s "
               f"without slow episodes ({each[bound, False] / each[bound, True]:.2f})", flush=True)  # fmt: skip
+
+
+class Rests(TrainerCallback):
+    """Lets each optimizer step take `STEP` seconds more, and notes when it has ended."""
+
+    def __init__(self):
+        self.ends = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(STEP)
+        self.ends.append(time.perf_counter())
+
+
+def carried(steps: int = 30) -> None:
+    async def run(episode, row):
+        await agent("")(episode, row | {"slow": False})
+        await asyncio.sleep(10 * STEP if row["number"] == 0 else 0)
+        return 1.0
+
+    for bound, ahead in ((2, None), (8, None), (8, 2), (8, 4)):
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Server(0.0)
+            engine.updates_in_flight = True
+            one = trainer(run, folder, model(64, 1, 128), engine, prompts=GROUPS * steps, max_staleness=bound,
+                          sample_ahead=ahead, steps_per_generation=GROUPS, gradient_accumulation_steps=GROUPS,
+                          max_steps=steps, shuffle_dataset=False, logging_steps=1)  # fmt: skip
+            one.add_callback(rests := Rests())
+            one.train()
+            each, records = (rests.ends[-1] - rests.ends[9]) / (steps - 10), one.state.log_history[10:-1]
+            waits, ages = (statistics.mean(record[name] for record in records if name in record)
+                           for name in ("perf/wait_seconds", "staleness/mean"))  # fmt: skip
+            print(f"carried, max_staleness={bound}, sample_ahead={ahead}: {each:.2f} s a step, {waits:.2f} s of them "
+                  f"waiting, completions are {ages:.1f} steps old", flush=True)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ beside the engine
@@ -419,5 +456,6 @@ if __name__ == "__main__":
     slow_episodes()
     slow_conversations()
     ahead_of_training()
+    carried()
     overhead()
     busy_reward()

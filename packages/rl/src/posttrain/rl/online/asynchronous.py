@@ -192,6 +192,8 @@ class Background:
         `plan`, with so many micro-batches `left` of the present rollout.
         """
         self._plan, self._window, self._taken = plan, (step, left), 0
+        if self.parts > 1:
+            self.rollouts.sync()  # also where only other processes begin something
         most = min(self.ahead, plan.max_steps - step - 1)
         while (job := self._peek()) is not None and self._steps_until(job, left) <= most:
             self._begin(job)
