@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import statistics
 import tempfile
@@ -39,6 +40,7 @@ import time
 import tracemalloc
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -328,7 +330,8 @@ def carried(steps: int = 30) -> None:
                           max_steps=steps, shuffle_dataset=False, logging_steps=1)  # fmt: skip
             one.add_callback(rests := Rests())
             one.train()
-            each, records = (rests.ends[-1] - rests.ends[9]) / (steps - 10), one.state.log_history[10:-1]
+            each = (rests.ends[-1] - rests.ends[9]) / (steps - 10)
+            records = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()[10:]]
             waits, ages = (statistics.mean(record[name] for record in records if name in record)
                            for name in ("perf/wait_seconds", "staleness/mean"))  # fmt: skip
             print(f"carried, max_staleness={bound}, sample_ahead={ahead}: {each:.2f} s a step, {waits:.2f} s of them "

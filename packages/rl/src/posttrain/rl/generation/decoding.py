@@ -211,9 +211,7 @@ class _Projection(NamedTuple):
 
     def added(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``total + self(x)``."""
-        if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, total, self.weight, self.bias, "add")
-        if self.bias is None and total.dtype == x.dtype:
+        if self.bias is None and total.dtype == x.dtype and not self.weight.is_mkldnn:
             return torch.addmm(total, x, self.weight)
         return total + self(x)
 
