@@ -698,6 +698,11 @@ def test_a_group_that_takes_longer_is_carried_into_later_steps(tmp_path):
     assert {line["rollout"] for line in found.used if line["step"] == 1} == {0, 1}
 
 
+def test_sampling_is_not_further_ahead_than_completions_may_be_old(tmp_path):
+    with pytest.raises(ConfigError, match="sample_ahead=3 samples further ahead than max_staleness=2"):
+        GRPOConfig(str(tmp_path), max_staleness=2, sample_ahead=3)
+
+
 def test_a_group_is_waited_for_before_it_is_too_old(tmp_path):
     due = []
 
@@ -714,8 +719,12 @@ def test_a_group_is_waited_for_before_it_is_too_old(tmp_path):
 
 def test_a_run_that_resumes_samples_again_what_was_carried_and_nothing_else(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1}
+
+    def is_slow(prompt, run):
+        return prompt == FIRST and run.state.global_step < 2
+
     with pytest.raises(PowerCut):
-        carrying(tmp_path, lambda prompt, run: prompt == FIRST and run.state.global_step < 2, [Cut(2)], **changes).train()
+        carrying(tmp_path, is_slow, [Cut(2)], **changes).train()
     resumed = carrying(tmp_path, lambda *_: False, **changes)
     resumed.train(resume_from_checkpoint=True)
     found = audit(tmp_path)
