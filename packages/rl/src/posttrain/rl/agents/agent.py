@@ -200,7 +200,7 @@ class Episodes:
     def __init__(self, agent: Agent, codec: PromptCodec, context: int | None, options: RewardArguments) -> None:
         self.agent, self.codec, self.context, self.options = agent, codec, context, options
         self.endpoint = Endpoint(agent.host)
-        self._places = nullcontext() if agent.inflight is None else asyncio.Semaphore(agent.inflight)
+        self._places: Any = nullcontext() if agent.inflight is None else asyncio.Semaphore(agent.inflight)
 
     def run(
         self,

@@ -74,7 +74,8 @@ class Written:
     @property
     def path(self) -> list[Written]:
         """The turns up to this one, from the first."""
-        found, turn = [], self
+        found: list[Written] = []
+        turn: Written | None = self
         while turn is not None:  # a trajectory may have more turns than calls may be nested
             found.append(turn)
             turn = turn.before

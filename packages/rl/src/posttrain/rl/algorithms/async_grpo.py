@@ -50,7 +50,8 @@ class AsyncArguments:
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {
         "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
         "max_inflight_tasks": Removed(
-            "what max_staleness allows is on its way; set generation_batch_size for more at a time.", harmless=(-1,)
+            "what max_staleness allows is on its way; set sample_ahead for less, generation_batch_size for more.",
+            harmless=(-1,),
         ),
         "queue_maxsize": Removed("max_staleness bounds what waits.", harmless=None),
         "weight_sync_steps": Removed("weights are sent after each optimizer step.", harmless=(1,)),

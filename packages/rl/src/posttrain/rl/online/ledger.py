@@ -104,14 +104,14 @@ def audit(folder: str | Path) -> Audit:
     problems = [
         f"sample {place} was used {times} times" for place, times in Counter(map(_place, used)).items() if times > 1
     ]
-    seen: dict[int, set[int]] = {}
-    for line in found:
-        seen.setdefault(line["rollout"], set()).add(line["sample"])
-    places = {place for some in seen.values() for place in some}
-    for rollout in range(max([*seen, *dropped], default=-1) + 1):
-        if rollout not in dropped and (lacks := sorted(places - seen.get(rollout, set()))):
-            what = f"lacks the samples {lacks}" if rollout in seen else "has no line"
-            problems.append(f"rollout {rollout} {what}")
+    runs = {line["rollout"]: line["run"] for line in found}
+    places = {run: {line["sample"] for line in found if line["run"] == run} for run in runs.values()}
+    seen = {_place(line) for line in found}
+    for rollout in range(max([*runs, *dropped], default=-1) + 1):
+        if rollout not in runs and rollout not in dropped:
+            problems.append(f"rollout {rollout} has no line")
+        elif rollout not in dropped and (lacks := sorted(n for n in places[runs[rollout]] if (rollout, n) not in seen)):
+            problems.append(f"rollout {rollout} lacks the samples {lacks}")
     for line in used:
         age = line["step"] - 1 - line["versions"][0]
         if age > bound:
@@ -123,10 +123,10 @@ def _effective(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
     """(lines of completions that count, dropped rollouts, the bound on staleness) of one process."""
     lines: list[dict[str, Any]] = []
     dropped: dict[int, str] = {}
-    bound, last = 0, 0
+    bound, last, run = 0, 0, 0  # begun or resumed, with rollouts of another size perhaps
     for line in lines_of(path):
         if "began" in line or "resumed" in line:
-            bound = line["max_staleness"]
+            bound, run = line["max_staleness"], run + 1
             step = line.get("resumed", -1)
             lines = [one for one in lines if one["at"] <= step]
             dropped = {} if "began" in line else dropped
@@ -134,7 +134,7 @@ def _effective(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
             dropped[line["rollout"]] = line["dropped"]
         else:
             last = last if line["step"] is None else line["step"]
-            lines.append(line | {"at": last})
+            lines.append(line | {"at": last, "run": run})
             dropped.pop(line["rollout"], None)  # it was on its way when a run ended, and was sampled again
     return lines, dropped, bound
 
