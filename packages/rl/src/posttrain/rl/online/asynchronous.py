@@ -219,9 +219,9 @@ class Background:
         if self.ahead == self.max_staleness:
             return here[: self.parts]
         while True:
-            found = [job for job in here if job.scored.done()][: self.parts]
+            ended = [job for job in here if job.scored.done()]  # asked once: others end meanwhile
+            running, found = [job.scored for job in here if job not in ended], ended[: self.parts]
             left = [job for job in here if job not in found]
-            running = [job.scored for job in left if not job.scored.done()]
             turns = (self._step_of(self._taken + 1 + place // self.parts) for place in range(len(left)))
             can_wait = all(turn <= job.version + self.max_staleness for turn, job in zip(turns, left, strict=True))
             if not running or (can_wait and len(found) == self.parts):
