@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
@@ -41,6 +43,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or does not fit this run."""
 
 
+class UnsavedError(CheckpointError):
+    """A run came to its end and its last save failed: the trained model is in memory, and in no file."""
+
+
 class MissingModelError(FileNotFoundError, CheckpointError):
     """There is no such folder with a model or a tokenizer, and the Hub gave nothing under that name."""
 
@@ -59,6 +65,23 @@ def means_disk_full(error: BaseException) -> bool:
         return True
     # safetensors and torch report the system's error only as text.
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Around the code that writes `path`: a failed write does not know its file, and its error names it then."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` in UTF-8 to `path`. Every `OSError` names it."""
+    with naming(path):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:

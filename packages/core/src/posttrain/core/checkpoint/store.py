@@ -23,7 +23,7 @@ from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.disk import DiskFullError, directory_bytes, disk_full, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
-from posttrain.core.errors import CheckpointError, means_disk_full
+from posttrain.core.errors import CheckpointError, means_disk_full, naming
 from posttrain.core.fields.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class Store:
     def writing(self, temp: str | Path) -> Iterator[None]:
         """Around the code that writes into `temp`: an error that means a full disk becomes a `DiskFullError`."""
         try:
-            yield
+            with naming(temp):
+                yield
         except Exception as error:
             if isinstance(error, DiskFullError) or not means_disk_full(error):
                 raise

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
 from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_peft_model
@@ -260,9 +260,9 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
     fields.setdefault("versions", framework_versions())
     path.parent.mkdir(parents=True, exist_ok=True)
     if picture := loss_picture(fields.get("log_history", ())):
-        (path.parent / CURVE).write_text(picture, encoding="utf-8")
+        write_text(path.parent / CURVE, picture)
         fields["curve"] = CURVE
-    path.write_text(model_card(model_name or path.parent.absolute().name, **fields), encoding="utf-8")
+    write_text(path, model_card(model_name or path.parent.absolute().name, **fields))
     return path
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
+from posttrain.core.errors import write_text
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
@@ -55,6 +56,7 @@ class Saving:
         if (outcome := owner.checkpoints.settle(wait)) is None:
             return
         best = owner.state.best_model_checkpoint
+        owner.run.unsaved = outcome if outcome.path is None else None
         if outcome.path is None:
             if owner.state.best_global_step == outcome.step:
                 owner.state.best_model_checkpoint = None
@@ -94,6 +96,7 @@ class Saving:
         owner = self.owner
         if owner.args.push_to_hub:
             owner.save_model(_internal_call=True)
+            owner.run.unsaved = None
             owner.create_model_card()
             self.upload(None, owner.state, at_end=True)
             owner.dist.on_main(owner.uploader.finish, "the last uploads")
@@ -173,4 +176,4 @@ class Saving:
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             text = owner.args.to_json_string() + "\n"  # once in a run, where none is set between two saves
             self._arguments = now, text
-        (directory / "training_args.json").write_text(text, encoding="utf-8")
+        write_text(directory / "training_args.json", text)
