@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from posttrain.core.fields.redaction import redact
 
@@ -67,20 +66,22 @@ def means_disk_full(error: BaseException) -> bool:
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Around the code that writes `path`: a failed write does not know its file, and its error names it then."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
+class Naming:
+    """Around the code that writes `path`: a failed write does not know its file, and its `OSError` names it then."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(self.path)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` in UTF-8 to `path`. Every `OSError` names it."""
-    with naming(path):
+    """Write `text` in UTF-8 to `path`, which every `OSError` names."""
+    with Naming(path):
         Path(path).write_text(text, encoding="utf-8")
 
 

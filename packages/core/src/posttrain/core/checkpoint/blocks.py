@@ -24,7 +24,6 @@ import torch
 import xxhash
 
 from posttrain.core.checkpoint.disk import free_bytes
-from posttrain.core.errors import naming
 
 BLOCK = 32 * 2**20
 """Bytes that one checksum is of."""
@@ -159,8 +158,7 @@ class Part:
         """Write the images."""
         while self._images:
             path, image = self._images.pop(0)
-            with naming(path):
-                self.digests[path.relative_to(self.directory).as_posix()] = write_blocks(path, image, self.memory)
+            self.digests[path.relative_to(self.directory).as_posix()] = write_blocks(path, image, self.memory)
 
 
 _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)
@@ -169,13 +167,12 @@ _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", defa
 def write_file(path: Path, source: Source) -> None:
     """Write `source` to `path`: through the active `Part`, or else immediately and without checksums."""
     part = _part.get()
-    with naming(path):
-        if part is not None and path.is_relative_to(part.directory):
-            part.write(path, source)
-            return
-        with open(path, "wb") as file:
-            for tensor in source.tensors:
-                file.write(bytes_of(tensor).cpu().numpy().data)
+    if part is not None and path.is_relative_to(part.directory):
+        part.write(path, source)
+        return
+    with open(path, "wb") as file:
+        for tensor in source.tensors:
+            file.write(bytes_of(tensor).cpu().numpy().data)
 
 
 def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> list[Digest]:

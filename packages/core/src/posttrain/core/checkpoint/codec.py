@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from posttrain.core.checkpoint.blocks import Source, bytes_of, write_file
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 
 FORMAT, VERSION = "posttrain-tree", 1
 
@@ -57,7 +57,7 @@ def save_tree(tree: Any, stem: str | Path) -> None:
     encoder = _Encoder()
     document = {"format": FORMAT, "version": VERSION, "tree": encoder.encode(tree, "tree", ())}
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    write_text(Path(f"{stem}.json"), text + "\n")
+    Path(f"{stem}.json").write_text(text + "\n", encoding="ascii")
     if encoder.tensors:
         write_tensors(encoder.tensors, f"{stem}.safetensors")
     else:

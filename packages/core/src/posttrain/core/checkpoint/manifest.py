@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.core.checkpoint.blocks import BLOCK, KINDS, SHOWN, Digest, digests_of_files
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.disk import sync_directory, sync_file
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
 #: The record of a run, in the folder of its checkpoints.
@@ -55,7 +55,7 @@ def write_manifest(
     }
     manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as it will be read back: the seal is of that
     text = json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1, allow_nan=False)
-    write_text(directory / MANIFEST, text + "\n")
+    (directory / MANIFEST).write_text(text + "\n", encoding="ascii")
     sync_file(directory / MANIFEST)
     for name in directories:
         sync_directory(directory / name)

@@ -19,7 +19,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import weights
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.models.wrapping import adapters_of, is_pretrained
 
 _LARGEST = "50GB"  # file that transformers writes, if nothing is asked for
@@ -113,7 +113,7 @@ def _write_index(directory: Path, sizes: dict[str, dict[str, int]], num_paramete
         "metadata": {"total_parameters": num_parameters, "total_size": total},
         "weight_map": {tensor: name for name, file in sizes.items() for tensor in file},
     }
-    write_text(directory / weights.INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (directory / weights.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _together(dist: Any, work: Callable[[], Any]) -> list[Any]:

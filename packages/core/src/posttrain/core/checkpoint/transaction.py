@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.blocks import Digest, Memory, Part
 from posttrain.core.checkpoint.store import Store
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Saver:
         path = _report_path(temp, self.rank)
         try:
             unfinished = path.with_suffix(".tmp")
-            write_text(unfinished, json.dumps([failure, part.digests]))
+            unfinished.write_text(json.dumps([failure, part.digests]), encoding="utf-8")
             os.replace(unfinished, path)
         except OSError:
             with contextlib.suppress(OSError):

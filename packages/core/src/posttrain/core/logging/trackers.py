@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from posttrain.core.callbacks import EVENTS, ClosingCallback, hears
 from posttrain.core.config import Resolved, opt
-from posttrain.core.errors import did_you_mean, naming, write_text
+from posttrain.core.errors import Naming, did_you_mean, write_text
 from posttrain.core.fields.redaction import redact
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import is_performance
@@ -164,7 +164,7 @@ class JSONLinesCallback(ClosingCallback):
             if self.history is not None:
                 self._take_over()
             line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
-            with naming(self.path):
+            with Naming(self.path):
                 if self.file is not None:
                     self.file.write(line)
                 else:  # an evaluation after training

@@ -13,7 +13,6 @@ from torch import nn
 
 from posttrain.core import hub
 from posttrain.core.checkpoint import reload, shares, weights
-from posttrain.core.errors import write_text
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
 from posttrain.core.state import TrainerState
@@ -176,4 +175,4 @@ class Saving:
         if len(now) != len(known) or not all(map(operator.is_, now, known)):
             text = owner.args.to_json_string() + "\n"  # once in a run, where none is set between two saves
             self._arguments = now, text
-        write_text(directory / "training_args.json", text)
+        (directory / "training_args.json").write_text(text, encoding="utf-8")
