@@ -75,6 +75,9 @@ def test_the_best_run_is_the_one_of_the_lowest_evaluation_loss(tmp_path):
     best = try_each(make(tmp_path), 0.01, 0.2, 0.05)
     assert isinstance(best, BestRun) and best.hyperparameters == {"learning_rate": 0.2}
     assert best.objective == pytest.approx(loss_after(4, 0.2), rel=1e-5)
+    values = {trial.params["learning_rate"]: trial.value for trial in best.run_summary.trials}
+    assert values == pytest.approx({rate: loss_after(4, rate) for rate in (0.01, 0.2, 0.05)}, rel=1e-5)
+    assert best.run_summary.trials[int(best.run_id)].params == best.hyperparameters
 
 
 def test_a_trial_whose_checkpoints_failed_still_has_its_value(tmp_path, monkeypatch, caplog):
@@ -82,9 +85,6 @@ def test_a_trial_whose_checkpoints_failed_still_has_its_value(tmp_path, monkeypa
     best = try_each(make(tmp_path, save_strategy="steps", save_steps=4), 0.01, 0.2)
     assert best.hyperparameters == {"learning_rate": 0.2}
     assert caplog.text.count("checkpoint-4 was not saved") == 2
-    values = {trial.params["learning_rate"]: trial.value for trial in best.run_summary.trials}
-    assert values == pytest.approx({rate: loss_after(4, rate) for rate in (0.01, 0.2, 0.05)}, rel=1e-5)
-    assert best.run_summary.trials[int(best.run_id)].params == best.hyperparameters
 
 
 def test_maximize_and_an_objective_of_ones_own(tmp_path):
