@@ -477,3 +477,14 @@ def test_the_repository_holds_sources_alone():
     assert large <= {"examples/data/gsm8k/train.jsonl", "examples/data/gsm8k_preferences/train.jsonl"}
     endings = (".whl", ".gz", ".zip", ".safetensors", ".bin", ".pt", ".so")
     assert [str(path) for path in files if path.name.endswith(endings)] == []
+
+
+def test_each_text_is_written_by_what_names_its_file_in_an_error():
+    """A failed write (a full disk, a limit to the size of files) does not know its file; `Path.write_text` neither.
+
+    The files of a checkpoint are named by their folder, in `Store.writing` and `save_model`.
+    """
+    in_checkpoints = {f"core/checkpoint/{name}.py" for name in "codec manifest shares transaction".split()}
+    in_checkpoints |= {"core/errors.py", "core/training/saving.py"}
+    writers = {where for where, path in sources().items() if ".write_text(" in path.read_text(encoding="utf-8")}
+    assert writers == in_checkpoints, "write it by posttrain.core.errors.write_text"

@@ -5,17 +5,20 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from posttrain.cli import source
 from posttrain.core import TrainerCallback
 from posttrain.core.checkpoint import blocks, disk
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.checkpoint.store import Store
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, UnsavedError
 from posttrain.lm.loading.loading import load_causal_lm
 from tests import tiny
 from tests.contract.trainers import TRAINERS, causal_lm, weights
@@ -324,3 +327,98 @@ def test_runs_in_one_folder_are_told_before_the_first_step_and_kept_apart(tmp_pa
     assert run(3, overwrite_output_dir=True)[1] == ""
     shutil.rmtree(tmp_path)
     assert "holds" not in run(4)[1] + run(6, resume_from_checkpoint="auto")[1]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_whose_last_save_failed_ends_with_an_error_and_its_weights_in_memory(later, tmp_path, monkeypatch):
+    real, refused = os.open, {"on": False}
+
+    def read_only(path, flags, *rest, **more):
+        if refused["on"] and "checkpoint-4" in str(path) and flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **more)
+
+    class Refuse(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            refused["on"] = state.global_step == 4
+
+    monkeypatch.setattr(blocks, "SMALL", 1)  # the files of these models are small
+    monkeypatch.setattr(os, "open", read_only)
+    trainer = TRAINERS["causal-lm"](tmp_path / "run", callbacks=[Refuse()], **ARGS | dict(save_async=later))
+    with pytest.raises(UnsavedError, match=r"checkpoint-4 is not there .*Read-only file system") as raised:
+        trainer.train()
+    assert str(tmp_path / "run" / "checkpoint-2") in str(raised.value) and "save_model" in str(raised.value)
+    assert trainer.state.global_step == 4 and "train_loss" in trainer.state.log_history[-1]
+    trainer.save_model(str(tmp_path / "model"))
+    saved = load_causal_lm(str(tmp_path / "model")).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in trainer.model.state_dict().items())
+    monkeypatch.undo()
+    trainer.train()  # nothing of it is left in the next run
+
+
+def test_no_error_where_the_model_is_on_the_disk_or_was_not_to_be_saved(tmp_path, monkeypatch):
+    """The best model is that of step 2, which is loaded at the end; the save of step 4 fails."""
+    commit = Store.commit
+
+    def fails(store, temp, *rest):
+        if temp.name.startswith(".tmp-checkpoint-4"):
+            raise OSError(errno.EIO, "Input/output error")
+        return commit(store, temp, *rest)
+
+    monkeypatch.setattr(Store, "commit", fails)
+    best = dict(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=10.0)
+    trainer = TRAINERS["causal-lm"](tmp_path, **ARGS | best | dict(metric_for_best_model="loss"))
+    trainer.train()
+    assert trainer.state.best_global_step == 2 and trainer.checkpoints.saved_step == 2
+
+
+def test_the_command_line_saves_the_model_where_its_last_checkpoint_failed(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Store, "commit", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    trainer = TRAINERS["causal-lm"](tmp_path, **ARGS)
+    source.train_and_save(trainer)
+    assert "its last save failed" in caplog.text and "There is no other" in caplog.text
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+TOO_LARGE = """
+import logging, resource, signal, sys
+from tests.contract.trainers import TRAINERS
+from posttrain.cli import source
+from posttrain.core import TrainerCallback
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder, limit, later = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+
+class Limit(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+trainer = TRAINERS["causal-lm"](
+    folder, callbacks=[Limit()], per_device_train_batch_size=8, max_steps=1, save_strategy="steps", save_steps=1,
+    logging_steps=1, save_async=later, report=False,
+)
+try:
+    trainer.train()
+except Exception as error:
+    print(type(error).__name__, error)
+try:
+    trainer.save_model(folder + "/model")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "later", "files"),
+    [
+        (100, False, ["log.jsonl", "/model'"]),
+        (20_000, False, [".tmp-checkpoint-1.", "/model'"]),
+        (20_000, True, [".tmp-checkpoint-1.", "/model'"]),
+    ],
+)
+def test_a_write_that_fails_names_its_file_or_the_folder(limit, later, files, tmp_path):
+    """A limit to the size of files (``ulimit -f``): each of the writes fails as the system says, EFBIG."""
+    command = [sys.executable, "-c", TOO_LARGE, str(tmp_path), str(limit), str(later)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if "File too large" in line]
+    assert len(lines) == 2 and all(file in line for file, line in zip(files, lines, strict=True)), done

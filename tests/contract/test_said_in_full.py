@@ -128,7 +128,17 @@ def test_an_argument_that_the_config_holds_too_is_not_overruled_silently(given, 
     quiet = {"report_to": "none", "use_cpu": True}
     rows = [{"prompt": "one", "completion": " two"}]
     parts = {"train_dataset": rows, "processing_class": tiny.tokenizer(), "max_seq_length": 32}
-    with pytest.raises(ConfigError, match=f"max_seq_length=32 was passed to SFTTrainer, and max_length={given}"):
+    with pytest.raises(
+        ConfigError, match=f"max_length=32 was passed to SFTTrainer, and max_length={given} in its args"
+    ):
         SFTTrainer(tiny.causal_lm(), SFTConfig(str(tmp_path), max_length=given, **quiet), **parts)
     copied = dataclasses.replace(SFTConfig(str(tmp_path), **quiet), logging_steps=1)
     assert SFTTrainer(tiny.causal_lm(), copied, **parts).args.max_length == 32
+    plain = TrainingArguments(str(tmp_path), **quiet)  # in which neither is written
+    trainer = SFTTrainer(tiny.causal_lm(), plain, neftune_noise_alpha=5.0, **parts)
+    assert (trainer.args.neftune_noise_alpha, trainer.args.max_length) == (5.0, 32)
+    plain = TrainingArguments(str(tmp_path), neftune_noise_alpha=1.0, **quiet)
+    with pytest.raises(
+        ConfigError, match="neftune_noise_alpha=5.0 was passed to SFTTrainer, and neftune_noise_alpha=1"
+    ):
+        SFTTrainer(tiny.causal_lm(), plain, neftune_noise_alpha=5.0, **parts)

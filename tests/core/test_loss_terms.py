@@ -84,6 +84,25 @@ def test_a_run_stops_at_a_loss_for_each_row(tmp_path):
         causal_lm(PerRow)(tmp_path, max_steps=1, per_device_train_batch_size=4).train()
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "compute_loss_func returned NoneType; it must return"),
+        (torch.ones(3), r"compute_loss_func returned a loss of shape \(3,\)"),
+        ({"nll": torch.ones(())}, "compute_loss_func returned a dict of nll"),
+        ({"loss": torch.ones(3)}, "compute_loss_func returned a dict whose 'loss' is of shape"),
+    ],
+)
+def test_what_a_function_for_the_loss_returns_is_named_as_its(returned, said, tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        return returned
+
+    trainer = causal_lm()(tmp_path, max_steps=1)
+    trainer.compute_loss_func = loss_of
+    with pytest.raises((TypeError, ValueError), match=said):
+        trainer.train()
+
+
 class Pairs(Scaled):
     """A sum and a count of its own: tokens with an even id, which `count_items` knows nothing of."""
 

@@ -152,5 +152,7 @@ def test_a_model_in_place_of_model_init_is_named(tmp_path):
 
 
 def test_an_old_name_of_a_share_takes_no_larger_number(tmp_path):
-    with pytest.raises(ConfigError, match="warmup_ratio=2.0 must be <= 1; warmup_steps takes larger numbers"):
+    with pytest.raises(ConfigError, match="warmup_ratio=-0.1 must be from 0 to 1; warmup_steps takes larger"):
+        TrainingArguments("out", warmup_ratio=-0.1)
+    with pytest.raises(ConfigError, match="warmup_ratio=2.0 must be from 0 to 1; warmup_steps takes larger numbers"):
         TrainingArguments(str(tmp_path), warmup_ratio=2.0)

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import FileStore
+from torch.distributed import DistBackendError, FileStore
 
 from posttrain.core.distributed import waits
 from posttrain.core.distributed.waits import LostProcessError, Waits, beat, portable
@@ -153,6 +153,8 @@ def test_an_error_of_the_main_process_that_cannot_travel_arrives_as_text(tmp_pat
 
     assert team(tmp_path / "store", member, member) == [0, 0]
     assert is_consequence(portable(KeyboardInterrupt())) and portable(None) is None
+    assert is_consequence(DistBackendError("NCCL error: ncclRemoteError, NCCL version 2.27.3"))
+    assert not is_consequence(DistBackendError("NCCL error: ncclInvalidUsage"))
 
 
 def test_the_first_of_each_machine_goes_first_on_it(tmp_path):

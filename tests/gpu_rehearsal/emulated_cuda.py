@@ -30,6 +30,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
@@ -105,7 +106,8 @@ class CudaTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)
-        self.host = value.host
+        if isinstance(value, CudaTensor):
+            self.host = value.host
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"CudaTensor({self.host!r})"
@@ -213,6 +215,8 @@ class EmulatedCuda(TorchDispatchMode):
             raise OrderError("\n".join(self.order.late))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its parts come here
         return self.run(func, args, kwargs or {})
 
     @contextlib.contextmanager
@@ -690,6 +694,16 @@ def _encode(encoder: Any, value: Any, where: str, path: tuple[Any, ...], _origin
     )
 
 
+def _set_data(tensor: torch.Tensor, value: torch.Tensor, _data: Any = torch._C.TensorBase.data) -> None:
+    """``tensor.data = value``, which may bring a tensor of the host to the device, and back."""
+    if isinstance(tensor, CudaTensor) == isinstance(value, CudaTensor):
+        return _data.__set__(tensor, value)
+    with torch.no_grad():  # which would hold the tensor once more
+        moved = value.detach().requires_grad_(tensor.requires_grad)
+        moved = torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
+    torch.utils.swap_tensors(tensor, moved)
+
+
 def _forget_device() -> None:
     """accelerate looks for a device once in a process."""
     if "accelerate.state" in sys.modules:
@@ -742,6 +756,8 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped))
         for method in (torch.autocast.__enter__, torch.autocast.__exit__):
             stack.enter_context(mock.patch.object(torch.autocast, method.__name__, _autocast(method)))
+        data = property(torch._C.TensorBase.data.__get__, _set_data)
+        stack.enter_context(mock.patch.object(torch.Tensor, "data", data))
         stack.enter_context(mock.patch.object(varlen, "varlen_attn", _varlen))
         stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
         stack.enter_context(mock.patch.object(rms_norm, "KERNEL", _norm_kernel))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from posttrain.core.distributed import division
 from posttrain.rl.generation import transfer
 from posttrain.rl.generation.weights import Weights
 from tests import tiny
 from tests.contract.trainers import TRAINERS
+from tests.gpu_rehearsal import order
 from tests.gpu_rehearsal.emulated_cuda import EmulatedCuda
 from tests.gpu_rehearsal.order import OrderError
 
@@ -111,3 +114,42 @@ def test_a_run_is_ordered(run, tmp_path, gpu):
     trainer = TRAINERS[name](tmp_path, use_cpu=False, max_steps=2, **options)
     trainer.train()
     assert gpu.order._streams
+
+
+@pytest.fixture
+def sharded_over_one(monkeypatch):
+    """FSDP takes several processes; here it shards over this one, so that the device sees its copies."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(division, "sharding_of", lambda settings, sizes, processes: settings)
+    yield dict(fsdp="full_shard offload", ddp_backend="gloo", optim="adamw_torch", max_steps=2)
+    torch.distributed.destroy_process_group()
+
+
+def test_an_optimizer_on_the_host_steps_between_the_copies_to_it_and_from_it(tmp_path, sharded_over_one):
+    """Gradients come to the host on a stream of FSDP's, and the weights that it has changed go back on another."""
+    expected = TRAINERS["causal-lm"](tmp_path / "cpu", use_cpu=True, optim="adamw_torch", max_steps=2)
+    expected.train()
+    torch.distributed.destroy_process_group()
+    with EmulatedCuda() as gpu:
+        trainer = TRAINERS["causal-lm"](tmp_path / "gpu", use_cpu=False, **sharded_over_one)
+        trainer.train()
+        state = [value for one in trainer.optimizer.state.values() for value in one.values()]
+        assert trainer.dist.shards and len(gpu.order._streams) > 3 and state
+        assert {tensor.device.type for tensor in state} == {"cpu"}
+        found = {name: value.full_tensor() for name, value in trainer.model.named_parameters()}
+    for name, value in expected.model.named_parameters():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4)  # Adam enlarges rounding
+
+
+def test_an_optimizer_on_the_host_that_does_not_wait_for_its_gradients_is_found(
+    tmp_path, monkeypatch, sharded_over_one
+):
+    with EmulatedCuda():
+        trainer = TRAINERS["causal-lm"](tmp_path, use_cpu=False, **sharded_over_one)
+        monkeypatch.setattr(order.Event, "synchronize", lambda event: None)
+        with pytest.raises(OrderError, match="reads, on the host, what aten::_to_copy at .* backward writes"):
+            trainer.train()

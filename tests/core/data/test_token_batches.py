@@ -223,3 +223,13 @@ def test_the_plan_reads_the_budget():
     assert (work.rows, work.length) == (3, 300) and rows_of(config, 300, sides=2) == 2
     ((changes, _),) = _smaller_batches(run, work)
     assert changes == {"max_batch_tokens": 500, "gradient_accumulation_steps": 6}
+
+
+@pytest.mark.parametrize("limit", ["limit_train_batches", "overfit_batches"])
+def test_a_limit_does_not_cut_a_balanced_step_short(limit):
+    """The first 3 of 4 micro-batches hold the long rows of the step: fewer than 3/4 of them."""
+    balanced = dict(train_sampling_strategy="batch_rebalance", gradient_accumulation_steps=4)
+    for number in (3, 6):
+        with pytest.raises(ConfigError, match=f"{number} micro-batches of an epoch cut a step short.* multiple of 4"):
+            TrainingArguments("out", **balanced, **{limit: number})
+    assert vars(TrainingArguments("out", **balanced, **{limit: 8}))[limit] == 8

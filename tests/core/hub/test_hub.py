@@ -557,7 +557,34 @@ def test_the_card_takes_the_names_that_scripts_of_transformers_and_trl_give(name
     assert "x" in front_matter(card)["tags"]
     [result] = front_matter(card)["model-index"][0]["results"]
     assert result["dataset"].get("config") == names.get("dataset_args")
-    assert ("(https://huggingface.co/datasets/glue) (mrpc)." in card) == ("dataset_args" in names)
+    assert ("[GLUE MRPC](https://huggingface.co/datasets/glue) (mrpc)." in card) == ("dataset_args" in names)
+    assert result["dataset"]["type"] == "glue" and result["dataset"]["name"] == names.get("dataset", "glue")
+    if "dataset" in names:
+        about = front_matter(card)
+        assert about["language"] == "en" and about["license"] == "mit"
+        assert about["pipeline_tag"] == result["task"]["type"] == "text-classification"
+
+
+@pytest.mark.parametrize(("given", "text", "its"), [
+    ({"dataset": "SQuAD"}, "on SQuAD.", None),  # a title is no name on the Hub, even if it looks like one
+    ({"dataset": ["SQuAD", "My rows"], "dataset_tags": ["rajpurkar/squad", "me/rows"], "model_name": "My model"},
+     "on [SQuAD](https://huggingface.co/datasets/rajpurkar/squad), [My rows](https://huggingface.co/datasets/me/rows).",
+     ["rajpurkar/squad", "me/rows"]),
+    ({"dataset": "Both", "dataset_tags": ["me/a", "me/b"]}, "on Both.", ["me/a", "me/b"]),
+    ({"dataset_tags": "me/rows"}, "on [me/rows](https://huggingface.co/datasets/me/rows).", ["me/rows"]),
+])  # fmt: skip
+def test_a_title_names_the_data_in_the_text_and_a_tag_in_the_metadata(given, text, its, tmp_path):
+    """As transformers' `create_model_card` means them: ``dataset`` is what the text says, ``dataset_tags`` the ids."""
+    trainer = Trainer(tiny.causal_lm(), TrainingArguments(str(tmp_path / "out"), use_cpu=True, disable_tqdm=True))
+    trainer.state.log_history = HISTORY
+    trainer.create_model_card(**given)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert text in card and f"# {given.get('model_name', 'out')}\n" in card
+    assert front_matter(card).get("datasets") == its
+    [result] = front_matter(card)["model-index"][0]["results"]
+    first = given.get("dataset", given.get("dataset_tags"))
+    assert result["dataset"]["name"] == (first if isinstance(first, str) else first[0])
+    assert result["dataset"]["type"] == (its[0] if its else "unknown")
 
 
 def test_the_hub_library_reads_the_card_back():

@@ -54,6 +54,23 @@ def test_small_changes_are_not_lost_in_weights_of_16_bits():
         assert model.weight.dtype == torch.bfloat16 and model.weight.item() == pytest.approx(1.0952, abs=0.005)
 
 
+def test_the_tensors_of_an_average_are_listed_once(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(torch.bfloat16))
+    ema, lists, real = EMA(model, decay=0.9), [], torch._foreach_lerp_
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *given: lists.append(given[:2]) or real(*given))
+    expected = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    for step in (1, 2):
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        ema.update(step)
+        for name, parameter in model.named_parameters():
+            expected[name].lerp_(parameter.detach().float(), 1 - 0.9)
+    averages = ema.state_dict()["averages"]
+    assert all(torch.equal(averages[name], expected[name]) for name in expected) and len(averages) == 4
+    (first, weights_of_first), (second, weights_of_second) = lists
+    assert first is second and weights_of_first is weights_of_second and len(first) == 2
+
+
 def test_frozen_weights_have_no_average_and_other_weights_no_place():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     model[0].requires_grad_(False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from posttrain.core.models import gradient_checkpointing, wrapping
 from posttrain.lm.loading import adapters
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.core.models.gradients import LORA, assert_same_gradients, batch, gradients
 
 peft = pytest.importorskip("peft")
@@ -37,6 +39,37 @@ def test_checkpointing_changes_no_gradient(adapter, kwargs):
     assert (kwargs or {}) == given
     model(input_ids=ids, labels=labels).loss.backward()
     assert_same_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_frozen_vision_tower_is_not_computed_backwards(family, adapter):
+    """Nothing below the language model is trained; with checkpoints the same gradients come without the tower's."""
+    model, processor = tiny_vision.FAMILIES[family]()
+    is_in_tower = re.compile(r"(.*\.)?(vision_tower|visual)\b").match
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_in_tower(name))
+    if adapter:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=r".*language_model.*(q_proj|v_proj)"))
+    model.train()
+    seen = []
+
+    def watch(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: seen.append(module))
+
+    tower = [part for name, part in model.named_modules() if is_in_tower(name) and isinstance(part, nn.Linear)]
+    for part in tower:
+        part.register_forward_hook(watch)
+    turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    picture = Image.new("RGB", (32, 32), "red")
+    inputs = processor(text=[processor.apply_chat_template([turn])], images=[[picture]], return_tensors="pt")
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    expected = gradients(model)
+    gradient_checkpointing.enable_gradient_checkpointing(model)
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert_same_gradients(gradients(model), expected)
+    assert tower and not seen
 
 
 def gpt2():

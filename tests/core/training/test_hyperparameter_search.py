@@ -1,6 +1,7 @@
 """Search for hyperparameters: what each trial gets, what the study hears, and what is left of it afterwards."""
 
 import copy
+import errno
 import importlib.util
 import json
 import math
@@ -11,6 +12,7 @@ from torch import nn
 
 from posttrain.compat.hyperparameter_search import BestRun, default_compute_objective, default_hp_space, search
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from posttrain.core.checkpoint import Store
 from posttrain.core.errors import ConfigError
 from posttrain.core.logging.trackers import apart
 from tests import programs
@@ -76,6 +78,13 @@ def test_the_best_run_is_the_one_of_the_lowest_evaluation_loss(tmp_path):
     values = {trial.params["learning_rate"]: trial.value for trial in best.run_summary.trials}
     assert values == pytest.approx({rate: loss_after(4, rate) for rate in (0.01, 0.2, 0.05)}, rel=1e-5)
     assert best.run_summary.trials[int(best.run_id)].params == best.hyperparameters
+
+
+def test_a_trial_whose_checkpoints_failed_still_has_its_value(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Store, "commit", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    best = try_each(make(tmp_path, save_strategy="steps", save_steps=4), 0.01, 0.2)
+    assert best.hyperparameters == {"learning_rate": 0.2}
+    assert caplog.text.count("checkpoint-4 was not saved") == 2
 
 
 def test_maximize_and_an_objective_of_ones_own(tmp_path):

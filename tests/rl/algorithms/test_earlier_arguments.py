@@ -31,6 +31,9 @@ def test_a_trainer_takes_what_was_its_own_in_earlier_versions(tmp_path):
         )  # fmt: skip
     assert (trainer.beta, trainer.args.max_length, trainer.args.truncation_mode) == (0.2, 64, "keep_end")
     assert any("max_prompt_length has no effect" in str(each.message) for each in said)
+    written = DPOConfig(str(tmp_path), beta=0.1, report_to="none", use_cpu=True)  # 0.1 is the default
+    with pytest.raises(ConfigError, match="beta=0.2 was passed to DPOTrainer, and beta=0.1 in its args"):
+        DPOTrainer(tiny.causal_lm(), None, args=written, train_dataset=ROWS, beta=0.2)
     with pytest.raises(ConfigError, match="DPOTrainer: reference_free=True has no effect: .*CPOTrainer"):
         DPOTrainer(tiny.causal_lm(), None, args=args, train_dataset=ROWS, reference_free=True)
 

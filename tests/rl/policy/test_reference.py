@@ -247,6 +247,14 @@ def test_a_script_may_make_and_move_its_reference():
     before = reference.lm_head.weight.clone()
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
+    shared = create_reference_model(model, num_shared_layers=1)
+    own, its = dict(model.named_parameters()), dict(shared.named_parameters())
+    once = {name for name in own if own[name] is its[name]}
+    assert once == {name for name in own if not own[name].requires_grad}
+    assert once == {name for name in own if "embed_tokens" in name or "layers.0." in name} and not shared.training
+    assert any(p.requires_grad for p in own.values()) and not any(p.requires_grad for p in its.values())
+    with pytest.raises(ValueError, match=r"no parameter of the model has 'blocks\.9'"):
+        create_reference_model(model, 9, pattern="blocks.{layer}")
     callback = SyncRefModelCallback(reference, accelerator=None)
     args = SimpleNamespace(ref_model_sync_steps=2, ref_model_mixup_alpha=0.25)
     callback.on_step_end(args, SimpleNamespace(global_step=1), None, model=model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
-from posttrain.core.errors import DataError, did_you_mean, missing, require
+from posttrain.core.errors import DataError, UnsavedError, did_you_mean, missing, require
 from posttrain.lm.text import layouts
+
+logger = logging.getLogger(__name__)
 
 BUILDERS = {
     ".json": "json",
@@ -267,8 +270,15 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
 
 def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None:
     """Train `trainer_class` as `run` is configured, and save the final model and its tokenizer in ``output_dir``."""
-    trainer = made(run, trainer_class, train_rows, eval_rows)
-    trainer.train()
+    train_and_save(made(run, trainer_class, train_rows, eval_rows))
+
+
+def train_and_save(trainer: Any) -> None:
+    """Train, and save the final model in ``output_dir``."""
+    try:
+        trainer.train()
+    except UnsavedError as error:  # there may be room for the model without its optimizer
+        logger.warning("%s", error)
     trainer.save_model()
 
 

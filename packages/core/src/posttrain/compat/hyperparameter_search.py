@@ -20,7 +20,7 @@ from posttrain.core.callbacks import CallbackHandler, TrainerCallback
 from posttrain.core.checkpoint import Store
 from posttrain.core.data.pipeline import set_seed
 from posttrain.core.distributed import make_strategy
-from posttrain.core.errors import ConfigError, NonFiniteError, did_you_mean, require
+from posttrain.core.errors import ConfigError, NonFiniteError, UnsavedError, did_you_mean, require
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
@@ -144,7 +144,8 @@ def search(
             set_seed(values.get("seed", trainer.args.seed))
         reporter = _Reporter(trial, name, objective, trainer, reports=not several)
         with _lent(trainer, _trial_arguments(trainer, name, values), reporter):
-            trainer.train(trial=trial)
+            with contextlib.suppress(UnsavedError):  # the trial has its value, and a warning names the checkpoint
+                trainer.train(trial=trial)
             if reporter.value is None:
                 metrics = trainer.evaluate()
                 reporter.value = reporter.measure(metrics) if reporter.value is None else reporter.value

@@ -7,8 +7,9 @@ import errno
 import importlib
 import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from posttrain.core.fields.redaction import redact
 
@@ -41,6 +42,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged or does not fit this run."""
 
 
+class UnsavedError(CheckpointError):
+    """A run came to its end and its last save failed: the trained model is in memory, and in no file."""
+
+
 class MissingModelError(FileNotFoundError, CheckpointError):
     """There is no such folder with a model or a tokenizer, and the Hub gave nothing under that name."""
 
@@ -59,6 +64,25 @@ def means_disk_full(error: BaseException) -> bool:
         return True
     # safetensors and torch report the system's error only as text.
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+
+
+class Naming:
+    """Around the code that writes `path`: a failed write does not know its file, and its `OSError` names it then."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(self.path)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` in UTF-8 to `path`, which every `OSError` names."""
+    with Naming(path):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.durations import NEVER, as_steps
 
 TRACKER_RUNS = "tracker_runs.json"
@@ -121,9 +121,9 @@ class TrainerState:
         if self.best_model_checkpoint is not None:
             plain["best_model_checkpoint"] = _relative(self.best_model_checkpoint, path)
         if runs := plain.pop("tracker_runs"):
-            path.with_name(TRACKER_RUNS).write_text(json.dumps(runs, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            write_text(path.with_name(TRACKER_RUNS), json.dumps(runs, indent=2, sort_keys=True) + "\n")
         text = json.dumps(plain, indent=2, sort_keys=True, allow_nan=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_text(path, text + "\n")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:

@@ -30,6 +30,7 @@ from posttrain.core.data.batch_limits import explain_lookup
 from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
+from posttrain.core.errors import Naming
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging import trackers
 from posttrain.core.logging.memory import MemoryTracker
@@ -726,9 +727,8 @@ class Trainer(TrainerNames):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
-        writes_itself = type(self)._save is not Trainer._save
-        with self.saving.averages():
-            self.saving.model(output_dir or self.args.output_dir, _internal_call, writes_itself)
+        with self.saving.averages(), Naming(folder := output_dir or self.args.output_dir):
+            self.saving.model(folder, _internal_call, type(self)._save is not Trainer._save)
         if not _internal_call:
             self.saving.copy_files()
             if self.args.push_to_hub:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.cli.source import sets_for
+from posttrain.cli.source import sets_for, train_and_save
 from posttrain.core.registry import Method, Run
 
 
@@ -38,8 +38,7 @@ def run(run: Run) -> None:
         processing_class=tokenizer,
         compute_metrics=text_metrics(tokenizer, config.text_metrics) if config.predict_with_generate else None,
     )
-    trainer.train()
-    trainer.save_model()
+    train_and_save(trainer)
 
 
 def load_model(options: Any) -> Any:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import JSONObject, Resolved, opt
-from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
+from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import GenerationArguments
 from posttrain.lm.images.images import ImageArguments
 from posttrain.lm.loading.arguments import LanguageModelArguments
-
-logger = logging.getLogger(__name__)
 
 #: What earlier versions of trl read from dataset_kwargs, and why it changes nothing here.
 NO_EFFECT = {
@@ -25,18 +20,15 @@ NO_EFFECT = {
     "append_concat_token": "each row ends in its own eos token",
 }
 
-#: What earlier versions of trl asked about packing, which their trainer took too.
-FORMERLY_OF_PACKING = ("infinite", "num_of_sequences", "chars_per_token", "dataset_batch_size")
+#: What earlier versions of trl asked about packing.
+ABOUT_PACKING = ("infinite", "num_of_sequences", "chars_per_token", "dataset_batch_size")
 
-
-#: Arguments that the trainer itself took in earlier versions, and the fields of `SFTConfig` that they are now.
-MOVED_TO_CONFIG = {"max_seq_length": "max_length"} | {
-    name: name
-    for name in (
-        "dataset_text_field max_length packing eval_packing dataset_num_proc dataset_kwargs model_init_kwargs "
-        "neftune_noise_alpha"
-    ).split()
-}
+#: Arguments that the trainer itself took in earlier versions.
+FORMERLY_ITS_OWN = (
+    "max_seq_length dataset_text_field max_length packing eval_packing dataset_num_proc dataset_kwargs "
+    "model_init_kwargs neftune_noise_alpha"
+).split()
+FORMERLY_ITS_OWN += ABOUT_PACKING
 
 
 @dataclass
@@ -121,7 +113,7 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     )
 
     OLD_NAMES = {"use_liger": Renamed("use_liger_kernel", ignore=(None, False))} | dict.fromkeys(
-        FORMERLY_OF_PACKING, Removed("packing joins whole rows, and training reads as many as it needs.", harmless=None)
+        ABOUT_PACKING, Removed("packing joins whole rows, and training reads as many as it needs.", harmless=None)
     )
 
     @classmethod
@@ -189,34 +181,3 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
         ):
             if changes and given not in ours:
                 yield f"{planned} order the rows, and so does {name}={given!r}; set {name}={ours[0]!r}"
-
-
-def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTConfig:
-    """The `SFTConfig` from `args` and the constructor arguments of earlier versions."""
-    if args is not None and not isinstance(args, TrainingArguments):
-        raise wrong_args(args, SFTConfig)
-    if args is None:
-        args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
-    elif not isinstance(args, SFTConfig):
-        fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-        args = SFTConfig(**{name: value for name, value in fields.items() if name in fields_of(SFTConfig)})
-        given = fields.keys() | {MOVED_TO_CONFIG[old] for old in moved}
-        own = [name for name in vars(SFTConfig)["__annotations__"] if name not in given]
-        rest = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
-        logger.info("Plain TrainingArguments were given, which are kept. The rest is SFTConfig's default: %s.", rest)
-    changes, problems = {}, []
-    for old, value in moved.items():
-        new = MOVED_TO_CONFIG[old]
-        is_set = new in vars(args).get("_given", ()) or getattr(args, new) != fields_of(SFTConfig)[new].default
-        if is_set and getattr(args, new) != value:
-            problems.append(f"{old}={value!r} was passed to SFTTrainer, and {new}={getattr(args, new)!r} in its args")
-        changes[new] = value
-        warnings.warn(f"SFTTrainer: {old}= is now SFTConfig({new}=...); both work.", FutureWarning, stacklevel=3)
-    if problems:
-        raise ConfigError("SFTTrainer", problems)
-    return dataclasses.replace(args, **changes) if changes else args
-
-
-def fields_of(config: type) -> dict[str, dataclasses.Field]:
-    """The fields of `config` by name."""
-    return {field.name: field for field in dataclasses.fields(config)}

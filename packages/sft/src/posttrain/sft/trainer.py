@@ -39,7 +39,7 @@ from posttrain.lm.loss.language_modeling import group_sums
 from posttrain.lm.trainer import LanguageModelTrainer
 from posttrain.sft import vision
 from posttrain.sft.collators import SFTCollator, collator_problems, usable
-from posttrain.sft.config import FORMERLY_OF_PACKING, MOVED_TO_CONFIG, SFTConfig, as_sft_config, fields_of
+from posttrain.sft.config import FORMERLY_ITS_OWN, SFTConfig
 from posttrain.sft.dataset import DataReport, check_ready, prepare_sets, refuse_mixing, shuffled
 from posttrain.sft.mixture import Mixture, budgets_of, check_parts, named_sets, representative, stages_of
 from posttrain.sft.packing import refuse_leaks
@@ -120,8 +120,8 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         model_init: Callable[..., nn.Module] | None = None,
         **old_names: Any,
     ) -> None:
-        moved_arguments("SFTTrainer", SFTConfig, {n: old_names.pop(n) for n in FORMERLY_OF_PACKING if n in old_names})
-        args = as_sft_config(args, {name: old_names.pop(name) for name in list(old_names) if name in MOVED_TO_CONFIG})
+        moved = {name: old_names.pop(name) for name in list(old_names) if name in FORMERLY_ITS_OWN}
+        args = preflight.as_config("SFTTrainer", SFTConfig, args, moved_arguments("SFTTrainer", SFTConfig, moved))
         _refuse_unknown(old_names)
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.mixture: Mixture | None = None
@@ -447,8 +447,10 @@ def _refuse_unknown(old_names: dict[str, Any]) -> None:
     known = [*inspect.signature(SFTTrainer.__init__).parameters][1:-1]
     for name in old_names:
         if name not in ("tokenizer", "callback"):
-            hint = did_you_mean(name, [*known, *MOVED_TO_CONFIG])
+            hint = did_you_mean(name, [*known, *FORMERLY_ITS_OWN])
             in_config = (
-                f", which SFTConfig has: pass args=SFTConfig({name}=...)" if name in fields_of(SFTConfig) else ""
+                f", which SFTConfig has: pass args=SFTConfig({name}=...)"
+                if name in SFTConfig.__dataclass_fields__
+                else ""
             )
             raise TypeError(f"SFTTrainer got an unknown argument {name!r}{in_config or hint}")

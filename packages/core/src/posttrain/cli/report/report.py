@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.cli.report import run_record, trajectories
 from posttrain.core.callbacks import ClosingCallback
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.redaction import redact
 from posttrain.core.logging import terminal
 from posttrain.lm.generate import samples
@@ -158,7 +158,7 @@ def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(runs) == 1:
         first += trajectories.beside(path, folders[0], runs[0].name)
-    path.write_text(page(runs, first), encoding="utf-8")
+    write_text(path, page(runs, first))
     return path
 
 

@@ -27,7 +27,7 @@ from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.redaction import masked_words, without_secrets
 from posttrain.core.hub import card
 from posttrain.core.models.wrapping import base_name
@@ -161,7 +161,7 @@ def add_end(folder: Path, facts: dict[str, Any]) -> None:
 def _write(path: Path, starts: list[dict[str, Any]]) -> None:
     record = {"format": FORMAT, "version": VERSION, "starts": starts}
     unfinished = path.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(strict(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(unfinished, json.dumps(strict(record), indent=1, allow_nan=False) + "\n")
     unfinished.replace(path)
 
 

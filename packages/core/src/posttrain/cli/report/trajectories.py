@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.errors import CheckpointError, ConfigError, write_text
 from posttrain.core.logging.terminal import aligned
 from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, read
 
@@ -110,7 +110,7 @@ def beside(report: Path, folder: str | Path, name: str) -> str:
     """Write the page of the trajectories of a run beside the page `report`: a link to it; "" if there are none."""
     if not (found := read(folder)):
         return ""
-    report.with_name(PAGE).write_text(page(found, f"Trajectories of {name}"), encoding="utf-8")
+    write_text(report.with_name(PAGE), page(found, f"Trajectories of {name}"))
     return f'<p><a href="{PAGE}">{len(found):,} trajectories, token for token</a></p>'
 
 

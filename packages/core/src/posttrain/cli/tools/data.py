@@ -19,7 +19,7 @@ from posttrain.cli.method import FILES
 from posttrain.cli.mixture import CommandSource
 from posttrain.cli.source import read
 from posttrain.core.config import ConfigMeta, opt
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, write_text
 
 HELP = """usage: posttrain data ROWS ... | run.yaml [--against ROWS ...] [--ngram N] [--output FILE] [--name value ...]
 
@@ -81,7 +81,7 @@ def run(words: list[str]) -> None:
         except TypeError as error:
             raise DataError(f"the rows cannot be written to {path} as JSON: {error}. Leave out --output.") from error
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         print(f"{len(kept):,} rows are in {path}.")
 
 

@@ -15,7 +15,7 @@ from posttrain.cli import parse
 from posttrain.cli.method import FILES, data_of
 from posttrain.cli.source import read
 from posttrain.cli.tools import load
-from posttrain.core.errors import ConfigError, DataError, require
+from posttrain.core.errors import ConfigError, DataError, require, write_text
 from posttrain.lm.text import layouts
 
 EXTRA = "posttrain-core[evaluate]"
@@ -152,7 +152,7 @@ def _split_of(data: str) -> Any:
 
 def _write(output: str, kept: dict[str, Any], what: str) -> None:
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    Path(output).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
+    write_text(Path(output), json.dumps(kept, indent=2, default=str) + "\n")
     print(f"The {what} are in {output}.")
 
 

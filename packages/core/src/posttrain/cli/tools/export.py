@@ -18,7 +18,7 @@ import torch
 from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.cli.tools.merge import TOLERANCE, merge
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, write_text
 from posttrain.lm.loading import loading
 
 HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--tolerance SHARE] ...
@@ -208,7 +208,7 @@ def write_modelfile(gguf: Path, tokenizer: Any, stops: list[str]) -> Path:
             lines += [f'SYSTEM """{system}"""'] if system else []
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop]
     path = gguf.with_suffix(".Modelfile")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n")
     return path
 
 

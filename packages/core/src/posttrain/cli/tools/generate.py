@@ -15,7 +15,7 @@ from torch import nn
 
 from posttrain.cli import parse
 from posttrain.cli.tools import load
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, Naming, write_text
 
 HELP = f"""posttrain generate MODEL PROMPTS.jsonl OUTPUT.jsonl [--batch_size N] [--temperature T] ...
 
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int | None:
             return 130
     lines = (row | {"completion": kept.found[number]} for number, (_, row) in enumerate(rows))
     whole = Path(f"{target}.whole")
-    whole.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    write_text(whole, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     os.replace(whole, target)  # a file that is there is whole
     kept.path.unlink(missing_ok=True)
     print(f"{len(rows) * given.get('num_return', 1)} completions of {len(rows)} prompts are in {target}.")
@@ -114,7 +114,7 @@ class KeptCompletions:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(self._beginning)
             self._beginning = b""
-        with self.path.open("a", encoding="utf-8") as file:
+        with Naming(self.path), self.path.open("a", encoding="utf-8") as file:
             for number, completion in new.items():
                 file.write(json.dumps({"number": number, "completion": completion}, ensure_ascii=False) + "\n")
         self.found |= new

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from posttrain.cli import parse
 from posttrain.cli.method import of_words, read
 from posttrain.core import registry
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, write_text
 from posttrain.lm.text import layouts
 
 ROWS = 3
@@ -49,7 +49,7 @@ def run(words: list[str]) -> None:
     if options["html"] is not None:
         path = Path(options["html"]).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(as_html(rows, report), encoding="utf-8")
+        write_text(path, as_html(rows, report))
         print("\n".join(report))
         print(f"The first {len(rows)} rows are shown in {path}.")
         return

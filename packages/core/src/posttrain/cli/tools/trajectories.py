@@ -7,6 +7,7 @@ from pathlib import Path
 from posttrain.cli import parse
 from posttrain.cli.report import trajectories
 from posttrain.core.config import field_types
+from posttrain.core.errors import write_text
 from posttrain.lm.generate.trajectories import Filter
 
 HELP = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]
@@ -34,7 +35,7 @@ def run(words: list[str]) -> None:
     found = trajectories.stored(folder, Filter(**given))
     if page:
         path = Path(folder) / trajectories.PAGE
-        path.write_text(trajectories.page(found, f"Trajectories of {Path(folder).resolve().name}"), encoding="utf-8")
+        write_text(path, trajectories.page(found, f"Trajectories of {Path(folder).resolve().name}"))
         print(f"Wrote {path}.")
     else:
         print(trajectories.lines(found))

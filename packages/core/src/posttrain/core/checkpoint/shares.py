@@ -19,7 +19,7 @@ from torch import nn
 
 from posttrain.core.checkpoint import weights
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, Naming
 from posttrain.core.models.wrapping import adapters_of, is_pretrained
 
 _LARGEST = "50GB"  # file that transformers writes, if nothing is asked for
@@ -74,7 +74,7 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
         files.extend(weights.files(model, folder, tensors, max_shard_size) if tensors else [])
         return [{name: tensor.nbytes for name, tensor in file.items()} for file in files]
 
-    contents = _together(dist, convert)
+    contents = _together(dist, directory, convert)
     number, count = sum(map(len, contents[: dist.process_index])), sum(map(len, contents))
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
@@ -85,7 +85,7 @@ def save(model: nn.Module, directory: str | Path, dist: Any, max_shard_size: int
             sizes = dict(zip(names, [sizes for of_one in contents for sizes in of_one], strict=True))
             _write_index(directory, sizes, sharding.count(model.parameters()))
 
-    _together(dist, write)
+    _together(dist, directory, write)
     return True
 
 
@@ -99,7 +99,7 @@ def _who_sees(directory: Path, dist: Any) -> list[int]:
             (directory / name).touch()
         return name
 
-    name = _together(dist, mark)[0]
+    name = _together(dist, directory, mark)[0]
     sees = dist.gather_patiently((directory / name).is_file())
     if dist.is_main:
         (directory / name).unlink()
@@ -116,11 +116,12 @@ def _write_index(directory: Path, sizes: dict[str, dict[str, int]], num_paramete
     (directory / weights.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _together(dist: Any, work: Callable[[], Any]) -> list[Any]:
+def _together(dist: Any, directory: Path, work: Callable[[], Any]) -> list[Any]:
     """What `work()` gave on each process; where it failed on one, an error on all."""
     result, error = None, None
     try:
-        result = work()
+        with Naming(directory):
+            result = work()
     except (OSError, CheckpointError) as caught:
         error = caught
     answers = dist.gather_patiently((result, error and f"{type(error).__name__}: {error}"), "that all write weights")

@@ -87,6 +87,8 @@ class Store:
             yield
         except Exception as error:
             if isinstance(error, DiskFullError) or not means_disk_full(error):
+                if isinstance(error, OSError) and error.errno and not error.filename:
+                    error.filename = str(temp)  # a failed write does not know its file
                 raise
             newest = self.checkpoints()[-1:]  # the best guess of what the next one needs
             raise disk_full(temp, sum(map(directory_bytes, newest))) from error

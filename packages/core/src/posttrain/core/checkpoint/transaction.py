@@ -25,10 +25,11 @@ _LEAVING = 10.0  # seconds that the first process still waits for the others whe
 
 @dataclass
 class Outcome:
-    """The result of a save; `path` is None if it failed, which was logged."""
+    """The result of a save; `path` is None if it failed, which was logged with the reason: `why`, where it is known."""
 
     step: int
     path: Path | None
+    why: str = ""
 
 
 class Saver:
@@ -106,12 +107,12 @@ class Saver:
         path, failures = self._written.result()  # which raises the error
         if failed:
             raise RuntimeError(f"checkpoint-{step} was not saved: {'; '.join(failed)}.")
-        if failures:
+        if why := "; ".join(failures).rstrip("."):
             logger.warning(
-                f"checkpoint-{step} was not saved: {'; '.join(failures).rstrip('.')}. Training continues, and the next "
-                "save tries again; earlier checkpoints are untouched."
+                f"checkpoint-{step} was not saved: {why}. Training continues, and the next save tries again; earlier "
+                "checkpoints are untouched."
             )
-        return Outcome(step, self._gather(path)[self._leader])
+        return Outcome(step, *self._gather((path, why))[self._leader])
 
     def leave(self) -> Path | None:
         """Finish the pending save without the other processes; returns its result."""

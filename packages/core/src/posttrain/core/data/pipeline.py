@@ -113,6 +113,13 @@ class DataArguments:
                 "auto_find_batch_size=True does not go with train_sampling_strategy='batch_rebalance': micro-batches "
                 "hold no set number of rows; leave one of them out"
             )
+        most, steps = self.overfit_batches or self.limit_train_batches, vars(self).get("gradient_accumulation_steps", 1)
+        if self.train_sampling_strategy == "batch_rebalance" and most and most % steps:
+            yield (
+                f"{most} micro-batches of an epoch cut a step short, whose {steps} (gradient_accumulation_steps) hold "
+                "its rows only together with train_sampling_strategy='batch_rebalance'; set limit_train_batches or "
+                f"overfit_batches to a multiple of {steps}"
+            )
         if self.dataloader_num_workers == 0:
             for name, given in (
                 ("persistent_workers", self.dataloader_persistent_workers),

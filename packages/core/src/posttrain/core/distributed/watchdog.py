@@ -190,6 +190,6 @@ def report_failures() -> None:
 
 def is_consequence(error: BaseException) -> bool:
     """Whether `error` only reports that another process is gone."""
-    signs = "connection (closed by peer|reset by peer|refused)|broken pipe|remote process"
+    signs = "connection (closed by peer|reset by peer|refused)|broken pipe|remote process|ncclRemoteError"
     is_of_torch = isinstance(error, RuntimeError) and re.search(signs, str(error), re.IGNORECASE)
     return isinstance(error, LostProcessError) or bool(is_of_torch)

@@ -24,7 +24,7 @@ class Renamed:
         convert: from the old value to the new one.
         ignore: values of the old name without a meaning; the new name then keeps its value.
         back: from the new value to the old one, for scripts that read the old name.
-        most: the largest value that the old name can have; None: any.
+        most: the largest value that the old name can have, from 0 on; None: any.
     """
 
     new: str
@@ -113,8 +113,8 @@ def translate_old_names(
                 warnings.warn(f"{config_class.__name__}: {name} has no effect: {old.why}", FutureWarning, stacklevel=3)
         elif value in old.ignore:
             warnings.warn(f"{config_class.__name__}: {name} is now {old.new}", FutureWarning, stacklevel=3)
-        elif old.most is not None and isinstance(value, int | float) and value > old.most:
-            problems.append(f"{name}={shown(name, value)} must be <= {old.most}; {old.new} takes larger numbers")
+        elif old.most is not None and isinstance(value, int | float) and not 0 <= value <= old.most:
+            problems.append(f"{name}={shown(name, value)} must be from 0 to {old.most}; {old.new} takes larger numbers")
         else:
             new_value = old.convert(value)
             if old.new in today and today[old.new] != new_value:

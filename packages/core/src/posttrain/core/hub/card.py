@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
-from posttrain.core.errors import CheckpointError
+from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
 from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_peft_model
@@ -141,6 +141,7 @@ def model_card(
     versions: Mapping[str, str] | None = None,
     base_model: str | None = None,
     datasets: str | Iterable[str] | None = (),
+    titles: str | Iterable[str] | None = (),
     dataset_args: str | Iterable[str] | None = (),
     method: str | None = None,
     language: str | list[str] | None = None,
@@ -161,6 +162,7 @@ def model_card(
         log_history: the records of ``TrainerState.log_history``; its evaluations become the metrics and the table.
         hyperparameters, versions: tables to show, see the functions `hyperparameters` and `framework_versions`.
         base_model, datasets: names on the Hub; other names appear only in the text, not in the metadata.
+        titles: what the text calls the datasets, one each; None: as they are named.
         dataset_args: the configuration of the datasets, such as ``"mrpc"`` of ``"glue"``.
         method: how it was trained, such as "SFT".
         tasks: the Hub's names of tasks, such as ``"text-generation"``.
@@ -169,6 +171,8 @@ def model_card(
         loading: a Python program that loads the model.
     """
     datasets, tasks, part = names(datasets), names(tasks), ", ".join(names(dataset_args))
+    titles = names(titles) or datasets
+    places = datasets if len(datasets) == len(titles) else [""] * len(titles)
     records = results(log_history)
     evaluations = [row for row in records if any(name not in _COLUMNS for name in row)]
     best = [row for row in evaluations if best_step is not None and row.get("Step") == best_step]
@@ -181,7 +185,7 @@ def model_card(
         "license": license,
         "pipeline_tag": tasks[0] if tasks else None,
         "tags": list(dict.fromkeys(["posttrain", "generated_from_trainer", *names(tags)])),
-        "model-index": [{"name": model_name, "results": _index(metrics, datasets, tasks, part)}],
+        "model-index": [{"name": model_name, "results": _index(metrics, datasets, titles, tasks, part)}],
     }
     import yaml
 
@@ -189,8 +193,8 @@ def model_card(
     front = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     origin = f"A fine-tuned version of {_link(base_model, '')}" if base_model else "A model trained from scratch"
     how = f" with {method}" if method else ""
-    data = f", on {', '.join(_link(name, 'datasets/') for name in datasets)}" if datasets else ""
-    data += f" ({part})" if datasets and part else ""
+    linked = [_link(name, "datasets/", title) for name, title in zip(places, titles, strict=True)]
+    data = (f", on {', '.join(linked)}" + (f" ({part})" if part else "")) if linked else ""
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
     step = -(-len(records) // _MAX_ROWS)
     shown = records[::-1][:: step or 1][::-1]  # thinned from the end, so that the last one stays
@@ -237,8 +241,8 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
 
     Args:
         model_name: None: the name of the directory.
-        fields: the arguments of `model_card`, `datasets` also under its earlier names ``dataset_name``,
-            ``dataset_tags`` and ``dataset``; `versions` defaults to those of this process.
+        fields: the arguments of `model_card`, `datasets` also as trl's ``dataset_name`` and transformers'
+            ``dataset_tags``, and `titles` as its ``dataset``; `versions` defaults to those of this process.
 
     Returns:
         The file, or None if there is a card that a person wrote, which stays. Facts of the run that is recorded in the
@@ -250,8 +254,9 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
         if there.strip() and MARK not in there and there.count("[More Information Needed]") < 5:
             logger.info("%s was not written by posttrain; it is not changed.", path)
             return None
-    earlier = [fields.pop(name, None) for name in ("dataset_name", "dataset_tags", "dataset")]  # trl, transformers
-    fields["datasets"] = fields.get("datasets") or next(filter(None, earlier), None)
+    for field, its in {"dataset_name": "datasets", "dataset_tags": "datasets", "dataset": "titles"}.items():
+        given = fields.pop(field, None)
+        fields[its] = fields.get(its) or given
     for field, value in _of_record(path.parent).items():
         fields[field] = fields.get(field) or value
     base = fields.get("base_model")
@@ -260,9 +265,9 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
     fields.setdefault("versions", framework_versions())
     path.parent.mkdir(parents=True, exist_ok=True)
     if picture := loss_picture(fields.get("log_history", ())):
-        (path.parent / CURVE).write_text(picture, encoding="utf-8")
+        write_text(path.parent / CURVE, picture)
         fields["curve"] = CURVE
-    path.write_text(model_card(model_name or path.parent.absolute().name, **fields), encoding="utf-8")
+    write_text(path, model_card(model_name or path.parent.absolute().name, **fields))
     return path
 
 
@@ -349,7 +354,9 @@ def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = N
     )
 
 
-def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str], part: str) -> list[dict[str, Any]]:
+def _index(
+    metrics: Mapping[str, float], datasets: list[str], titles: list[str], tasks: list[str], part: str
+) -> list[dict[str, Any]]:
     """The results of a model-index; the Hub wants a task and a dataset with each."""
     values = [
         {"type": "loss" if name == "Validation loss" else name, "name": name, "value": float(value)}
@@ -357,9 +364,8 @@ def _index(metrics: Mapping[str, float], datasets: list[str], tasks: list[str], 
         if math.isfinite(value)
     ]
     task, dataset = tasks[0] if tasks else "text-generation", datasets[0] if datasets else "unknown"
-    place = {"type": dataset if is_repo_id(dataset) else "unknown", "name": dataset} | (
-        {"config": part} if part else {}
-    )
+    place = {"type": dataset if is_repo_id(dataset) else "unknown", "name": titles[0] if titles else dataset}
+    place |= {"config": part} if part else {}
     return [{"task": {"type": task}, "dataset": place, "metrics": values}] if values else []
 
 
@@ -368,8 +374,10 @@ def names(value: str | Iterable[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _link(name: str, kind: str) -> str:
-    return f"[{name}](https://huggingface.co/{kind}{name})" if is_repo_id(name) else f"`{_cell(name)}`"
+def _link(name: str, kind: str, title: str = "") -> str:
+    if is_repo_id(name):
+        return f"[{_cell(title or name)}](https://huggingface.co/{kind}{name})"
+    return _cell(title) if title and title != name else f"`{_cell(name)}`"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

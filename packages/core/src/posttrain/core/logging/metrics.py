@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from posttrain.core.data import accelerator
+from posttrain.core.errors import write_text
 from posttrain.core.state import strict
 
 # Metrics of the trainer itself: input tokens (without padding, and all), and operations done with them.
@@ -379,7 +380,7 @@ def save_metrics(directory: Path, split: str, metrics: dict[str, Any], combined:
     together = directory / "all_results.json"
     before = json.loads(together.read_text(encoding="utf-8")) if combined and together.exists() else {}
     for path, values in [(directory / f"{split}_results.json", metrics), (together, before | metrics)][: 1 + combined]:
-        path.write_text(json.dumps(strict(values), indent=4, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(strict(values), indent=4, sort_keys=True, allow_nan=False) + "\n")
 
 
 def num_tokens_in(logs: Mapping[str, float]) -> str | None:

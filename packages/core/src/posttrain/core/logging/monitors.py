@@ -18,7 +18,7 @@ from torch import nn
 
 from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.data import accelerator
-from posttrain.core.errors import require
+from posttrain.core.errors import require, write_text
 from posttrain.core.logging import memory
 from posttrain.core.state import TrainerControl, TrainerState
 
@@ -79,7 +79,7 @@ class ProfilerCallback(ClosingCallback):
         profiler.export_chrome_trace(str(trace))
         order = "self_device_time_total" if accelerator.gpu() else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=40)
-        trace.with_name(f"operations-rank-{self._rank}.txt").write_text(table + "\n", encoding="utf-8")
+        write_text(trace.with_name(f"operations-rank-{self._rank}.txt"), table + "\n")
         logger.info("The profile is in %s; open it at https://ui.perfetto.dev.", trace)
 
 
@@ -153,7 +153,7 @@ class MemorySnapshotCallback(ClosingCallback):
             self._history._dump_snapshot(str(path))
             self._history._record_memory_history(enabled=None)
         else:
-            path.write_text(json.dumps(self._entries, indent=1) + "\n", encoding="utf-8")
+            write_text(path, json.dumps(self._entries, indent=1) + "\n")
         self._parts = (None, None)
 
 

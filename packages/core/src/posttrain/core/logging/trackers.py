@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from posttrain.core.callbacks import EVENTS, ClosingCallback, hears
 from posttrain.core.config import Resolved, opt
-from posttrain.core.errors import did_you_mean
+from posttrain.core.errors import Naming, did_you_mean, write_text
 from posttrain.core.fields.redaction import redact
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import is_performance
@@ -154,7 +154,7 @@ class JSONLinesCallback(ClosingCallback):
             written = {_history_of(line): line for line in self.path.read_text(encoding="utf-8").splitlines()}
         lines = [json.dumps(strict(record), allow_nan=False) for record in history]
         unfinished = self.path.with_suffix(".jsonl.tmp")
-        unfinished.write_text("".join(written.get(_history_of(x), x) + "\n" for x in lines), encoding="utf-8")
+        write_text(unfinished, "".join(written.get(_history_of(x), x) + "\n" for x in lines))
         unfinished.replace(self.path)
         self.file = open(self.path, "a", encoding="utf-8", buffering=1)  # closed when training ends
 
@@ -164,11 +164,12 @@ class JSONLinesCallback(ClosingCallback):
             if self.history is not None:
                 self._take_over()
             line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
-            if self.file is not None:
-                self.file.write(line)
-            else:  # an evaluation after training
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(line)
+            with Naming(self.path):
+                if self.file is not None:
+                    self.file.write(line)
+                else:  # an evaluation after training
+                    with open(self.path, "a", encoding="utf-8") as file:
+                        file.write(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

@@ -232,24 +232,25 @@ def mean_of(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return total / torch.where(count > 0, count, torch.inf)
 
 
-def one_number(loss: torch.Tensor) -> torch.Tensor:
-    """`loss` of shape (). A loss for each row or token is refused: its mean would count what is padding or masked.
+def one_number(loss: torch.Tensor, by: str = "compute_loss") -> torch.Tensor:
+    """`loss` of shape (), which the function named `by` returned. A loss for each row or token is refused: its mean
+    would count what is padding or masked.
 
     Raises:
         ValueError: `loss` holds more than one number.
     """
     if loss.numel() != 1:
         raise ValueError(
-            f"compute_loss returned a loss of shape {tuple(loss.shape)}; it must be one number. Return its mean over "
+            f"{by} returned a loss of shape {tuple(loss.shape)}; it must be one number. Return its mean over "
             "what is trained on (loss.mean() where nothing is padding or masked), or the pair (sum, count), with which "
             "accumulation and processes weigh each item the same."
         )
     return loss.reshape(())
 
 
-def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, a dict that has it under ``"loss"``,
-    or (sum, count), whose quotient it is.
+def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(the loss, its terms by name) of what the function named `by` returned: a tensor, a dict that has it under
+    ``"loss"``, or (sum, count), whose quotient it is.
 
     The terms are detached, shape () each.
 
@@ -258,15 +259,15 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         ValueError: the loss is more than one number.
     """
     if isinstance(loss, torch.Tensor):
-        return one_number(loss), {}
+        return one_number(loss, by), {}
     if (pair := as_pair(loss)) is not None:
         return mean_of(*pair), {}
     if not isinstance(loss, Mapping) or not isinstance(loss.get("loss"), torch.Tensor):
         what = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
         raise TypeError(
-            f"compute_loss returned {what}; it must return a tensor of shape (), a pair (sum, count), or a dict with "
-            "that tensor under 'loss' and terms of it to be logged under other names; when called with "
-            "return_outputs=True, (either of them, outputs)."
+            f"{by} returned {what}; it must return a tensor of shape (), a pair (sum, count), or a dict with "
+            "that tensor under 'loss' and terms of it to be logged under other names"
+            f"{'; when called with return_outputs=True, (either of them, outputs)' if by == 'compute_loss' else ''}."
         )
     terms = {}
     for name, value in loss.items():
@@ -274,7 +275,7 @@ def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(
-                f"compute_loss returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of "
+                f"{by} returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of "
                 "shape (). To return outputs, return (loss, outputs)."
             )
         terms[str(name)] = value.reshape(())
@@ -445,7 +446,9 @@ def model_loss(
         explain_failure(inputs, base_model(model), id_limits(model))
         raise
     if loss_func is not None:
-        return loss_func(outputs, labels, num_items_in_batch=num_items), outputs
+        loss = loss_func(outputs, labels, num_items_in_batch=num_items)
+        split_terms(loss, "compute_loss_func")
+        return loss, outputs
     if labels is not None:
         return LabelSmoother(label_smoothing)(outputs, labels, shifted, num_items), outputs
     if isinstance(outputs, dict) and "loss" not in outputs:

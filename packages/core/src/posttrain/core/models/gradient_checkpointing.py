@@ -66,8 +66,11 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
             f"{type(base).__name__} has no gradient_checkpointing_enable(). Set activation_checkpointing=False, or "
             "define that method on the model."
         )
-    if is_peft_model(model) and hasattr(base, "enable_input_require_grads"):
-        base.enable_input_require_grads()
+    if not options["use_reentrant"] and hasattr(base, "disable_input_require_grads"):
+        # transformers lets all inputs require a gradient, and a frozen vision tower is computed backwards for it.
+        base.disable_input_require_grads()
+    elif is_peft_model(model) and hasattr(base, "enable_input_require_grads"):
+        base.enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
     if hasattr(base, "config"):
         base.config.use_cache = False
 

@@ -99,6 +99,9 @@ class EMA:
         self.decay, self.every, self.start = decay, every, start
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
+        pairs = [*zip(self._averages.values(), self._parameters.values(), strict=True)]
+        self._plain = [[pair[i] for pair in pairs if pair[1].dtype == torch.float32] for i in (0, 1)]
+        self._others = [pair for pair in pairs if pair[1].dtype != torch.float32]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -109,10 +112,9 @@ class EMA:
         if self.decay == 1:
             weight = 1 / max(1, step // self.every - self.start // self.every)
         # In float32 one kernel updates all; parameters of other types are converted one by one.
-        pairs = [(self._averages[name], parameter) for name, parameter in self._parameters.items()]
-        if plain := [pair for pair in pairs if pair[1].dtype == torch.float32]:
-            torch._foreach_lerp_([average for average, _ in plain], [weights for _, weights in plain], weight)
-        for average, parameter in (pair for pair in pairs if pair[1].dtype != torch.float32):
+        if self._plain[0]:
+            torch._foreach_lerp_(*self._plain, weight)
+        for average, parameter in self._others:
             average.lerp_(parameter.float(), weight)
 
     def swapped_in(self) -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,8 @@ three places to add one:
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,12 +25,14 @@ from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
-from posttrain.core.errors import BEFORE_THE_RUN, ConfigError, wrong_args
+from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
 from posttrain.core.optim import builder
 from posttrain.core.training.plan import END_OF_STREAM
+
+logger = logging.getLogger(__name__)
 
 Problem = str | Exception
 
@@ -143,6 +147,36 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
         raise TypeError("model_init is a model; pass the function that makes it, without calling it.")
     if args is not None and not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
+
+
+def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:
+    """The config of the trainer `owner`: `args`, or a `config_class` with the fields of plain ones, and the arguments
+    that were `moved` into it from the constructor, by field.
+
+    Raises:
+        TypeError: `args` is no config of posttrain.
+        ConfigError: an argument contradicts what was written in `args`, be it the default.
+    """
+    if args is None:
+        return config_class(**moved)
+    if not isinstance(args, TrainingArguments):
+        raise wrong_args(args, config_class)
+    default = {field.name: field.default for field in dataclasses.fields(config_class) if field.init}
+    written = {*vars(args).get("_given", ())}
+    if not isinstance(args, config_class):
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        args = config_class(**{name: value for name, value in given.items() if name in default})
+        own = [name for name in config_class.__annotations__ if name not in {*given, *moved}]
+        rest = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
+        logger.info("args of another class are kept. The rest is %s's default: %s.", config_class.__name__, rest)
+    problems = [
+        f"{name}={value!r} was passed to {owner}, and {name}={known!r} in its args"
+        for name, value in moved.items()
+        if (known := getattr(args, name)) != value and (name in written or known != default[name])
+    ]
+    if problems:
+        raise ConfigError(owner, problems)
+    return dataclasses.replace(args, **moved) if moved else args
 
 
 def of_arguments(*configs: Any) -> Iterator[Problem]:

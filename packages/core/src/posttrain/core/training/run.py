@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from posttrain.core.callbacks import FLAGS
+from posttrain.core.checkpoint.transaction import Outcome
 from posttrain.core.data import rng
 from posttrain.core.distributed.stragglers import Pace
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, UnsavedError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
@@ -57,6 +58,7 @@ class Run:
     rng: dict[str, Any] | None = None  # random numbers of the checkpoint, until the first row is read
     epoch_stopped: bool = False  # a callback had ended the epoch when the checkpoint was saved
     is_stepping: bool = False  # the optimizer is changing the weights: no checkpoint can be saved now
+    unsaved: Outcome | None = None  # of the last save, where it failed and the model is in no other file
     records_before_evaluation: int | None = None  # length of the log history, while an evaluation may be interrupted
     memory: dict[str, int] = field(default_factory=dict)  # metrics of the memory that training took, once it is done
     callbacks_may_differ: bool = False  # callbacks may ask for something on one process alone
@@ -427,7 +429,20 @@ class Run:
             average.copy_to_model()
         owner.saving.at_end()
         owner._fire("on_train_end")
+        self._check_last_save()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+    def _check_last_save(self) -> None:
+        if self.unsaved is not None:
+            store, saved = self.owner.store, self.owner.checkpoints.saved_step
+            newest = (
+                "There is no other checkpoint" if saved is None else f"The newest checkpoint is {store.path(saved)}"
+            )
+            raise UnsavedError(
+                f"Training is over, and its last save failed: {store.path(self.unsaved.step)} is not there "
+                f"({self.unsaved.why}). {newest}. The trained weights are in the memory of this process alone: free "
+                "some space, or take another folder, and call trainer.save_model(folder) before the process ends."
+            )
 
     def _restore_best_model(self) -> None:
         owner, state, best = self.owner, self.owner.state, self.owner.state.best_model_checkpoint
@@ -436,6 +451,7 @@ class Run:
             folder = owner.dist.on_main(lambda: owner.store.resolve(best))
             owner._load_from_checkpoint(folder)
             ema.load(self.ema, folder)
+            self.unsaved = None
         elif owner.args.load_best_model_at_end:
             why = f"there is no checkpoint of the best step ({state.best_global_step}, {state.best_metric})"
             if state.best_metric is None:

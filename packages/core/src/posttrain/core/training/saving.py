@@ -55,6 +55,7 @@ class Saving:
         if (outcome := owner.checkpoints.settle(wait)) is None:
             return
         best = owner.state.best_model_checkpoint
+        owner.run.unsaved = outcome if outcome.path is None else None
         if outcome.path is None:
             if owner.state.best_global_step == outcome.step:
                 owner.state.best_model_checkpoint = None
@@ -94,6 +95,7 @@ class Saving:
         owner = self.owner
         if owner.args.push_to_hub:
             owner.save_model(_internal_call=True)
+            owner.run.unsaved = None
             owner.create_model_card()
             self.upload(None, owner.state, at_end=True)
             owner.dist.on_main(owner.uploader.finish, "the last uploads")

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, write_text
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.wrapping import is_peft_model, unwrap
 from posttrain.lm.generate.completion_callbacks import _Answers
@@ -60,7 +60,7 @@ class WinRateCallback(_Answers):
         self.reference = [text for _, text in answers]
         if state.is_world_process_zero:
             saved.parent.mkdir(parents=True, exist_ok=True)
-            saved.write_text(json.dumps(self.reference), encoding="utf-8")
+            write_text(saved, json.dumps(self.reference))
         self._compare(args, state, answers)
 
     def on_evaluate(self, args, state, control, **kwargs):

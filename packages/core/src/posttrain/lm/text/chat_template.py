@@ -343,7 +343,10 @@ class Template:
             begins |= opened >= 0 or len(history) < len(os.path.commonprefix([asked, text])) <= start
         if not begins:
             raise DataError(UNCLEAR)  # the text before the message depends on its content
-        return start, stop + self._agree_on_tokens(self._ending([*messages[:i], turn]), rest)
+        agreed = self._agree_on_tokens(self._ending([*messages[:i], turn]), rest)
+        if not agreed and role == "assistant" and rest.startswith(self.inner_ending):
+            agreed = len(self.inner_ending)
+        return start, stop + agreed
 
     def _ending(self, messages: Sequence[Message]) -> str:
         """The text after the last message, whose content is the placeholder; empty if the messages do not render
@@ -395,6 +398,21 @@ class Template:
         """The text that the template adds after an assistant's turn, such as "<|im_end|>"; empty on an error."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
         return self._ending(turn)
+
+    @cached_property
+    def inner_ending(self) -> str:
+        """What the template adds to a turn of the assistant that another message follows, where it is no part of
+        `turn_ending`: "<|end|>" of gpt-oss, whose last turn ends in "<|return|>". Empty otherwise, and on an error.
+        """
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        try:
+            asked, more = (self.render(part, add_generation_prompt=True) for part in (turn[:1], turn))
+            opening = asked.removeprefix(self.render(turn[:1]))
+        except DataError:
+            return ""
+        ending = more.partition(PLACEHOLDER)[2]
+        ending = ending.removesuffix(opening) if ending.endswith(opening) else ""
+        return "" if self._agree_on_tokens(ending, self.turn_ending) else ending
 
 
 def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:

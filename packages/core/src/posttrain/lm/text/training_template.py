@@ -43,7 +43,7 @@ _WRAPPER = """\
 {{- shown -}}
 {%- endmacro -%}
 {%- macro posttrain_closer(text) -%}
-{%- for closer in <CLOSERS>.values() -%}{{- closer if text.startswith(closer) -}}{%- endfor -%}
+{%- for closer in <ENDS> -%}{{- closer if text.startswith(closer) -}}{%- endfor -%}
 {%- endmacro -%}
 {%- macro posttrain_write(posttrain, asked, stop, agreed, add_generation_prompt) -%}
 {%- set posttrain.start = 0 -%}{%- set posttrain.end = posttrain.done | length -%}
@@ -135,7 +135,7 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     probes = list(_shown(words, source))
     if GENERATION_TAG.search(source) and not list(_faults(words, source, source, probes)):
         return None
-    wrapped = _wrapped(source, Template(words, chat_template_kwargs={"chat_template": source}).turn_closers)
+    wrapped = _wrapped(source, Template(words, chat_template_kwargs={"chat_template": source}))
     if faults := list(_faults(words, source, wrapped, probes)) or ["it refuses a question and an answer"][: not probes]:
         raise ValueError(
             f"The chat template cannot be made to mark the assistant's turns: {faults[0]}. Write {{% generation %}} "
@@ -144,12 +144,14 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     return wrapped
 
 
-def _wrapped(source: str, closers: dict[str, str]) -> str:
+def _wrapped(source: str, template: Template) -> str:
     # Marks within a macro would be counted from its beginning. `if true` keeps their control of white space.
     inner = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", source)
     inner = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", inner)
     # Jinja drops one line break at the very end of a template.
+    closers, ends = template.turn_closers, {*template.turn_closers.values(), template.inner_ending}
     marked = _WRAPPER.replace("<MARK>", PLACEHOLDER).replace("<CLOSERS>", json.dumps(closers))
+    marked = marked.replace("<ENDS>", json.dumps(sorted(ends - {""})))
     return marked.replace("<SOURCE>", inner.removesuffix("\n")).removesuffix("\n")
 
 

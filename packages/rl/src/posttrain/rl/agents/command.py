@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from posttrain.core.errors import write_text
+
 LAST = 4096
 """Bytes of a program's output that are read, from its end."""
 
@@ -50,7 +52,7 @@ class AgentCommand:
             RuntimeError: the program failed, and there is no verifier to judge what it left.
         """
         with tempfile.TemporaryDirectory(prefix="posttrain-agent-", ignore_cleanup_errors=True) as folder:
-            Path(folder, "row.json").write_text(json.dumps(row, default=str), encoding="utf-8")
+            write_text(Path(folder, "row.json"), json.dumps(row, default=str))
             values = {name: str(value) for name, value in row.items()} | {"folder": folder}
             variables = {
                 "OPENAI_BASE_URL": episode.base_url,

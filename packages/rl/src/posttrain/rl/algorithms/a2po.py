@@ -24,7 +24,7 @@ import torch
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
 from posttrain.core.data.samplers import is_stream, mix
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, write_text
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.losses.advantages import total_rewards
@@ -153,7 +153,7 @@ class A2POTrainer(RolloutTrainer):
             lines = [{"prompt": json.loads(key), "rewards": rewards} for key, rewards in self.reference_rewards.items()]
             path = Path(self.args.output_dir, FILE)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(line) + "\n" for line in (self._header(), *lines)), encoding="utf-8")
+            write_text(path, "".join(json.dumps(line) + "\n" for line in (self._header(), *lines)))
         logger.info("The reference completed %d prompts %d times each; see %s.", len(rows), n, FILE)
 
     def _read(self) -> None:

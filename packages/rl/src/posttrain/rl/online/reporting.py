@@ -16,6 +16,7 @@ import torch
 
 from posttrain.core.checkpoint.disk import run_goes_on
 from posttrain.core.distributed.strategies.base import Distributed
+from posttrain.core.errors import write_text
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
 from posttrain.core.logging.trackers import show_table
@@ -345,7 +346,7 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, with_images: bool = Tru
         parquet.write_table(pyarrow.table(columns), path.with_suffix(".parquet"))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # columns of mixed kinds
         lines = (json.dumps(row, default=_as_text, ensure_ascii=False) + "\n" for row in rows)
-        path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+        write_text(path.with_suffix(".jsonl"), "".join(lines))
         return path.with_suffix(".jsonl")
     return path.with_suffix(".parquet")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -350,9 +351,29 @@ def sync_problem(policy: nn.Module, given: nn.Module | None, alpha: float) -> st
     return None if own == its else differs + "False."
 
 
-def create_reference_model(model: nn.Module) -> nn.Module:
-    """A copy of `model` that is never trained, in evaluation mode, for scripts that pass a ``ref_model``."""
-    return copy.deepcopy(wrapping.unwrap(model)).requires_grad_(False).eval()
+def create_reference_model(
+    model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
+) -> nn.Module:
+    """A copy of `model` that is never trained, in evaluation mode, for scripts that pass a ``ref_model``.
+
+    Args:
+        num_shared_layers: what stands before the layer of this number is frozen in `model` too, and held once.
+        pattern: in the names of that layer's parameters, with ``{layer}`` for the number; None: ``.{layer}.``.
+
+    Raises:
+        ValueError: no parameter has such a name.
+    """
+    model, shared = wrapping.unwrap(model), []
+    if num_shared_layers is not None:
+        named, mark = dict(model.named_parameters()), (pattern or ".{layer}.").format(layer=num_shared_layers)
+        shared = [named[name] for name in itertools.takewhile(lambda name: mark not in name, named)]
+        if len(shared) == len(named):
+            raise ValueError(
+                f"num_shared_layers={num_shared_layers}: no parameter of the model has {mark!r} in its name."
+            )
+    for parameter in shared:
+        parameter.requires_grad_(False)
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in shared}).requires_grad_(False).eval()
 
 
 class SyncRefModelCallback(TrainerCallback):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core import Trainer, TrainingArguments, opt
+from posttrain.core import Trainer, opt
 from posttrain.core.config import Resolved
-from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
+from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
+from posttrain.core.training import preflight
 from posttrain.lm.images.images import ImageArguments
 from posttrain.lm.loading.arguments import LanguageModelArguments
 from posttrain.rl.preference.rows import FAULTY, LONG
-
-logger = logging.getLogger(__name__)
 
 #: Names that the configs of trainers without a reference had in earlier versions of the field.
 WITHOUT_REFERENCE: dict[str, Renamed | Removed] = {
@@ -91,28 +88,10 @@ class PreferenceConfig(ImageArguments, LanguageModelArguments):
 def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> PreferenceConfig:
     """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
     config_class: type[Any] = trainer.config_class
-    if args is not None and not isinstance(args, TrainingArguments):
-        raise wrong_args(args, config_class)
-    fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
     moved = moved_arguments(trainer.__name__, config_class, old_names)
     known = [*inspect.signature(trainer.__init__).parameters][1:-1]
     for name in old_names:
         if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
-            raise TypeError(
-                f"{trainer.__name__} got an unknown argument {name!r}{did_you_mean(name, [*known, *fields])}"
-            )
-    if args is None:
-        return config_class(**moved)
-    if not isinstance(args, config_class):
-        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-        args = config_class(**{name: value for name, value in given.items() if name in fields})
-        logger.info("args is of another class; fields that it lacks have the defaults of %s.", config_class.__name__)
-    default = {name: field.default for name, field in fields.items()}
-    problems = [
-        f"{name}={value!r} was passed to {trainer.__name__}, and {name}={getattr(args, name)!r} in its args"
-        for name, value in moved.items()
-        if getattr(args, name) not in (default[name], value)
-    ]
-    if problems:
-        raise ConfigError(trainer.__name__, problems)
-    return dataclasses.replace(args, **moved) if moved else args
+            near = did_you_mean(name, [*known, *config_class.__dataclass_fields__])
+            raise TypeError(f"{trainer.__name__} got an unknown argument {name!r}{near}")
+    return preflight.as_config(trainer.__name__, config_class, args, moved)

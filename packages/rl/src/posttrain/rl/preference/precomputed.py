@@ -108,7 +108,7 @@ def write(path: Path | None, columns: Mapping[str, torch.Tensor]) -> None:
         codec.write_tensors(dict(columns), beside)
         beside.replace(path)
     except OSError as error:
-        logger.warning("The reference's log-probabilities are not kept for the next start: %s", error)
+        logger.warning("The reference's log-probabilities are not kept for the next start (%s): %s", path, error)
 
 
 def compute(
