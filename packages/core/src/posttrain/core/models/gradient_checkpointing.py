@@ -26,6 +26,8 @@ CHECKPOINT_OPTIONS = (
     "mlp_tile",
 )
 
+_HOOKS = "_require_grads_hooks"  # of transformers
+
 
 def checkpointing_problem(model: nn.Module) -> str | None:
     """Why layers of `model` cannot be recomputed, and what to set, as a sentence; None if they can."""
@@ -66,11 +68,13 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
             f"{type(base).__name__} has no gradient_checkpointing_enable(). Set activation_checkpointing=False, or "
             "define that method on the model."
         )
-    if not options["use_reentrant"] and hasattr(base, "disable_input_require_grads"):
-        # transformers lets all inputs require a gradient, and a frozen vision tower is computed backwards for it.
+    if is_peft_model(model) and hasattr(base, "enable_input_require_grads") and not vars(base).get(_HOOKS):
+        base.enable_input_require_grads()
+    if not options["use_reentrant"] and vars(base).get(_HOOKS):
+        # transformers lets the inputs of all parts require a gradient: a frozen vision tower is computed backwards.
         base.disable_input_require_grads()
-    elif is_peft_model(model) and hasattr(base, "enable_input_require_grads"):
-        base.enable_input_require_grads()  # or reentrant checkpoints of frozen layers would cut the graph
+        words = base.get_input_embeddings()
+        setattr(base, _HOOKS, [words.register_forward_hook(lambda part, given, output: output.requires_grad_())])
     if hasattr(base, "config"):
         base.config.use_cache = False
 
