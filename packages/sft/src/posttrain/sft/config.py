@@ -175,19 +175,28 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
                     near = did_you_mean(name, ("skip_prepare_dataset",))
                     yield f"dataset_kwargs: {name!r} has no effect; it may hold skip_prepare_dataset alone{near}"
 
-    def _problems_of_plan(self) -> Iterator[str]:
-        """Why a run cannot follow weights that change over it, or budgets."""
+    @property
+    def _weights_change(self) -> bool:
         weights = self.dataset_weights.values() if isinstance(self.dataset_weights, dict) else ()
-        changes = any(isinstance(weight, dict) for weight in weights)
-        planned = "weights that change over the run" if changes else "dataset_max_tokens"
-        if (changes or self.dataset_max_tokens) and self.num_train_epochs > 1 and self.max_steps < 0:
-            yield f"{planned} are laid over one epoch, and num_train_epochs={self.num_train_epochs:g}; set 1"
+        return any(isinstance(weight, dict) for weight in weights)
+
+    @property
+    def mixes_over_the_run(self) -> bool:
+        """Whether a mixture of datasets is laid over the whole run, and not over an epoch."""
+        return self._weights_change or bool(self.dataset_max_tokens)
+
+    def _problems_of_plan(self) -> Iterator[str]:
+        """What reads the rows of a run in another order than its weights, or budgets, need."""
+        is_one_epoch = self.num_train_epochs == 1 and self.max_steps < 0
+        is_ordered = self._weights_change or (self.mixes_over_the_run and not is_one_epoch)
+        planned = (
+            "weights that change over the run" if self._weights_change else "dataset_max_tokens of other than one epoch"
+        )
         for name, given, ours in (
             ("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential")),
             ("max_batch_tokens", self.max_batch_tokens, (None,)),
-            ("shuffle_dataset", self.shuffle_dataset, (False,)),
         ):
-            if changes and given not in ours:
+            if is_ordered and given not in ours:
                 yield f"{planned} order the rows, and so does {name}={given!r}; set {name}={ours[0]!r}"
 
 

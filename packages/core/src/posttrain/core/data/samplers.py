@@ -66,6 +66,17 @@ class EpochSampler(Sampler[int]):
         return iter(self.order().tolist())
 
 
+class PartSampler(EpochSampler):
+    """The rows of a run in their order, of which each of its `epochs` reads as many."""
+
+    def __init__(self, num_rows: int, epochs: float) -> None:
+        super().__init__(int(num_rows / epochs), seed=0)
+        self.rows = torch.arange(num_rows)
+
+    def order(self) -> torch.Tensor:
+        return self.rows[self.epoch * self.num_rows :][: self.num_rows]
+
+
 class SeededRandomSampler(EpochSampler):
     """The order of a `torch.utils.data.RandomSampler` with a generator seeded with ``seed + epoch``."""
 
