@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
+from datasets.distributed import split_dataset_by_node
 
 from posttrain.cli.mixture import CommandSource
 from posttrain.core.data.batches import as_filler
@@ -344,6 +345,12 @@ def test_streams_follow_weights_budgets_and_tokens_to_a_row_and_are_read_again()
     assert sum(n - 1 for row in rows for n, s in zip(row["seq_lengths"], row["sources"], strict=True) if s) <= 30
     with pytest.raises(DataError, match="has 2 tokens for 'maths', and none of its rows came within"):
         sources({"maths": 1, "tales": 1}, False, {"maths": 2}, rows=30)
+    split = [{name: split_dataset_by_node(part, rank, 2) for name, part in parts.items()} for rank in (0, 1)]
+    both = [list(MixedStream(part, {"maths": 1, "tales": 1}, False, {"maths": 20}, rows=30)) for part in split]
+    assert [len(rows) for rows in both] == [15, 15] and both[0][0]["input_ids"] != both[1][0]["input_ids"]
+    assert sum(len(row["labels"]) - 1 for rows in both for row in rows if row["source"] == 0) == 18
+    with pytest.raises(DataError, match="maths, tales some are split over the processes"):
+        MixedStream(split[0] | {"tales": parts["tales"]}, {"maths": 1, "tales": 1})
     packed.set_epoch(1)
     assert list(packed) == []  # the run was laid over the first
 

@@ -339,11 +339,18 @@ class MixedStream(IterableDataset[dict[str, Any]]):
             raise DataError("A mixture with a stream needs dataset_weights, because a stream has no known length.")
         self._names = tuple(parts)
         spans, self._shares, most = _amounts(self._names, weights, by_tokens, budgets)
-        self._most = np.full(len(parts), math.inf) if most is None else most
         self._is_of_run, self._by_tokens, self._pack, self._capacity = rows is not None, by_tokens, pack, capacity
-        self._ends = np.rint(np.cumsum(spans) * rows).tolist() if rows is not None else [math.inf]
         #: What is read, under the name by which a shuffle buffer is found in it.
         self.ex_iterables = [part if is_stream(part) else part.to_iterable_dataset() for part in parts.values()]
+        self._distributed, *others = (part._distributed for part in self.ex_iterables)
+        if any(other != self._distributed for other in others):
+            raise DataError(
+                f"Of the datasets {', '.join(self._names)} some are split over the processes (split_dataset_by_node), "
+                "others not, or otherwise. Split all of them, or none, which lets the trainer deal rows."
+            )
+        share = 1 if self._distributed is None else 1 / self._distributed.world_size  # of this process
+        self._most = np.full(len(parts), math.inf) if most is None else most * share
+        self._ends = [math.inf] if rows is None else np.rint(np.cumsum(spans) * rows * share).tolist()
         counts = {name: [0] * len(parts) for name in ("used", "trained", "is_full", "passes")}
         self._start = self._state = {"parts": [{} for _ in parts], "stage": 0, "place": 0, "given": 0, **counts}
         self.set_epoch(0)
