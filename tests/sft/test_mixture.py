@@ -548,6 +548,20 @@ def test_what_reads_the_rows_of_stages_in_another_order_is_refused(options, mess
     with pytest.raises(ConfigError, match=message):
         SFTConfig("out", dataset_max_tokens={"a": 9}, **options)
     SFTConfig("out", dataset_max_tokens={"a": 9}, num_train_epochs=1, **options)
+    if "max_batch_tokens" in options:  # how many rows so many steps have is not known
+        with pytest.raises(ConfigError, match=message):
+            SFTConfig("out", dataset_max_tokens={"a": 9}, max_steps=9, **options)
+
+
+def test_a_run_goes_on_with_more_steps_and_a_budget_that_cannot_last_is_named(tmp_path):
+    options = {"dataset_weights": CHANGING, "save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, max_steps=3, **options).train()
+    more = trainer(tmp_path, max_steps=5, **options)
+    more.train(resume_from_checkpoint=True)
+    assert more.state.global_step == 5
+    message = "max_steps=9 reads 36 rows, and dataset_max_tokens leave 6. Raise them, leave one out, or set max_steps=1"
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path, max_steps=9, dataset_max_tokens={"maths": 10, "tales": 150})
 
 
 def test_dft_is_refused_with_label_smoothing():

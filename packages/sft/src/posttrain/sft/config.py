@@ -185,18 +185,20 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
         """Whether a mixture of datasets is laid over the whole run, and not over an epoch."""
         return self._weights_change or bool(self.dataset_max_tokens)
 
+    @property
+    def epochs_of_mixture(self) -> float:
+        """Of how many epochs the rows of a mixture are, which may be of the whole run; `max_steps` is one."""
+        return self.num_train_epochs if self.mixes_over_the_run and self.max_steps < 1 else 1
+
     def _problems_of_plan(self) -> Iterator[str]:
         """What reads the rows of a run in another order than its weights, or budgets, need."""
-        is_one_epoch = self.num_train_epochs == 1 and self.max_steps < 0
-        is_ordered = self._weights_change or (self.mixes_over_the_run and not is_one_epoch)
-        planned = (
-            "weights that change over the run" if self._weights_change else "dataset_max_tokens of other than one epoch"
-        )
-        for name, given, ours in (
-            ("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential")),
-            ("max_batch_tokens", self.max_batch_tokens, (None,)),
+        is_ordered = self._weights_change or self.epochs_of_mixture != 1
+        planned = "weights that change over the run" if self._weights_change else "dataset_max_tokens"
+        for name, given, ours, needs_order in (
+            ("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"), is_ordered),
+            ("max_batch_tokens", self.max_batch_tokens, (None,), is_ordered or self.max_steps > 0),
         ):
-            if is_ordered and given not in ours:
+            if self.mixes_over_the_run and needs_order and given not in ours:
                 yield f"{planned} order the rows, and so does {name}={given!r}; set {name}={ours[0]!r}"
 
 

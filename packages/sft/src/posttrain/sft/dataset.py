@@ -151,10 +151,15 @@ def prepare_sets(
             stages = () if done.mixture is None else tuple(map(sum, done.mixture.stages))
             done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name, stages)
 
-    lay_out(epochs := args.num_train_epochs if over_run and not rows else 1.0)
-    for more in (0, 1, 1) if rows else ():  # a little more where the rows of the run pack more closely
+    lay_out(epochs := args.epochs_of_mixture if several else 1.0)
+    for more in (0, 1, 2, 4, 8) if rows else ():  # a little more where the rows of the run pack more closely
         if len(done.dataset) < rows or (len(done.dataset) > rows and not more):
             lay_out(epochs := epochs * (rows + more) / len(done.dataset))
+    if len(done.dataset) < rows and args.dataset_max_tokens:
+        raise DataError(
+            f"max_steps={args.max_steps} reads {rows:,} rows, and dataset_max_tokens leave {len(done.dataset):,}. "
+            f"Raise them, leave one out, or set max_steps={len(done.dataset) // rows_per_step}."
+        )
     return done
 
 

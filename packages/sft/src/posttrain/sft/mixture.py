@@ -38,11 +38,6 @@ class Mixture:
     stages: tuple[tuple[int, ...], ...]
     epochs: float = 1
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether rows must be read in the order that was computed."""
-        return len(self.stages) > 1 or self.epochs != 1
-
     def lines(self) -> list[str]:
         """The mixture as sentences for the log."""
         total, of = sum(self.drawn), "an epoch" if self.epochs == 1 else f"in {self.epochs:.4g} epochs"

@@ -229,9 +229,10 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
         """As the core's; the rows of a mixture that is laid over the run are read in their order."""
-        if self.mixture is None or not self.mixture.is_in_order or dataset is not self.train_dataset:
-            return super().train_sampler(dataset)
-        return PartSampler(len(dataset), 1 if self.args.max_steps > 0 else self.args.num_train_epochs)
+        epochs = self.args.epochs_of_mixture
+        is_ordered = self.mixture is not None and (len(self.mixture.stages) > 1 or epochs != 1)
+        is_ordered = is_ordered and dataset is self.train_dataset
+        return PartSampler(len(dataset), epochs) if is_ordered else super().train_sampler(dataset)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
