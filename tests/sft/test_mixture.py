@@ -13,6 +13,7 @@ from datasets.distributed import split_dataset_by_node
 from posttrain.cli.mixture import CommandSource
 from posttrain.core.data.batches import as_filler
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
+from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft import SFTConfig, SFTTrainer
 from posttrain.sft.mixture import MixedStream, mix_rows, stages_of
@@ -393,6 +394,33 @@ def stopped_and_resumed(make, tmp_path):
     for (name, a), (_, b) in zip(straight.model.state_dict().items(), resumed.model.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     return straight, resumed
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_processes_deal_a_mixture_of_streams_and_go_on_in_another_number(packed):
+    def loader(rank=0, world_size=1):
+        parts, pack = {"maths": prepared([3] * 7), "tales": prepared([4, 2] * 3)}, ()
+        if packed:
+            pack = (lambda columns: pack_columns(columns, 12), 12)
+        rows = MixedStream(parts, CHANGING, False, {"tales": 60}, 40, *pack)
+        return Loader(rows, batch_size=4 // world_size, collate_fn=list, rank=rank, world_size=world_size)
+
+    whole = [row for batch in loader() for row in batch]
+    assert len(whole) >= 40
+    for stop in (0, 1, 7):
+        read, states = [], []
+        for rank in (0, 1):
+            begun = loader(rank, 2)
+            first = list(itertools.islice(begun, stop))
+            states.append(begun.state_dict())
+            again = loader(rank, 2)
+            again.load_state_dict(states[-1])
+            read.append([*first, *again])
+        dealt = [row for batches in zip(*read, strict=True) for batch in batches for row in batch]
+        assert dealt[: len(whole)] == whole and len(dealt) <= len(whole) + 1  # which keeps processes in step
+        alone = loader()
+        alone.load_state_dict(states[1])
+        assert [row for batch in alone for row in batch] == whole[4 * stop :]
 
 
 KINDS = ["rows", "streams", "staged", "staged streams", "epochs"]
