@@ -188,7 +188,7 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
     @property
     def epochs_of_mixture(self) -> float:
         """Of how many epochs the rows of a mixture are, which may be of the whole run; `max_steps` is one."""
-        return self.num_train_epochs if self.mixes_over_the_run and self.max_steps < 1 else 1
+        return self.num_train_epochs or 1 if self.mixes_over_the_run and self.max_steps < 1 else 1
 
     def _problems_of_plan(self) -> Iterator[str]:
         """What reads the rows of a run in another order than its weights, or budgets, need."""
