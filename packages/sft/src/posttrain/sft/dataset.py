@@ -130,26 +130,25 @@ def prepare_sets(
             parts[str(part)] = shuffled(parts[str(part)], args.seed)
     done = Prepared(next(iter(parts.values())), reports)
     done.sources = tuple(parts) if several else ()
-    packs = packing and args.max_length is not None
+    capacity = (args.max_length if packing else None) or 0
     how = args.dataset_weights, args.dataset_weights_of == "tokens", args.dataset_max_tokens
     over_run = several and args.mixes_over_the_run
     rows = max(args.max_steps, 0) * rows_per_step if over_run else 0
     if streams := [part for part in parts if is_stream(parts[part])]:
         if several:
-            pack = functools.partial(pack_columns, capacity=args.max_length, strategy=args.packing_strategy)
             refuse_stream(streams[0], args)
-            of_rows = (pack, args.max_length) if packs else ()
-            done.dataset = MixedStream(parts, *how, rows or None, *of_rows)
-        elif packs:
-            done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
+            pack = functools.partial(pack_columns, capacity=capacity, strategy=args.packing_strategy)
+            done.dataset = MixedStream(parts, *how, rows or None, pack if capacity else None, capacity or 1)
+        elif capacity:
+            done.dataset = pack_stream(done.dataset, capacity, args.packing_strategy)
         return done
 
     def lay_out(epochs: float) -> None:
         if several:
             done.dataset, done.mixture = mix_datasets(parts, *how, args.seed, epochs)
-        if packs:
+        if capacity:
             stages = () if done.mixture is None else tuple(map(sum, done.mixture.stages))
-            done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name, stages)
+            done.dataset = pack_dataset(done.dataset, capacity, args.packing_strategy, name, stages)
 
     lay_out(epochs := args.epochs_of_mixture if several else 1.0)
     for more in (0, 1, 2, 4, 8) if rows else ():  # a little more where the rows of the run pack more closely

@@ -347,7 +347,8 @@ class MixedStream(IterableDataset[dict[str, Any]]):
         self._most = np.full(len(parts), math.inf) if most is None else most * share
         self._ends = [math.inf] if rows is None else np.rint(np.cumsum(spans) * rows * share).tolist()
         counts = {name: [0] * len(parts) for name in ("used", "trained", "is_full", "passes")}
-        self._start = self._state = {"parts": [{} for _ in parts], "stage": 0, "place": 0, "given": 0, **counts}
+        self._start: dict[str, Any] = {"parts": [{} for _ in parts], "stage": 0, "place": 0, "given": 0, **counts}
+        self._state = self._start
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -362,7 +363,8 @@ class MixedStream(IterableDataset[dict[str, Any]]):
         self._start = self._state = copy.deepcopy(state)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        at, readers = copy.deepcopy(self._start), {}
+        at = copy.deepcopy(self._start)
+        readers: dict[int, Iterator[Any]] = {}
         given, at["given"] = at["given"], 0
         while True:
             for number in readers:
