@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.nn import functional as F
 
 from posttrain.core import Trainer, TrainingArguments
@@ -127,11 +128,14 @@ def sft(**options: Any) -> Callable[..., Trainer]:
             usual = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
             peft_config = LoraConfig(**usual | (lora if isinstance(lora, dict) else {}))
         changes = {"max_length": 32, "gradient_checkpointing": False} | options | changes
+        rows = {"a": text_rows(ROWS)[:5], "b": text_rows(ROWS)[5:]} if mixture else text_rows(ROWS)
+        if mixture and changes.pop("streams", False):
+            rows = {name: Dataset.from_list(part).to_iterable_dataset() for name, part in rows.items()}
         return SFTTrainer(
             model=tiny.causal_lm(),
             args=arguments(SFTConfig, output_dir, **changes),
             processing_class=tiny.tokenizer(),
-            train_dataset={"a": text_rows(ROWS)[:5], "b": text_rows(ROWS)[5:]} if mixture else text_rows(ROWS),
+            train_dataset=rows,
             eval_dataset=text_rows(7),
             peft_config=peft_config,
             callbacks=callbacks,

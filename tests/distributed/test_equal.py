@@ -152,6 +152,9 @@ STAGES = {
     "num_train_epochs": 1,
 }
 STAGED = {"rows": STAGES, "packed": STAGES | {"packing": True, "dataset_weights_of": "tokens"}}
+STAGED |= {"epochs": STAGES | {"num_train_epochs": 2}} | {
+    f"streams {kind}": options | {"max_steps": 5, "streams": True} for kind, options in STAGED.items()
+}
 
 
 @pytest.mark.parametrize("kind", STAGED)

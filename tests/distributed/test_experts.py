@@ -39,6 +39,7 @@ RUNS = {
     "grpo adapters": FREE | {"model": {"adapters": True}},
 }
 TOGETHER = ["causal-lm", "sft-packed", "dpo", "grpo", "sft gpt_oss"]
+TOGETHER += ["sft-packed adapters", "sft gpt_oss adapters", "dpo adapters", "grpo adapters"]
 
 
 def runs(shared, name, processes, labels, changes):
@@ -112,20 +113,15 @@ def test_an_engine_is_sent_the_experts_with_their_adapters_merged(shared):
 
 
 @pytest.mark.rotated
-def test_four_processes_train_adapters_of_experts_that_each_hold_twice_in_shards(shared, alone):
-    changes = EXPERTS | {"fsdp": "full_shard", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    found = result(runs(shared, "experts-4-adapters", 4, ["sft-packed adapters"], changes), "sft-packed adapters")
-    assert_equal_runs(found, result(alone, "sft-packed adapters"), padding=False)
-
-
-@pytest.mark.rotated
+@pytest.mark.parametrize("label", ["sft-packed", "sft-packed adapters"])
 @pytest.mark.parametrize("how", ["ep", "tp"])
-def test_four_processes_hold_each_expert_twice_in_shards(how, shared, alone):
+def test_four_processes_hold_each_expert_twice_in_shards(how, label, shared, alone):
     changes = (EXPERTS if how == "ep" else BOTH) | {"fsdp": "full_shard", "gradient_checkpointing": True}
     if how == "ep":
         changes |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    found = result(runs(shared, f"experts-4-{how}", 4, ["sft-packed"], changes), "sft-packed")
-    assert_equal_runs(found, result(alone, "sft-packed"), padding=False)
+    labels = ["sft-packed", "sft-packed adapters"]
+    found = result(runs(shared, f"experts-4-{how}", 4, labels, changes), label)
+    assert_equal_runs(found, result(alone, label), padding=False)
 
 
 def test_each_process_keeps_its_experts_alone(shared):
@@ -240,9 +236,6 @@ def test_experts_without_a_plan_with_adapters_and_quantized_are_refused_with_one
     on_experts = with_adapters(target_parameters=["mlp.experts.gate_up_proj"])
     assert expert_parallel.problem_of(on_experts, 2) is None
     assert expert_parallel.problem_of(on_experts, 3).startswith("ep_size=3 does not divide the 4 experts")
-    told = expert_parallel.problem_of(on_experts, 2, sharers=2)
-    assert told.startswith("ep_size=2 and tp_size=2: the experts of model.layers.0.mlp.experts have an adapter")
-    assert told.endswith("Leave tp_size out, or give adapters to the attention alone.")
     assert expert_parallel.problem_of(with_adapters(target_modules=["q_proj"]), 2) is None
     quantized = tiny.mixture_of_experts()
     quantized.is_quantized = True  # as from_pretrained marks what it has loaded with a quantization_config

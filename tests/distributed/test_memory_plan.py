@@ -12,6 +12,10 @@ SHARDED = {"fsdp": "full_shard"}
 SPLIT = {"parallelism_config": {"tp_size": 2}, "max_steps": 6}
 EXPERTS = {"parallelism_config": {"ep_size": 2}, "max_steps": 6}
 BOTH = {"parallelism_config": {"ep_size": 2, "tp_size": 2}, "max_steps": 6}
+ADAPTED = {
+    "use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"],
+    "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}  # fmt: skip
 CASES = {
     "2 copies": (2, {}),
     "2 shards": (2, SHARDED),
@@ -25,6 +29,7 @@ CASES = {
     "mixture, 2 shards": (2, SHARDED),
     "mixture, 2 halves of the experts": (2, EXPERTS),
     "mixture, 2 halves of the experts and matrices": (2, BOTH | {"activation_checkpointing": False}),
+    "mixture, 2 halves of the experts and matrices, adapters": (2, BOTH | ADAPTED),
     "4 shards": (4, SHARDED),
     "4: 2 x 2 halves": (4, {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}),
     "mixture, 4: 2 x 2 halves of the experts": (4, EXPERTS | {"activation_checkpointing": False}),

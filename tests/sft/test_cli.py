@@ -282,7 +282,7 @@ def test_a_mixture_has_weights_that_change_and_budgets(mixture_file, capsys):
     mixture_file.write_text(text)
     assert main(["preview", "mixed.yaml", "--rows", "1"]) == 0
     shown = capsys.readouterr().out
-    stages = ["stage 1 of 2: 4 rows of tales, 3 rows of maths", "stage 2 of 2: 7 rows of tales, 0 rows of maths"]
+    stages = ["stage 1 of 2: 1 rows of tales, 3 rows of maths", "stage 2 of 2: 4 rows of tales, 0 rows of maths"]
     assert re.findall(r"stage . of 2: .*", shown) == stages
     words = ["preview", "mixed.yaml", "--rows", "1", "--dataset_max_tokens", '{"maths": 9}']
     assert main(words) == 2

@@ -1,19 +1,23 @@
 """Several datasets in one run: exact shares, a fixed order, a loss for each, and an exact resume."""
 
 import io
+import itertools
 import tarfile
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
+from datasets.distributed import split_dataset_by_node
 
 from posttrain.cli.mixture import CommandSource
 from posttrain.core.data.batches import as_filler
 from posttrain.core.data.collators import DataCollatorForSeq2Seq
+from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft import SFTConfig, SFTTrainer
-from posttrain.sft.mixture import mix_rows, stages_of
+from posttrain.sft.mixture import MixedStream, mix_rows, stages_of
+from posttrain.sft.packing import pack_columns
 from tests import tiny
 
 MATHS = [{"prompt": f"{i} and {i}?", "completion": f" {2 * i}"} for i in range(12)]
@@ -100,6 +104,23 @@ def test_a_budget_is_the_most_tokens_and_the_others_take_what_it_leaves():
     assert 25 < trained[0] <= 30 and trained[1:] == [30, 30]
 
 
+def test_a_mixture_of_several_epochs_has_as_many_passes_each_in_an_order_of_its_own():
+    tokens = [np.array([3, 4, 5] * 4), np.array([2] * 30)]
+    order, source, drawn = mix_rows([12, 30], tokens=tokens, budgets=np.array([np.inf, 90]), epochs=3)
+    assert drawn.tolist() == [[36, 45]] and set(np.bincount(order[source == 0])) == {3}
+    passes = order[source == 0].reshape(3, 12)
+    assert all(sorted(each) == list(range(12)) for each in passes) and (passes[0] != passes[1]).any()
+    assert [int((part == 1).sum()) for part in np.split(source, 3)] == [15, 15, 15]  # the budget lasts for all epochs
+    spans, shares = stages_of(("maths", "tales"), CHANGING)
+    order, source, drawn = mix_rows([20, 80], shares, spans=spans, epochs=2.5)
+    assert drawn.tolist() == [[62, 0], [47, 16], [63, 62]] and len(order) == 250
+    trained = np.bincount(source, np.concatenate(tokens)[order % 42], minlength=2)
+    for share, expected in ((0.25, 0.25), (0.75, 0.75)):
+        found = mix_rows([12, 30], np.array([share, 1 - share]), tokens=tokens, by_tokens=True, epochs=7)
+        trained = np.bincount(found[1], np.concatenate(tokens)[found[0]])
+        assert abs(trained[0] - expected * 7 * 108) < 5 and 7 * 108 - 7 < trained.sum() <= 7 * 108
+
+
 # In the trainer
 
 
@@ -175,6 +196,42 @@ def test_a_run_trains_on_no_more_tokens_of_a_dataset_than_its_budget(packing, tm
     found = trained_by_source(made, 0, len(made.train_dataset))
     assert 150 - made.data_reports["train/tales"].longest < found[1] <= 150
     assert sum(made.mixture.drawn) == 8 * (len(MATHS) + len(TALES))  # the other takes what that leaves
+
+
+def read_rows(made):
+    """What the training loader reads, epoch by epoch: a batch's labels and sources."""
+    loader = made.get_train_dataloader()
+    return [[(batch["labels"].tolist(), batch["sources"][:, 0].tolist()) for batch in loader] for _ in range(3)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_stages_and_budgets_are_laid_over_all_epochs(packing, tmp_path):
+    parts = {"maths": MATHS * 2, "tales": TALES * 2}
+    options = {"dataset_weights": CHANGING, "dataset_max_tokens": {"tales": 900}, "num_train_epochs": 3}
+    made = trainer(tmp_path, parts, max_length=48, packing=packing, **(options | {"max_steps": -1}))
+    rows = len(made.train_dataset)
+    assert 852 < trained_by_source(made, 0, rows)[1] <= 900 and made.mixture.epochs == 3
+    if not packing:
+        assert rows == sum(made.mixture.drawn) == 3 * 34
+        epochs = [[source for _, sources in epoch for source in sources] for epoch in read_rows(made)]
+        assert [len(epoch) for epoch in epochs] == [34, 34, 34]
+        assert sum(epochs, []) == [row["source"] for row in made.train_dataset]
+        assert sum(epochs[0][:25]) == 0 < sum(epochs[0]) < sum(epochs[2])
+    made.train()
+    assert made.state.epoch == 3 and made.state.global_step == 3 * -(-(rows // 3) // 4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("max_steps", [3, 14])
+def test_stages_and_budgets_are_laid_over_the_steps_of_a_run(max_steps, packing, tmp_path):
+    options = {"dataset_weights": CHANGING, "dataset_max_tokens": {"tales": 600}, "packing": packing}
+    made = trainer(tmp_path, max_steps=max_steps, max_length=48, per_device_train_batch_size=2, **options)
+    rows = len(made.train_dataset)
+    assert 2 * max_steps <= rows <= 2 * max_steps * (1.1 if packing else 1) + 1
+    assert trained_by_source(made, 0, rows)[1] <= 600
+    assert trained_by_source(made, 0, 1 if packing else rows // 4)[1] == 0 < trained_by_source(made, rows // 2, rows)[1]
+    made.train()
+    assert made.state.global_step == max_steps
 
 
 def source_losses(made):
@@ -254,6 +311,78 @@ def stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
+def prepared(lengths):
+    """A prepared stream whose rows have these numbers of trained tokens."""
+    rows = [{"input_ids": [5, *[6 + i] * n], "labels": [-100, *[6 + i] * n]} for i, n in enumerate(lengths)]
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def test_streams_follow_weights_budgets_and_tokens_to_a_row_and_are_read_again():
+    parts = {"maths": prepared([3] * 7), "tales": prepared([4, 2] * 3)}
+
+    def sources(*how, **options):
+        rows = list(MixedStream(parts, *how, **options))
+        return np.array([row["source"] for row in rows]), np.array([len(row["labels"]) - 1 for row in rows])
+
+    source, _ = sources({"maths": 3, "tales": 1})
+    assert [int(part.sum()) for part in np.split(source[:24], 6)] == [1] * 6  # until each was read once
+    source, _ = sources(CHANGING, rows=40)
+    assert [np.bincount(part, minlength=2).tolist() for part in np.split(source, [10, 20])] == [
+        [10, 0],
+        [8, 2],
+        [10, 10],
+    ]
+    source, sizes = sources({"maths": 1, "tales": 2}, True, rows=60)
+    trained = np.bincount(source, sizes)
+    assert abs(2 * trained[0] - trained[1]) < 8
+    source, sizes = sources({"maths": 1, "tales": 1}, False, {"maths": 20}, rows=30)
+    assert len(source) == 30 and np.bincount(source, sizes)[0] == 18
+    source, sizes = sources(CHANGING, False, {"maths": 20, "tales": 10}, rows=30)  # nothing has a weight any more
+    assert np.bincount(source, sizes).tolist() == [18, 10] and not source[:6].any()
+    packed = MixedStream(parts, CHANGING, False, {"tales": 30}, 12, lambda columns: pack_columns(columns, 12), 12)
+    rows = list(packed)
+    assert 12 <= len(rows) <= 13 and all(len(row["input_ids"]) <= 12 for row in rows)
+    assert {source for row in rows[:3] for source in row["sources"]} == {0}
+    assert sum(n - 1 for row in rows for n, s in zip(row["seq_lengths"], row["sources"], strict=True) if s) <= 30
+    with pytest.raises(DataError, match="has 2 tokens for 'maths', and none of its rows came within"):
+        sources({"maths": 1, "tales": 1}, False, {"maths": 2}, rows=30)
+    split = [{name: split_dataset_by_node(part, rank, 2) for name, part in parts.items()} for rank in (0, 1)]
+    both = [list(MixedStream(part, {"maths": 1, "tales": 1}, False, {"maths": 20}, rows=30)) for part in split]
+    assert [len(rows) for rows in both] == [15, 15] and both[0][0]["input_ids"] != both[1][0]["input_ids"]
+    assert sum(len(row["labels"]) - 1 for rows in both for row in rows if row["source"] == 0) == 18
+    with pytest.raises(DataError, match="maths, tales some are split over the processes"):
+        MixedStream(split[0] | {"tales": parts["tales"]}, {"maths": 1, "tales": 1})
+    packed.set_epoch(1)
+    assert list(packed) == []  # the run was laid over the first
+
+
+@pytest.mark.parametrize("rows", [None, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mixture_of_streams_goes_on_at_each_row(packed, rows):
+    def make():
+        parts = {"maths": prepared([3] * 7).shuffle(seed=1, buffer_size=1), "tales": prepared([4, 2] * 3)}
+        pack = (lambda columns: pack_columns(columns, 12), 12) if packed else ()
+        return MixedStream(parts, CHANGING if rows else {"maths": 1, "tales": 3}, False, None, rows, *pack)
+
+    for epoch in (0,) if rows else (0, 2):
+        straight, whole, states = make(), [], []
+        straight.set_epoch(epoch)
+        for row in straight:
+            whole.append(row)
+            states.append(straight.state_dict())
+        assert len(whole) >= (rows or 7)
+        for place, state in enumerate(states):
+            resumed = make()
+            resumed.set_epoch(epoch)
+            resumed.load_state_dict(state)
+            read = iter(resumed)
+            first = list(itertools.islice(read, 2))
+            again = make()  # which was resumed before, and is saved after one row or none
+            again.set_epoch(epoch)
+            again.load_state_dict(resumed.state_dict())
+            assert first + list(again) == whole[place + 1 :] == first + list(read)
+
+
 def stopped_and_resumed(make, tmp_path):
     """(a run from beginning to end, one that goes on after step 3 and has the same weights)."""
     straight = make("straight")
@@ -267,27 +396,60 @@ def stopped_and_resumed(make, tmp_path):
     return straight, resumed
 
 
-@pytest.mark.parametrize("kind", ["rows", "packed", "streams", "packed streams", "staged", "packed staged"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_processes_deal_a_mixture_of_streams_and_go_on_in_another_number(packed):
+    def loader(rank=0, world_size=1):
+        parts, pack = {"maths": prepared([3] * 7), "tales": prepared([4, 2] * 3)}, ()
+        if packed:
+            pack = (lambda columns: pack_columns(columns, 12), 12)
+        rows = MixedStream(parts, CHANGING, False, {"tales": 60}, 40, *pack)
+        return Loader(rows, batch_size=4 // world_size, collate_fn=list, rank=rank, world_size=world_size)
+
+    whole = [row for batch in loader() for row in batch]
+    assert len(whole) >= 40
+    for stop in (0, 1, 7):
+        read, states = [], []
+        for rank in (0, 1):
+            begun = loader(rank, 2)
+            first = list(itertools.islice(begun, stop))
+            states.append(begun.state_dict())
+            again = loader(rank, 2)
+            again.load_state_dict(states[-1])
+            read.append([*first, *again])
+        dealt = [row for batches in zip(*read, strict=True) for batch in batches for row in batch]
+        assert dealt[: len(whole)] == whole and len(dealt) <= len(whole) + 1  # which keeps processes in step
+        alone = loader()
+        alone.load_state_dict(states[1])
+        assert [row for batch in alone for row in batch] == whole[4 * stop :]
+
+
+KINDS = ["rows", "streams", "staged", "staged streams", "epochs"]
+KINDS += [f"packed {kind}" for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_mixture_goes_on_bit_by_bit(tmp_path, kind):
     def make(folder, **changes):
         parts = {name: stream(rows) for name, rows in PARTS.items()} if "streams" in kind else dict(PARTS)
         options = {"dataset_weights": {"maths": 2, "tales": 1}, "packing": "packed" in kind, "max_length": 48}
-        if "staged" in kind:
+        if "staged" in kind or "epochs" in kind:
             options |= {"dataset_weights": CHANGING, "dataset_max_tokens": {"tales": 200}}
-        return trainer(tmp_path / folder, parts, per_device_train_batch_size=2, max_steps=6, **options, **changes)
+        options |= {"num_train_epochs": 4, "max_steps": -1} if "epochs" in kind else {"max_steps": 6}
+        return trainer(tmp_path / folder, parts, per_device_train_batch_size=2, **options, **changes)
 
     straight, resumed = stopped_and_resumed(make, tmp_path)
     kept = [{key: value for key, value in record.items() if key.startswith(("loss", "token_share"))}
             for made in (straight, resumed) for record in records(made)]  # fmt: skip
-    assert kept[:6] == kept[6:] and any("loss/tales" in record for record in kept)
+    steps = len(kept) // 2
+    assert steps >= 6 and kept[:steps] == kept[steps:] and any("loss/tales" in record for record in kept)
 
 
 def test_streams_draw_by_weight(tmp_path):
     parts = {name: stream(rows * 40) for name, rows in PARTS.items()}
     made = trainer(tmp_path, parts, dataset_weights={"maths": 3, "tales": 1})
-    sources = [row["source"] for row in made.train_dataset.take(400)]
-    assert 0.68 < 1 - np.mean(sources) < 0.82
-    assert sources == [row["source"] for row in made.train_dataset.take(400)]
+    sources = [row["source"] for row in itertools.islice(made.train_dataset, 400)]
+    assert np.mean(sources) == 0.25
+    assert sources == [row["source"] for row in itertools.islice(made.train_dataset, 400)]
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -361,20 +523,24 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
         (PARTS, {"dataset_weights": {"maths": 1, "tales": 0}}, "number above 0"),
         (PARTS, {"dataset_weights": {"maths": 1, "tales": "many"}}, "has 'many' for 'tales'"),
         (PARTS, {"dataset_weights": {"maths": 1, "tale": 1}}, "names 'tale', did you mean 'tales'"),
-        (PARTS, {"dataset_weights": {"maths": 1, "tales": {"late": 1}}}, "changes at shares of the epoch, from 0"),
+        (PARTS, {"dataset_weights": {"maths": 1, "tales": {"late": 1}}}, "changes at shares of the run, from 0"),
         (PARTS, {"dataset_weights": {"maths": 1, "tales": {1: 1}}}, "from 0 to below 1"),
         (PARTS, {"dataset_weights": {"maths": 1, "tales": {0: 0, 0.5: 0}}}, "number above 0"),
-        (PARTS, {"dataset_weights": {"maths": {0.5: 1}, "tales": {0.25: 1}}}, "no weight above 0 at 0 of the epoch"),
+        (PARTS, {"dataset_weights": {"maths": {0.5: 1}, "tales": {0.25: 1}}}, "no weight above 0 at 0 of the run"),
         (PARTS, {"dataset_max_tokens": {"tale": 9}}, "dataset_max_tokens names 'tale', did you mean 'tales'"),
         (PARTS, {"dataset_max_tokens": {"tales": "many"}}, "has 'many' for 'tales', which is no number of tokens"),
         (PARTS, {"dataset_max_tokens": {"tales": 1}}, "has 1 tokens for 'tales', and none of its rows"),
         (MATHS, {"dataset_max_tokens": {"maths": 9}}, "dataset_max_tokens mixes several datasets"),
         (
             {"maths": stream(MATHS), "tales": TALES},
-            {"dataset_weights": {"maths": 1, "tales": 1}, "dataset_max_tokens": {"tales": 9}},
-            "dataset_max_tokens needs the tokens of 'maths', a stream",
+            {"dataset_weights": CHANGING, "max_steps": -1, "max_duration": "100tok"},
+            "'maths' is a stream, which has no known length. Set max_steps",
         ),
-        ({"maths": stream(MATHS), "tales": TALES}, {"dataset_weights": CHANGING}, "'maths' is a stream, which has no"),
+        (
+            {"maths": stream(MATHS), "tales": TALES},
+            {"dataset_weights": CHANGING, "dataloader_num_workers": 2},
+            "does not know what the others gave. Set dataloader_num_workers to 1 or 0",
+        ),
         ({"a": stream(MATHS), "b": TALES}, {}, "needs dataset_weights"),
         (MATHS, {"dataset_weights": {"maths": 1}}, "train_dataset is one"),
         (
@@ -384,11 +550,6 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
         ),
         (MATHS, {"dataset_weights_of": "tokens"}, "dataset_weights_of='tokens' mixes several datasets"),
         (PARTS, {"dataset_weights_of": "tokens"}, "says what dataset_weights are shares of"),
-        (
-            {"maths": stream(MATHS), "tales": TALES},
-            {"dataset_weights": {"maths": 1, "tales": 1}, "dataset_weights_of": "tokens"},
-            "needs the tokens of 'maths', a stream",
-        ),
         (PARTS, {"dataset_kwargs": {"skip_prepare_dataset": True}}, "takes the rows without preparation"),
     ],
 )  # fmt: skip
@@ -396,7 +557,7 @@ def test_what_cannot_be_mixed_is_refused(tmp_path, parts, options, message):
     with pytest.raises(DataError, match=message):
         SFTTrainer(
             tiny.causal_lm(),
-            SFTConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=2, **options),
+            SFTConfig(str(tmp_path), report_to="none", use_cpu=True, **({"max_steps": 2} | options)),
             train_dataset=parts,
             processing_class=tiny.tokenizer(),
         )
@@ -405,25 +566,30 @@ def test_what_cannot_be_mixed_is_refused(tmp_path, parts, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "laid over one epoch, and num_train_epochs=3; set 1"),
         ({"train_sampling_strategy": "group_by_length"}, "so does train_sampling_strategy='group_by_length'"),
         ({"max_batch_tokens": 64}, "so does max_batch_tokens=64; set max_batch_tokens=None"),
-        ({"shuffle_dataset": True}, "so does shuffle_dataset=True; set shuffle_dataset=False"),
     ],
 )
 def test_what_reads_the_rows_of_stages_in_another_order_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         SFTConfig("out", dataset_weights=CHANGING, **options)
-    if not options:
-        with pytest.raises(ConfigError, match=f"dataset_max_tokens are {message}"):
-            SFTConfig("out", dataset_max_tokens={"a": 9})
+    with pytest.raises(ConfigError, match=message):
+        SFTConfig("out", dataset_max_tokens={"a": 9}, **options)
+    SFTConfig("out", dataset_max_tokens={"a": 9}, num_train_epochs=1, **options)
+    if "max_batch_tokens" in options:  # how many rows so many steps have is not known
+        with pytest.raises(ConfigError, match=message):
+            SFTConfig("out", dataset_max_tokens={"a": 9}, max_steps=9, **options)
 
 
-def test_a_number_of_steps_that_ends_elsewhere_than_the_stages_is_named(tmp_path, caplog):
-    trainer(tmp_path, dataset_weights=CHANGING, max_steps=5)  # 17 rows, 4 a step
-    assert "made for one epoch of" not in caplog.text
-    trainer(tmp_path, dataset_weights=CHANGING)
-    assert "max_steps=4, and the mixture is made for one epoch of 5 steps" in caplog.text
+def test_a_run_goes_on_with_more_steps_and_a_budget_that_cannot_last_is_named(tmp_path):
+    options = {"dataset_weights": CHANGING, "save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, max_steps=3, **options).train()
+    more = trainer(tmp_path, max_steps=5, **options)
+    more.train(resume_from_checkpoint=True)
+    assert more.state.global_step == 5
+    message = "max_steps=9 reads 36 rows, and dataset_max_tokens leave 6. Raise them, leave one out, or set max_steps=1"
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path, max_steps=9, dataset_max_tokens={"maths": 10, "tales": 150})
 
 
 def test_dft_is_refused_with_label_smoothing():

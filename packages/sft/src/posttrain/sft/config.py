@@ -167,17 +167,28 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
                     near = did_you_mean(name, ("skip_prepare_dataset",))
                     yield f"dataset_kwargs: {name!r} has no effect; it may hold skip_prepare_dataset alone{near}"
 
-    def _problems_of_plan(self) -> Iterator[str]:
-        """Why a run cannot follow weights that change over it, or budgets."""
+    @property
+    def _weights_change(self) -> bool:
         weights = self.dataset_weights.values() if isinstance(self.dataset_weights, dict) else ()
-        changes = any(isinstance(weight, dict) for weight in weights)
-        planned = "weights that change over the run" if changes else "dataset_max_tokens"
-        if (changes or self.dataset_max_tokens) and self.num_train_epochs > 1 and self.max_steps < 0:
-            yield f"{planned} are laid over one epoch, and num_train_epochs={self.num_train_epochs:g}; set 1"
-        for name, given, ours in (
-            ("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential")),
-            ("max_batch_tokens", self.max_batch_tokens, (None,)),
-            ("shuffle_dataset", self.shuffle_dataset, (False,)),
+        return any(isinstance(weight, dict) for weight in weights)
+
+    @property
+    def mixes_over_the_run(self) -> bool:
+        """Whether a mixture of datasets is laid over the whole run, and not over an epoch."""
+        return self._weights_change or bool(self.dataset_max_tokens)
+
+    @property
+    def epochs_of_mixture(self) -> float:
+        """Of how many epochs the rows of a mixture are, which may be of the whole run; `max_steps` is one."""
+        return self.num_train_epochs or 1 if self.mixes_over_the_run and self.max_steps < 1 else 1
+
+    def _problems_of_plan(self) -> Iterator[str]:
+        """What reads the rows of a run in another order than its weights, or budgets, need."""
+        is_ordered = self._weights_change or self.epochs_of_mixture != 1
+        planned = "weights that change over the run" if self._weights_change else "dataset_max_tokens"
+        for name, given, ours, needs_order in (
+            ("train_sampling_strategy", self.train_sampling_strategy, ("random", "sequential"), is_ordered),
+            ("max_batch_tokens", self.max_batch_tokens, (None,), is_ordered or self.max_steps > 0),
         ):
-            if changes and given not in ours:
+            if self.mixes_over_the_run and needs_order and given not in ours:
                 yield f"{planned} order the rows, and so does {name}={given!r}; set {name}={ours[0]!r}"

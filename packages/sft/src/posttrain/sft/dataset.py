@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 
 from posttrain.core.data.pipeline import check_dataset
-from posttrain.core.data.samplers import columns_of, has_places
+from posttrain.core.data.samplers import columns_of, has_places, is_stream
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import TokenReport, prepare_rows
 from posttrain.lm.text import layouts
 from posttrain.sft.config import SFTConfig
-from posttrain.sft.mixture import Mixture, mix_datasets
-from posttrain.sft.packing import pack_dataset, pack_stream
+from posttrain.sft.mixture import MixedStream, Mixture, mix_datasets
+from posttrain.sft.packing import pack_columns, pack_dataset, pack_stream
 from posttrain.sft.rows import Preparation, preparation_options
 
 
@@ -29,7 +30,7 @@ class Prepared:
     """Rows to train or evaluate on.
 
     dataset: the rows. reports: what became of those that went in, by the name of each dataset.
-    sources: the names of the datasets that are mixed, none where it is one. mixture: how an epoch is made up of them.
+    sources: the names of the datasets that are mixed, none where it is one. mixture: how the rows are made up of them.
     """
 
     dataset: Any
@@ -70,6 +71,18 @@ def refuse_mixing(args: SFTConfig) -> None:
         raise DataError(f"{given} mixes several datasets, and train_dataset is one. Pass a dict of datasets by name.")
 
 
+def refuse_stream(name: str, args: SFTConfig) -> None:
+    """Reject a mixture with the stream `name` that cannot follow the run. Raises a `DataError`."""
+    what = "A weight that changes, or dataset_max_tokens, is laid over the run"
+    if args.mixes_over_the_run and args.max_steps < 1:
+        raise DataError(f"{what}, and {name!r} is a stream, which has no known length. Set max_steps.")
+    if args.mixes_over_the_run and args.dataloader_num_workers > 1:
+        raise DataError(
+            f"{what}, and of {name!r}, a stream, each of dataloader_num_workers={args.dataloader_num_workers} reads a "
+            "part and does not know what the others gave. Set dataloader_num_workers to 1 or 0."
+        )
+
+
 def prepare_sets(
     dataset: Any,
     tokenizer: Any,
@@ -80,15 +93,17 @@ def prepare_sets(
     formatting_func: Callable[[dict[str, Any]], Any] | None = None,
     limits: Mapping[str, int] | None = None,
     invocation: Sequence[int] = (),
+    rows_per_step: int = 1,
 ) -> Prepared:
     """Prepare a dataset, or a dict of several by name, which are mixed.
 
     Args:
         name: "train", or the name of an evaluation set. packing: whether its rows are packed.
         formatting_func, limits: as for `prepare_dataset`. invocation: of `Preparation`.
+        rows_per_step: rows of an optimizer step, over all processes.
 
     Raises:
-        DataError: as `prepare_dataset` and `mix_datasets`.
+        DataError: as `prepare_dataset` and `mix_datasets`, or a mixture with a stream cannot follow the run.
     """
     several = isinstance(dataset, Mapping)
     if name == "train" and not several:
@@ -111,20 +126,39 @@ def prepare_sets(
             on_bad_rows=args.on_bad_rows,
             name=label,
         )
+        if args.shuffle_dataset and name == "train":
+            parts[str(part)] = shuffled(parts[str(part)], args.seed)
     done = Prepared(next(iter(parts.values())), reports)
-    if several:
-        done.sources = tuple(parts)
-        how = (args.dataset_weights, args.seed, args.dataset_weights_of == "tokens", args.dataset_max_tokens)
-        done.dataset, done.mixture = mix_datasets(parts, *how)
-    if args.shuffle_dataset and name == "train":
-        done.dataset = shuffled(done.dataset, args.seed)
-    if not packing or args.max_length is None:
+    done.sources = tuple(parts) if several else ()
+    capacity = (args.max_length if packing else None) or 0
+    how = args.dataset_weights, args.dataset_weights_of == "tokens", args.dataset_max_tokens
+    over_run = several and args.mixes_over_the_run
+    rows = max(args.max_steps, 0) * rows_per_step if over_run else 0
+    if streams := [part for part in parts if is_stream(parts[part])]:
+        if several:
+            refuse_stream(streams[0], args)
+            pack = functools.partial(pack_columns, capacity=capacity, strategy=args.packing_strategy)
+            done.dataset = MixedStream(parts, *how, rows or None, pack if capacity else None, capacity or 1)
+        elif capacity:
+            done.dataset = pack_stream(done.dataset, capacity, args.packing_strategy)
         return done
-    if not hasattr(done.dataset, "__len__"):
-        done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
-        return done
-    stages = () if done.mixture is None else tuple(map(sum, done.mixture.stages))
-    done.dataset = pack_dataset(done.dataset, args.max_length, args.packing_strategy, name, stages)
+
+    def lay_out(epochs: float) -> None:
+        if several:
+            done.dataset, done.mixture = mix_datasets(parts, *how, args.seed, epochs)
+        if capacity:
+            stages = () if done.mixture is None else tuple(map(sum, done.mixture.stages))
+            done.dataset = pack_dataset(done.dataset, capacity, args.packing_strategy, name, stages)
+
+    lay_out(epochs := args.epochs_of_mixture if several else 1.0)
+    for more in (0, 1, 2, 4, 8) if rows else ():  # a little more where the rows of the run pack more closely
+        if len(done.dataset) < rows or (len(done.dataset) > rows and not more):
+            lay_out(epochs := epochs * (rows + more) / len(done.dataset))
+    if len(done.dataset) < rows and args.dataset_max_tokens:
+        raise DataError(
+            f"max_steps={args.max_steps} reads {rows:,} rows, and dataset_max_tokens leave {len(done.dataset):,}. "
+            f"Raise them, leave one out, or set max_steps={len(done.dataset) // rows_per_step}."
+        )
     return done
 
 

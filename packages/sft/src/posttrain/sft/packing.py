@@ -235,30 +235,29 @@ def pack_dataset(
     )
 
 
+def pack_columns(columns: dict[str, list], capacity: int, strategy: str = "bfd") -> dict[str, list]:
+    """The columns of `pack_dataset` for the rows of a stream that are packed together, given by their columns."""
+    import pyarrow as pa
+
+    kinds = {"source": pa.int32()}
+    tokens = _TokenRows(pa.table({n: pa.array(columns[n], kinds.get(n, pa.list_(pa.int32()))) for n in columns}))
+    packing = pack(tokens.lengths, capacity, strategy)
+    if not len(packing):
+        return {name: [] for name in _packed_features(tokens.sources is not None)}
+    return tokens.gather(packing, list(range(len(packing)))).to_pydict()
+
+
 def pack_stream(stream: IterableDataset, capacity: int, strategy: str = "bfd") -> IterableDataset:
     """Pack a prepared stream, `ROWS_PER_WINDOW` rows at a time, because its length is unknown.
 
     Arguments and rows are those of `pack_dataset`. The last packed row of each window is less full than the others.
     """
-    names = stream.column_names
-    has_sources = "source" in names
-
-    def pack_window(columns: dict[str, list]) -> dict[str, list]:
-        import pyarrow as pa
-
-        kinds = {"source": pa.int32()}
-        tokens = _TokenRows(pa.table({n: pa.array(columns[n], kinds.get(n, pa.list_(pa.int32()))) for n in names}))
-        packing = pack(tokens.lengths, capacity, strategy)
-        if not len(packing):
-            return {name: [] for name in _packed_features(has_sources)}
-        return tokens.gather(packing, list(range(len(packing)))).to_pydict()
-
     return stream.map(
-        pack_window,
+        lambda columns: pack_columns(columns, capacity, strategy),
         batched=True,
         batch_size=ROWS_PER_WINDOW,
-        remove_columns=names,
-        features=_packed_features(has_sources),
+        remove_columns=stream.column_names,
+        features=_packed_features("source" in stream.column_names),
     )
 
 

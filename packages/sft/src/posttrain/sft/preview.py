@@ -35,7 +35,8 @@ def of_run(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     chat_template.set_up_tokenizer(tokenizer, config)
     if sees:
         return first_rows(train_rows, tokenizer, run, count)
-    done = prepare_sets(train_rows, tokenizer, config, packing=config.packing)
+    step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    done = prepare_sets(train_rows, tokenizer, config, packing=config.packing, rows_per_step=step)
     rows = [
         show_row(row, number, tokenizer, done.sources) for number, row in enumerate(islice(iter(done.dataset), count))
     ]

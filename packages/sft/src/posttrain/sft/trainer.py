@@ -17,6 +17,7 @@ from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core import TrainingArguments
 from posttrain.core.data import accelerator
 from posttrain.core.data.pipeline import is_filler
+from posttrain.core.data.samplers import PartSampler
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
@@ -227,9 +228,11 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
         return vision.row_lengths(dataset, self._image_rows)
 
     def train_sampler(self, dataset: Any) -> torch.utils.data.Sampler[Any] | None:
-        """As the core's; the rows of a mixture in stages are read in their order."""
-        in_stages = self.mixture is not None and len(self.mixture.stages) > 1 and dataset is self.train_dataset
-        return None if in_stages else super().train_sampler(dataset)
+        """As the core's; the rows of a mixture that is laid over the run are read in their order."""
+        epochs = self.args.epochs_of_mixture
+        is_ordered = self.mixture is not None and (len(self.mixture.stages) > 1 or epochs != 1)
+        is_ordered = is_ordered and dataset is self.train_dataset
+        return PartSampler(len(dataset), epochs) if is_ordered else super().train_sampler(dataset)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -393,24 +396,14 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
                 formatting_func=self._formatting_func,
                 limits=id_limits(self.model),
                 invocation=document_positions.invocation_tokens(self.model),
+                rows_per_step=self.get_total_train_batch_size(self.args),
             )
         self.report_rows(done.reports)
         if done.sources:
             self._sources, self.mixture = done.sources, done.mixture
         if done.mixture is not None and self.dist.is_main:
             logger.info("%s", "\n".join([f"{name}: a mixture", *done.mixture.lines()]))
-            self._compare_lengths(len(done.dataset), done.mixture)
         return done.dataset
-
-    def _compare_lengths(self, rows: int, mixture: Mixture) -> None:
-        """Warn where `max_steps` ends the run elsewhere than with the epoch of `rows` that `mixture` is made for."""
-        planned = self.args.dataset_max_tokens is not None or len(mixture.stages) > 1
-        steps = math.ceil(rows / self.get_total_train_batch_size(self.args))
-        if planned and self.args.max_steps > 0 and self.args.max_steps != steps:
-            logger.warning(
-                f"max_steps={self.args.max_steps}, and the mixture is made for one epoch of {steps} steps: weights "
-                "change at shares of it, and dataset_max_tokens limits it. Set num_train_epochs=1 instead."
-            )
 
 
 def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:

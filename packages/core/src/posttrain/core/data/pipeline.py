@@ -247,6 +247,8 @@ def named_dataset(datasets: Any, name: str) -> Any:
 def num_examples(loader: Any) -> int:
     """Rows that `loader` reads in an epoch, over all processes; estimated from its batches if unknown."""
     dataset: Any = getattr(loader, "dataset", None)
+    if isinstance(loader, Loader) and loader.total_rows is not None:
+        return loader.total_rows
     if has_length(dataset):
         return len(dataset)
     rows = loader.total_batch_size if isinstance(loader, Loader) else getattr(loader, "batch_size", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -64,6 +65,17 @@ class EpochSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order().tolist())
+
+
+class PartSampler(EpochSampler):
+    """The rows of a run in their order, of which each of its `epochs` reads as many; then they begin again."""
+
+    def __init__(self, num_rows: int, epochs: float) -> None:
+        super().__init__(int(num_rows / epochs), seed=0)
+        self.rows, self.epochs = torch.arange(num_rows), math.ceil(epochs)
+
+    def order(self) -> torch.Tensor:
+        return self.rows[self.epoch % self.epochs * self.num_rows :][: self.num_rows]
 
 
 class SeededRandomSampler(EpochSampler):

@@ -119,11 +119,11 @@ def _has_exact_state(dataset: Any) -> bool:
     """Whether ``dataset.state_dict()`` is all of its position: a shuffle buffer of `datasets` is not part of it."""
     if not knows_position(dataset):
         return False
-    layers = [getattr(dataset, "_ex_iterable", None)]
+    layers = [dataset]
     while layers:
         layer = layers.pop()
         if "BufferShuffled" in type(layer).__name__:
             return False
-        below = (getattr(layer, "ex_iterable", None), *(getattr(layer, "ex_iterables", None) or ()))
-        layers += [one for one in below if one is not None]
+        below = [getattr(layer, name, None) for name in ("_ex_iterable", "ex_iterable")]
+        layers += [one for one in (*below, *(getattr(layer, "ex_iterables", None) or ())) if one is not None]
     return True

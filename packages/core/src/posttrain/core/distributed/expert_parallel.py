@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed.shard_settings import piece_problems
-from posttrain.core.distributed.sharding import is_piece, load_from_main
+from posttrain.core.distributed.sharding import SumGradient, is_piece, load_from_main
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of
 
@@ -49,26 +49,27 @@ def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> l
     rows. Both are a `DeviceMesh` of one dimension.
     """
     base, size = base_model(model), mesh.size()
-    if problem := problem_of(base, size, sharers.size()):
+    if problem := problem_of(base, size):
         raise ValueError(problem)
-    with _without_adapters(base) as adapters:
+    with without_adapters(base) as adapters:
         plan, modules = plan_of(base), dict(base.named_modules())
         experts = [modules[name] for name, style in plan.items() if style == DISPATCHES and name in modules]
         for module in experts:
             load_from_main(module, device, {})
             if wrappers := adapters.get(module):
-                module.forward = _adapted(module, wrappers, mesh.get_local_rank(), module.forward)
+                module.forward = _adapted(module, wrappers, mesh.get_local_rank(), sharers, module.forward)
                 _ADAPTERS.update(wrappers)
                 for wrapper in wrappers:
                     wrapper._activate_lora = _nothing
         apply = importlib.import_module("transformers.distributed.expert_parallel").apply_expert_parallelism
-        apply(base, mesh, sharers, plan, "auto")
+        # By "auto", a process whose experts no token chose would not sum the gradients of their adapters.
+        apply(base, mesh, sharers, plan, "all_to_all" if adapters and sharers.size() > 1 else "auto")
     _DIVIDED.update(experts)
     return experts
 
 
 @contextlib.contextmanager
-def _without_adapters(base: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
+def without_adapters(base: nn.Module) -> Iterator[dict[nn.Module, list[Any]]]:
     """Within this context modules whose parameters have adapters (``target_parameters``) stand in `base` without peft's
     wrappers, one around the other. Yields the wrappers of each.
     """
@@ -91,11 +92,13 @@ def _is_wrapper(module: nn.Module) -> bool:
     return any(kind.__name__ == "ParamWrapper" for kind in type(module).__mro__)
 
 
-def _adapted(module: nn.Module, wrappers: Sequence[Any], place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _adapted(
+    module: nn.Module, wrappers: Sequence[Any], place: int, sharers: Any, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     """`forward` of the experts that the process at this `place` keeps, with their part of the adapters, which peft
     would add to all experts before they are called. Each process has the adapters whole, as other dense weights, whose
     gradients are summed over the processes that keep the experts between them: each has seen the rows of all of
-    them.
+    them. Over `sharers`, whose rows are the same, they are summed here.
     """
 
     def with_adapters(*args: Any) -> Any:
@@ -105,6 +108,8 @@ def _adapted(module: nn.Module, wrappers: Sequence[Any], place: int, forward: Ca
             for name in (name for name in names if name in wrapper.lora_A):
                 weight: Any = module._parameters[wrapper.parameter_name]
                 left, right, scale = wrapper.get_delta_factors(name)
+                if sharers.size() > 1:
+                    left, right = (SumGradient.apply(each, sharers.get_group()) for each in (left, right))
                 own = slice(place * len(weight), (place + 1) * len(weight))
                 with torch.autocast(weight.device.type, enabled=False):
                     weight = torch.baddbmm(weight, left[own], right[own], alpha=scale)
@@ -157,10 +162,8 @@ def plan_of(base: Any) -> dict[str, str]:
     return base._expand_parallel_plan(base.ep_plan)
 
 
-def problem_of(base: nn.Module, size: int, sharers: int = 1) -> str | None:
-    """Why the experts of `base` cannot be divided over `size` processes, of which `sharers` read the same rows, as a
-    sentence; None if they can.
-    """
+def problem_of(base: nn.Module, size: int) -> str | None:
+    """Why the experts of `base` cannot be divided over `size` processes, as a sentence; None if they can."""
     name = type(base).__name__
     if is_quantized(base):
         return f"ep_size={size}: {name} is quantized, and its experts cannot be divided here. Load it in bfloat16."
@@ -169,14 +172,9 @@ def problem_of(base: nn.Module, size: int, sharers: int = 1) -> str | None:
             f"ep_size={size}: {name} has no experts, or transformers no plan for dividing them. Set ep_size=1, and "
             "shard it by fsdp."
         )
-    with _without_adapters(base) as adapters:
-        modules, parameters, plan = dict(base.named_modules()), dict(base.named_parameters()), plan_of(base)
+    with without_adapters(base):
+        parameters, plan = dict(base.named_parameters()), plan_of(base)
     for path, style in plan.items():
-        if style == DISPATCHES and modules.get(path) in adapters and sharers > 1:
-            return (
-                f"ep_size={size} and tp_size={sharers}: the experts of {path} have an adapter (target_parameters), "
-                "whose gradients such processes do not sum. Leave tp_size out, or give adapters to the attention alone."
-            )
         if style == KEPT_BY_EXPERT and path in parameters and parameters[path].shape[0] % size:
             return _does_not_divide(size, parameters[path].shape[0], name)
     return None

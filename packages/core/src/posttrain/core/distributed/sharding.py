@@ -306,6 +306,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return deepspeed.whole(tensor) if deepspeed.is_piece(tensor) else tensor
 
 
+class SumGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over a group of processes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
 def is_in_pieces(*tensors: torch.Tensor) -> bool:
     """Whether one of `tensors` is sharded, by FSDP or DeepSpeed's ZeRO-3."""
     return any(is_piece(tensor) or deepspeed.is_piece(tensor) for tensor in tensors)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from posttrain.core.distributed import expert_parallel
-from posttrain.core.distributed.sharding import is_piece
+from posttrain.core.distributed.sharding import SumGradient, is_piece
 from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part
 
@@ -60,7 +60,8 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
         return
     apply = importlib.import_module("transformers.distributed.tensor_parallel").apply_tensor_parallelism
     modules, parameters = dict(base.named_modules()), dict(base.named_parameters())
-    plan = _plan(base, size, with_experts)
+    with expert_parallel.without_adapters(base):  # whose names no plan knows
+        plan = _plan(base, size, with_experts)
     if is_peft_model(model):
         plan = dict(_with_adapters(plan, modules))
     first_name = {id(parameter): name for name, parameter in parameters.items()}
@@ -102,28 +103,13 @@ def _with_summed_gradients(module: nn.Module, group: Any, *args: Any, **kwargs: 
     own, table = dict(module.named_parameters(recurse=False)), vars(module)
     for name, parameter in own.items():
         del module._parameters[name]
-        table[name] = _SumGradient.apply(parameter, group)
+        table[name] = SumGradient.apply(parameter, group)
     try:
         return type(module).forward(module, *args, **kwargs)
     finally:
         for name, parameter in own.items():
             del table[name]
             module._parameters[name] = parameter
-
-
-class _SumGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over a group of processes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        gradient = gradient.clone()
-        torch.distributed.all_reduce(gradient, group=ctx.group)
-        return gradient, None
 
 
 def problem_of(base: nn.Module, size: int) -> str | None:
