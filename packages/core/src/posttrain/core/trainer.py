@@ -362,7 +362,7 @@ class Trainer(TrainerNames):
             self.clock.lap("forward")
             self.dist.backward(loss)
             self.clock.lap("backward")
-        return loss.detach()
+        return normalization.summable(loss.detach())
 
     # --------------------------------------------------------------------------------------------------------- its data
 
