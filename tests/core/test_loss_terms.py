@@ -262,3 +262,34 @@ def test_a_window_of_losses_of_16_bits_is_added_up_in_more(scaled, tmp_path):
 def test_a_term_with_the_name_of_another_value_of_the_record_is_refused(name):
     with pytest.raises(ValueError, match=f"a term '{name}', a name that every record of the log holds"):
         split_terms({"loss": torch.ones(()), name: torch.ones(())})
+
+
+def one_step(folder, model=None, trainer_class=Trainer):
+    usual = dict(report_to="none", use_cpu=True, disable_tqdm=True, max_steps=1, gradient_accumulation_steps=2)
+    args = TrainingArguments(str(folder), per_device_train_batch_size=1, **usual)
+    rows = [{"x": 1.0, "labels": 1.0}] * 2
+    trainer = trainer_class(OneEach(torch.float32) if model is None else model, args, train_dataset=rows)
+    return trainer.train().training_loss
+
+
+def test_a_training_step_may_return_a_number_and_nothing_else_but_a_tensor(tmp_path):
+    class Number(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch).item()
+
+    class Nothing(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            super().training_step(model, inputs, num_items_in_batch)
+
+    assert one_step(tmp_path / "number", trainer_class=Number) == 1.0
+    with pytest.raises(TypeError, match="training_step returned NoneType; it must return the detached loss"):
+        one_step(tmp_path / "nothing", trainer_class=Nothing)
+
+
+def test_a_model_that_returns_an_object_of_its_own_is_told_what_to_return(tmp_path):
+    class Objects(OneEach):
+        def forward(self, x, labels):
+            return type("Out", (), super().forward(x, labels))()
+
+    with pytest.raises(TypeError, match="The model returned Out; it must return a loss, a tuple that begins with"):
+        one_step(tmp_path, Objects(torch.float32))

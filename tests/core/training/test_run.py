@@ -347,3 +347,34 @@ def test_a_trainer_that_is_let_go_of_frees_its_model_and_optimizer_at_once(name,
     held = [weakref.ref(value) for value in (trainer, trainer.model, trainer.optimizer, parameter)]
     del trainer, parameter
     assert [one() for one in held] == [None] * 4
+
+
+@pytest.mark.parametrize("heeds", [False, True])
+def test_parameters_that_are_unfrozen_later_are_named_where_no_optimizer_holds_them(heeds, tmp_path, caplog):
+    class Unfreeze(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.model.layers[0].requires_grad_(False)
+
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.model.layers[0].requires_grad_(True)
+                self.before = model.model.layers[0].mlp.up_proj.weight.clone()
+
+    callback = Unfreeze()
+    trainer = TRAINERS["causal-lm"](tmp_path, callbacks=[callback], max_steps=5)
+    if not heeds:
+        trainer.model.model.layers[0].requires_grad_(False)
+    trainer.train()
+    told = [r.getMessage() for r in caplog.records if "the optimizer holds none of them" in r.getMessage()]
+    assert len(told) == (0 if heeds else 1)
+    assert heeds or ("(11 in all)" in told[0] and "model.layers.0.self_attn.q_proj.weight" in told[0])
+    assert torch.equal(trainer.model.model.layers[0].mlp.up_proj.weight, callback.before) == (not heeds)
+
+
+def test_a_module_that_a_callback_brings_is_named(tmp_path, caplog):
+    class Replace(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.lm_head = torch.nn.Linear(32, 384, bias=False)
+
+    TRAINERS["causal-lm"](tmp_path, callbacks=[Replace()], max_steps=2).train()
+    assert "so they stay as they are: lm_head.weight. Replace modules before train()" in caplog.text

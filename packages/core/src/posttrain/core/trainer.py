@@ -321,10 +321,11 @@ class Trainer(TrainerNames):
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             with sync, self.dist.in_step(), metrics:
                 try:
-                    losses.append(self.training_step(*given[: self.run.step_takes]))
+                    loss = self.training_step(*given[: self.run.step_takes])
                 except (IndexError, KeyError) as error:  # an id or a column that is not there, most often: say which
                     explain_lookup(error, inputs, self.id_limits())
                     raise
+            losses.append(normalization.of_step(loss, self.dist.device))
             if not is_filler:
                 self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):

@@ -268,6 +268,16 @@ def check_metric_names(what: str, names: Iterable[str]) -> None:
             raise ValueError(f"{what} {name!r}, a name that every record of the log holds already. Use another name.")
 
 
+def of_step(loss: Any, device: torch.device) -> torch.Tensor:
+    """What a `training_step` returned, as a tensor. Raises a TypeError where it is no number."""
+    if not isinstance(loss, (torch.Tensor, int, float)):
+        raise TypeError(
+            f"training_step returned {type(loss).__name__}; it must return the detached loss of the micro-batch, a "
+            "tensor of shape ()."
+        )
+    return scalar(loss, device)
+
+
 def split_terms(loss: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the loss, its terms by name) of what a `compute_loss` returned: a tensor, a dict that has it under ``"loss"``,
     or (sum, count), whose quotient it is.
@@ -478,4 +488,9 @@ def model_loss(
         )
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return outputs, {"loss": outputs}
+    if not hasattr(outputs, "__getitem__"):
+        raise TypeError(
+            f"The model returned {type(outputs).__name__}; it must return a loss, a tuple that begins with the loss, or "
+            "a dict or transformers' ModelOutput with 'loss'."
+        )
     return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs
