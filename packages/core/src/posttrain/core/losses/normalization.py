@@ -490,7 +490,7 @@ def model_loss(
         return outputs, {"loss": outputs}
     if not hasattr(outputs, "__getitem__"):
         raise TypeError(
-            f"The model returned {type(outputs).__name__}; it must return a loss, a tuple that begins with the loss, or "
-            "a dict or transformers' ModelOutput with 'loss'."
+            f"The model returned {type(outputs).__name__}; it must return a loss, a tuple that begins with the loss, "
+            "or a dict or transformers' ModelOutput with 'loss'."
         )
     return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs
