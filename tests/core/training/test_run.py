@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.core import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from posttrain.core.checkpoint.manifest import write_manifest
+from posttrain.core.errors import CheckpointError
 from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, causal_lm, pad, weights
 
@@ -378,3 +380,39 @@ def test_a_module_that_a_callback_brings_is_named(tmp_path, caplog):
 
     TRAINERS["causal-lm"](tmp_path, callbacks=[Replace()], max_steps=2).train()
     assert "so they stay as they are: lm_head.weight. Replace modules before train()" in caplog.text
+
+
+def test_a_best_checkpoint_that_is_damaged_at_the_end_says_where_the_last_weights_are(tmp_path):
+    class Damage(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            (Path(state.best_model_checkpoint) / "model.safetensors").write_bytes(b"")
+
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = MAKE(tmp_path, callbacks=[Damage()], max_steps=3, load_best_model_at_end=True, **changes)
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged") as caught:
+        trainer.train()
+    [note] = [n for n in caught.value.__notes__ if "load_best_model_at_end was to load" in n]
+    assert "finished, after step 3" in note and str(tmp_path / "checkpoint-3") in note
+
+
+def test_a_second_run_names_arguments_that_its_optimizer_does_not_follow(tmp_path, caplog):
+    def told():
+        lines = [r.getMessage() for r in caplog.records if "goes on with the optimizer" in r.getMessage()]
+        caplog.clear()
+        return lines
+
+    trainer = MAKE(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.train()
+    assert told() == []
+    trainer.args.learning_rate, trainer.args.max_steps = 0.5, 3
+    trainer.train()
+    [line] = told()
+    assert "learning_rate from 0.05 to 0.5. Set trainer.optimizer = None" in line
+    trainer.optimizer = None
+    trainer.train()
+    assert told() == [] and rates(trainer)[0] == 0.5
+    trainer.args.learning_rate, trainer.args.max_steps = 0.1, 4
+    trainer.train(resume_from_checkpoint=True)  # which applies it
+    trainer.train()
+    assert told() == []

@@ -142,6 +142,7 @@ class Trainer(TrainerNames):
         self.model_init = model_init
         self._made_optimizer: Any = None  # what this trainer made itself; anything else is the user's, used as it is
         self._made_scheduler: Any = None
+        self._made_with: dict[str, Any] = {}  # the arguments that the optimizer follows, as they were then
         self._owns_optimizer = self._owns_scheduler = True
         owner = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         lifetime.find_owners(owner)

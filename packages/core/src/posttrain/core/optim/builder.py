@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import logging
 import math
@@ -80,6 +81,10 @@ class OptimizerArguments:
                 re.compile(target)
             except (re.error, TypeError) as error:
                 yield f"optim_target_modules: {target!r} is no regular expression ({error}); write '.*' for any text"
+
+
+#: The arguments that an optimizer is made with.
+OF_OPTIMIZER = tuple(f.name for f in dataclasses.fields(OptimizerArguments) if f.name != "max_grad_norm")
 
 
 def package_problems(args: Any) -> Iterator[ImportError | str]:

@@ -15,7 +15,7 @@ from torch import nn
 from posttrain.core.callbacks import FLAGS
 from posttrain.core.data import rng
 from posttrain.core.distributed.stragglers import Pace
-from posttrain.core.errors import DataError
+from posttrain.core.errors import CheckpointError, DataError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
@@ -454,7 +454,16 @@ class Run:
         owner, state, best = self.owner, self.owner.state, self.owner.state.best_model_checkpoint
         if owner.args.load_best_model_at_end and best is not None:
             logger.info("Loading the best model, from %s (%s).", best, state.best_metric)
-            folder = owner.dist.on_main(lambda: owner.store.resolve(best))
+            try:
+                folder = owner.dist.on_main(lambda: owner.store.resolve(best))
+            except CheckpointError as error:
+                step = owner.checkpoints.saved_step
+                last = "" if step is None else f" Its last weights are in {owner.store.path(step)}."
+                error.add_note(
+                    f"It holds the best model ({state.best_metric}), which load_best_model_at_end was to load. "
+                    f"Training is finished, after step {state.global_step}.{last}"
+                )
+                raise
             owner._load_from_checkpoint(folder)
             ema.load(self.ema, folder)
         elif owner.args.load_best_model_at_end:
