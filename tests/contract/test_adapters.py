@@ -122,7 +122,7 @@ def test_the_reference_is_the_model_that_the_run_began_with(init, trainer_class,
 
 
 @pytest.mark.parametrize("init", BEGINNINGS)
-def test_an_adapter_is_read_back_and_gone_on_with_however_it_began(init, tmp_path):
+def test_an_adapter_is_read_back_and_gone_on_with_however_it_began(init, tmp_path, caplog):
     def run(**changes):
         return make(SFTTrainer, base(), tmp_path, LoraConfig(**LORA, init_lora_weights=init), **changes)
 
@@ -133,7 +133,27 @@ def test_an_adapter_is_read_back_and_gone_on_with_however_it_began(init, tmp_pat
     assert torch.allclose(logits(read), logits(straight.model), atol=1e-5)
     resumed = run()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "with another config" not in caplog.text
     assert torch.equal(logits(resumed.model), logits(straight.model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_alpha": 64}, "lora_alpha: 8 -> 64"),
+        ({"use_rslora": True, "lora_dropout": 0.1}, "lora_dropout: 0.0 -> 0.1; use_rslora: False -> True"),
+        ({"init_lora_weights": "gaussian"}, None),
+        ({"target_modules": ["v_proj", "q_proj"]}, None),
+    ],
+)
+def test_an_adapter_that_goes_on_with_another_config_is_named_with_what_differs(changes, said, tmp_path, caplog):
+    config = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+    config["task_type"] = "CAUSAL_LM"
+    make(SFTTrainer, base(), tmp_path, LoraConfig(**config), save_strategy="steps", save_steps=1).train()
+    again = make(SFTTrainer, base(), tmp_path, LoraConfig(**config | changes))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    told = [r.getMessage() for r in caplog.records if "was trained with another config" in r.getMessage()]
+    assert len(told) == (said is not None) and (said is None or f"({said})" in told[0])
 
 
 @pytest.mark.parametrize("trainer_class", ADDING, ids=lambda c: c.__name__)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from posttrain.cli import parse
+from posttrain.cli import method, parse
 from posttrain.cli.tools import launch
-from posttrain.core import Trainer, TrainingArguments
+from posttrain.core import ModelConfig, Trainer, TrainingArguments, registry
 from posttrain.core.errors import ConfigError
 from posttrain.core.models import regularization
 from posttrain.rl import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig
@@ -133,3 +133,18 @@ def bart():
     return BartForConditionalGeneration(
         BartConfig(vocab_size=64, d_model=16, max_position_embeddings=32, **small, **heads)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needs"),
+    [("lora_r", 4, "use_peft"), ("use_dora", True, "use_peft"), ("bnb_4bit_quant_type", "fp4", "load_in_4bit")],
+)
+def test_arguments_of_an_adapter_are_warned_of_where_there_is_none_and_once(name, value, needs, tmp_path, capsys):
+    with pytest.warns(UserWarning, match=f"{name}=.* has no effect without {needs}"):
+        ModelConfig(**{name: value})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ModelConfig(**{name: value}, use_peft=True, **({} if needs == "use_peft" else {needs: True}))
+    words = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(tmp_path), f"--{name}", str(value)]
+    method.read(registry.methods()["sft"], [*words, "--output_dir", str(tmp_path)])
+    assert capsys.readouterr().err.count(f"has no effect without {needs}") == 1

@@ -227,3 +227,88 @@ def test_a_batch_that_only_keeps_a_process_in_step_adds_to_no_metric(tmp_path):
     alone = trainer.evaluation_loop([batch], "Evaluation").metrics
     assert alone["eval_rows"] == 3
     assert trainer.evaluation_loop([batch, as_filler(pad(tiny.token_rows(7)))], "Evaluation").metrics == alone
+
+
+class OneEach(torch.nn.Module):
+    """A loss of 1 for each batch, in the type of its only weight."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros((), dtype=dtype))
+
+    def forward(self, x, labels):
+        return {"loss": self.weight + 1, "logits": x}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_16_bits_are_added_up_in_more(dtype, tmp_path):
+    rows = [{"x": 1.0, "labels": 1.0}] * 600
+    usual = dict(report_to="none", use_cpu=True, disable_tqdm=True, learning_rate=0.0, num_train_epochs=1)
+    args = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=1, per_device_eval_batch_size=1, logging_steps=600, **usual
+    )
+    trainer = Trainer(OneEach(dtype), args, train_dataset=rows, eval_dataset=rows)
+    assert trainer.train().training_loss == 1.0
+    assert trainer.state.log_history[0]["loss"] == trainer.evaluate()["eval_loss"] == 1.0
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_window_of_losses_of_16_bits_is_added_up_in_more(scaled, tmp_path):
+    class Terms(Trainer):
+        loss_is_scaled_for_ga = scaled
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = model(**inputs)["loss"] / (num_items_in_batch.bfloat16() if scaled else 1)
+            return {"loss": loss, "term": loss.detach()}
+
+    args = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=512,
+        logging_steps=1,
+        max_steps=1,
+        learning_rate=0.0,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Terms(OneEach(torch.bfloat16), args, train_dataset=[{"x": 1.0, "labels": 1.0}] * 512)
+    trainer.train()
+    assert [trainer.state.log_history[0][name] for name in ("loss", "term")] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "learning_rate", "epoch"])
+def test_a_term_with_the_name_of_another_value_of_the_record_is_refused(name):
+    with pytest.raises(ValueError, match=f"a term '{name}', a name that every record of the log holds"):
+        split_terms({"loss": torch.ones(()), name: torch.ones(())})
+
+
+def one_step(folder, model=None, trainer_class=Trainer):
+    usual = dict(report_to="none", use_cpu=True, disable_tqdm=True, max_steps=1, gradient_accumulation_steps=2)
+    args = TrainingArguments(str(folder), per_device_train_batch_size=1, **usual)
+    rows = [{"x": 1.0, "labels": 1.0}] * 2
+    trainer = trainer_class(OneEach(torch.float32) if model is None else model, args, train_dataset=rows)
+    return trainer.train().training_loss
+
+
+def test_a_training_step_may_return_a_number_and_nothing_else_but_a_tensor(tmp_path):
+    class Number(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch).item()
+
+    class Nothing(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            super().training_step(model, inputs, num_items_in_batch)
+
+    assert one_step(tmp_path / "number", trainer_class=Number) == 1.0
+    with pytest.raises(TypeError, match="training_step returned NoneType; it must return the detached loss"):
+        one_step(tmp_path / "nothing", trainer_class=Nothing)
+
+
+def test_a_model_that_returns_an_object_of_its_own_is_told_what_to_return(tmp_path):
+    class Objects(OneEach):
+        def forward(self, x, labels):
+            return type("Out", (), super().forward(x, labels))()
+
+    with pytest.raises(TypeError, match="The model returned Out; it must return a loss, a tuple that begins with"):
+        one_step(tmp_path, Objects(torch.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -70,6 +71,18 @@ def test_an_old_name_that_is_set_takes_effect_and_a_wrong_one_is_refused():
     with pytest.raises(AttributeError, match="no attribute 'evaluation_strateg'"):
         _ = args.evaluation_strateg
     assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == args
+
+
+def test_a_misspelled_argument_that_is_set_is_warned_of_and_what_a_script_keeps_there_is_not(tmp_path):
+    args = TrainingArguments(str(tmp_path))
+    for name, meant in (("learning_rat", "learning_rate"), ("eval_step", "eval_steps"), ("max_step", "max_steps")):
+        with pytest.warns(UserWarning, match=f"TrainingArguments has no argument '{name}', did you mean '{meant}'"):
+            setattr(args, name, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("dataset_path", "my_learning_rate", "task", "alpha", "_max_step", "teacher_model", "n_samples"):
+            setattr(args, name, 1)
+        args.learning_rate, args.max_steps = 1e-3, 5
 
 
 def test_a_dataclass_of_a_script_may_declare_old_names_and_they_take_effect():

@@ -563,6 +563,7 @@ DOCUMENTED = [
     Documented([*PEERS], ["refused: save_steps"], "`save_steps` and `eval_steps` of two kinds", keeps_the_best),
     Documented(["cpo", "orpo"], ["logits/chosen", "logits/rejected"], "`logits/chosen` and `logits/rejected` of CPO"),
     Documented(["orpo"], ["loss", "nll_loss", "grad_norm", "train_loss", "eval_loss"], "ORPO, CPO: the likelihood"),
+    Documented(["orpo"], ["events"], "ORPO, CPO: the likelihood", saves_by_eval_loss),
     Documented(["rloo"], ["frac_reward_zero_std"], "RLOO: `frac_reward_zero_std`"),
     Documented(["online-dpo"], ["objective/kl"], "`objective/kl` of online DPO"),
     Documented(["online-dpo"], ["grad_norm", "order"], "Online DPO takes the mean of the gradients", accumulates),

@@ -321,3 +321,20 @@ def test_a_part_that_was_in_evaluation_mode_is_so_after_an_evaluation_too():
     with eval_loop.eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def test_metrics_that_are_measured_and_returned_are_named_and_chosen_as_in_transformers(caplog):
+    assert eval_loop.with_returned({"loss": 1.0}, {"accuracy": 0.5, "eval_f1": 0.2}) == {
+        "loss": 1.0,
+        "accuracy": 0.5,
+        "eval_f1": 0.2,
+    }
+    assert caplog.text == ""
+    assert eval_loop.with_returned({"loss": 1.0}, {"loss": 2.0}) == {"loss": 2.0}
+    assert (
+        "returned 'loss', and the evaluation measures 'loss' itself: what was returned takes its place" in caplog.text
+    )
+    assert eval_loop.with_returned({"loss": 1.0}, {"test_loss": 2.0}, "test") == {"loss": 1.0}
+    assert "'test_loss', and the evaluation measures 'loss' itself: what was returned is left" in caplog.text
+    with pytest.raises(TypeError, match="returned a metric under 1, which is no name"):
+        eval_loop.with_returned({}, {1: 2.0})

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,6 +154,33 @@ def test_a_value_is_reduced_as_asked_over_calls_processes_and_resumes(reduce, ex
     assert means(resumed.drain(lambda mine: [parts[0], parts[1]] if mine else [])) == {"x": expected}
     assert resumed.drain() == {} and list(resumed.state_dict())  # the epoch has not ended
     assert means(resumed.drain(lambda mine: parts, epoch=True))["x"] == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1.0, torch.bfloat16), (300.0, torch.float16), (1, torch.bool), (200, torch.uint8), (100, torch.int8)],
+)
+def test_sums_of_short_types_go_on_growing(value, dtype):
+    metrics, one = Metrics(), torch.tensor(value, dtype=dtype)
+    for _ in range(600):
+        metrics.log("mean", one, 1, "mean", per_epoch=False)
+        metrics.log("weighed", one, one, "mean", per_epoch=False)
+        metrics.log("sum", one.expand(2), 1, "sum", per_epoch=False)
+    assert means(metrics.drain()) == {"mean": value, "weighed": value, "sum": 1200 * value}
+
+
+@pytest.mark.parametrize("per_epoch", [False, True])
+def test_what_is_no_metric_of_ones_own_is_said_at_once(per_epoch):
+    metrics = Metrics()
+    for name in ("loss", "grad_norm", "learning_rate", "epoch", "step"):
+        with pytest.raises(ValueError, match=f"log_metric got '{name}', a name that every record"):
+            metrics.log(name, 1.0, 1, "mean", per_epoch)
+    for value in ("0.5", None, [1.0]):
+        with pytest.raises(TypeError, match="log_metric\\('x'\\): the value is .* must be a number or a tensor"):
+            metrics.log("x", value, 1, "mean", per_epoch)
+    for value in (np.float32(1), np.int64(1), np.bool_(True), np.ones(2), True):
+        metrics.log("y", value, 1, "mean", per_epoch)
+    assert means(metrics.drain(epoch=per_epoch)) == {"y": 1.0}
 
 
 def test_what_cannot_be_reduced_is_said():

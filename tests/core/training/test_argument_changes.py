@@ -58,6 +58,54 @@ def test_whatever_the_schedule_the_rate_is_the_new_one(schedule, tmp_path):
     )
 
 
+@pytest.mark.parametrize("schedule", ["linear", "constant", "reduce_lr_on_plateau"])
+def test_a_learning_rate_of_0_is_left_behind_too(schedule, tmp_path):
+    options = {"lr_scheduler_type": schedule, "eval_strategy": "steps", "eval_steps": 2}
+    make(tmp_path, **(SAVED | options | {"learning_rate": 0.0})).train()
+    rates = [r["learning_rate"] for r in resume(tmp_path, **options).state.log_history if "loss" in r and r["step"] > 2]
+    assert rates == pytest.approx([0.1 * left / 6 for left in (4, 3, 2, 1)] if schedule == "linear" else [0.1] * 4)
+
+
+def frozen(layer, folder, **changes):
+    trainer = make(folder, **(SAVED | {"optim": "adamw_torch"} | changes))
+    trainer.model.model.layers[layer].requires_grad_(False)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (1, r"then alone model.layers.1.self_attn.q_proj.weight, .* \(11 in all\), and now alone model.layers.0"),
+        (slice(0, 2), r"then alone model.layers.1.self_attn.q_proj.weight, .*\. Train the same"),
+        (slice(0, 0), "trains: now alone model.layers.0.self_attn"),
+    ],
+)
+def test_a_state_of_other_parameters_is_not_taken_for_that_of_those_trained_now(layer, said, tmp_path):
+    frozen(0, tmp_path).train()
+    with pytest.raises(CheckpointError, match=said):
+        frozen(layer, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_same_parameters_in_other_groups_are_not_taken_for_those_of_the_checkpoint(tmp_path):
+    make(tmp_path, **SAVED).train()
+    trainer = make(tmp_path, **SAVED)
+    trainer.get_decay_parameter_names = lambda model: []
+    with pytest.raises(CheckpointError, match="the same ones in another order or in other groups"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_the_names_of_its_parameters_goes_on(tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr("posttrain.core.optim.builder.parameter_names", lambda *_: None)
+        earlier.setattr("posttrain.core.checkpoint.manager.NAMES", "unknown")
+        make(tmp_path, **SAVED).train()
+    trainer = resume(tmp_path)
+    straight = make(tmp_path / "straight", **SAVED)
+    straight.train()
+    assert weights(trainer).keys() == weights(straight).keys()
+    assert all(torch.equal(value, weights(straight)[name]) for name, value in weights(trainer).items())
+
+
 def test_a_new_weight_decay_holds_and_the_others_stay(tmp_path):
     options = {"optim": "adamw_torch", "learning_rate": 0.01}
     make(tmp_path, **(SAVED | options)).train()

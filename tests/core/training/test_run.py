@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.core import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from posttrain.core.checkpoint.manifest import write_manifest
+from posttrain.core.errors import CheckpointError
 from tests import tiny
 from tests.contract.trainers import TRAINERS, arguments, causal_lm, pad, weights
 
@@ -347,3 +349,70 @@ def test_a_trainer_that_is_let_go_of_frees_its_model_and_optimizer_at_once(name,
     held = [weakref.ref(value) for value in (trainer, trainer.model, trainer.optimizer, parameter)]
     del trainer, parameter
     assert [one() for one in held] == [None] * 4
+
+
+@pytest.mark.parametrize("heeds", [False, True])
+def test_parameters_that_are_unfrozen_later_are_named_where_no_optimizer_holds_them(heeds, tmp_path, caplog):
+    class Unfreeze(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.model.layers[0].requires_grad_(False)
+
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.model.layers[0].requires_grad_(True)
+                self.before = model.model.layers[0].mlp.up_proj.weight.clone()
+
+    callback = Unfreeze()
+    trainer = TRAINERS["causal-lm"](tmp_path, callbacks=[callback], max_steps=5)
+    if not heeds:
+        trainer.model.model.layers[0].requires_grad_(False)
+    trainer.train()
+    told = [r.getMessage() for r in caplog.records if "the optimizer holds none of them" in r.getMessage()]
+    assert len(told) == (0 if heeds else 1)
+    assert heeds or ("(11 in all)" in told[0] and "model.layers.0.self_attn.q_proj.weight" in told[0])
+    assert torch.equal(trainer.model.model.layers[0].mlp.up_proj.weight, callback.before) == (not heeds)
+
+
+def test_a_module_that_a_callback_brings_is_named(tmp_path, caplog):
+    class Replace(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.lm_head = torch.nn.Linear(32, 384, bias=False)
+
+    TRAINERS["causal-lm"](tmp_path, callbacks=[Replace()], max_steps=2).train()
+    assert "so they stay as they are: lm_head.weight. Replace modules before train()" in caplog.text
+
+
+def test_a_best_checkpoint_that_is_damaged_at_the_end_says_where_the_last_weights_are(tmp_path):
+    class Damage(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            (Path(state.best_model_checkpoint) / "model.safetensors").write_bytes(b"")
+
+    changes = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = MAKE(tmp_path, callbacks=[Damage()], max_steps=3, load_best_model_at_end=True, **changes)
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged") as caught:
+        trainer.train()
+    [note] = [n for n in caught.value.__notes__ if "load_best_model_at_end was to load" in n]
+    assert "finished, after step 3" in note and str(tmp_path / "checkpoint-3") in note
+
+
+def test_a_second_run_names_arguments_that_its_optimizer_does_not_follow(tmp_path, caplog):
+    def told():
+        lines = [r.getMessage() for r in caplog.records if "goes on with the optimizer" in r.getMessage()]
+        caplog.clear()
+        return lines
+
+    trainer = MAKE(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.train()
+    assert told() == []
+    trainer.args.learning_rate, trainer.args.max_steps = 0.5, 3
+    trainer.train()
+    [line] = told()
+    assert "learning_rate from 0.05 to 0.5. Set trainer.optimizer = None" in line
+    trainer.optimizer = None
+    trainer.train()
+    assert told() == [] and rates(trainer)[0] == 0.5
+    trainer.args.learning_rate, trainer.args.max_steps = 0.1, 4
+    trainer.train(resume_from_checkpoint=True)  # which applies it
+    trainer.train()
+    assert told() == []

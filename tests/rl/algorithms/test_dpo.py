@@ -235,6 +235,13 @@ def test_an_adapter_that_does_not_start_at_zero_is_refused(tmp_path):
         make(tmp_path, peft_config=noisy, model=tiny.causal_lm(initializer_range=0.3)).train()
 
 
+def test_a_reference_that_lacks_tokens_is_refused_before_it_reads_one(tmp_path):
+    with pytest.raises(ValueError, match="ref_model has 300 tokens and model 384: it cannot read all that the tok"):
+        make(tmp_path, ref_model=tiny.causal_lm(vocab_size=300))
+    padded = tiny.causal_lm(vocab_size=400)
+    make(tmp_path, model=padded, ref_model=tiny.causal_lm(seed=3)).train()  # of more rows than there are tokens
+
+
 def test_another_model_may_be_the_reference_on_purpose(tmp_path):
     assert logs(make(tmp_path, ref_model=tiny.causal_lm(seed=1), beta=1.0))[0]["rewards/margins"] != 0
 

@@ -66,10 +66,13 @@ def settings_of(method: Method, words: list[str]) -> tuple[dict[str, Any], list[
 
 def made(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:
     """The run that `settings` make; `ConfigError` with their problems and those found before."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", FutureWarning)
-        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
-        return Run(*parse.configs(configs_of(method), settings, problems, method.needs))
+        try:
+            return Run(*parse.configs(configs_of(method), settings, problems, method.needs))
+        finally:
+            for message in dict.fromkeys(str(each.message) for each in found):  # a config is checked more than once
+                print(message, file=sys.stderr)
 
 
 def checked(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:

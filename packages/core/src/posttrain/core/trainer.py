@@ -143,6 +143,7 @@ class Trainer(TrainerNames):
         self.model_init = model_init
         self._made_optimizer: Any = None  # what this trainer made itself; anything else is the user's, used as it is
         self._made_scheduler: Any = None
+        self._made_with: dict[str, Any] = {}  # the arguments that the optimizer follows, as they were then
         self._owns_optimizer = self._owns_scheduler = True
         owner = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         lifetime.find_owners(owner)
@@ -322,10 +323,11 @@ class Trainer(TrainerNames):
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             with sync, self.dist.in_step(), metrics:
                 try:
-                    losses.append(self.training_step(*given[: self.run.step_takes]))
+                    loss = self.training_step(*given[: self.run.step_takes])
                 except (IndexError, KeyError) as error:  # an id or a column that is not there, most often: say which
                     explain_lookup(error, inputs, self.id_limits())
                     raise
+            losses.append(normalization.of_step(loss, self.dist.device))
             if not is_filler:
                 self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):
@@ -363,7 +365,7 @@ class Trainer(TrainerNames):
             self.clock.lap("forward")
             self.dist.backward(loss)
             self.clock.lap("backward")
-        return loss.detach()
+        return normalization.summable(loss.detach())
 
     # --------------------------------------------------------------------------------------------------------- its data
 

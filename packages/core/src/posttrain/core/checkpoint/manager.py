@@ -19,6 +19,7 @@ from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest
 from posttrain.core.checkpoint.store import number_of
 from posttrain.core.checkpoint.transaction import Outcome, Saver
 from posttrain.core.data import rng
+from posttrain.core.errors import CheckpointError
 from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: The name of the averaged weights in a checkpoint: ``ema.safetensors`` and ``ema.json``.
 AVERAGED_WEIGHTS = "ema"
+#: Beside the state of an optimizer, the names of its parameters.
+NAMES = "names"
 
 
 class Stateful(Protocol):
@@ -268,19 +271,29 @@ class CheckpointManager:
         rank, world_size, optimizer = self.dist.process_index, self.dist.num_processes, self.owner.optimizer
         if self.dist.uses_deepspeed:
             codec.save_tree(self.dist.engine_state(), directory / sharded.stem("engine", rank, world_size))
-        elif self.dist.shards:
+            return
+        names = builder.parameter_names(optimizer, wrapping.unwrap(self.owner.model))
+        if self.dist.shards:
             stem = sharded.stem("optimizer", rank, world_size)
-            codec.save_tree(sharded.part(optimizer.state_dict()), directory / stem)
+            codec.save_tree(sharded.part(optimizer.state_dict() | {NAMES: names}), directory / stem)
         elif self.should_save:
-            codec.save_tree(optimizer.state_dict(), directory / "optimizer")
+            codec.save_tree(optimizer.state_dict() | {NAMES: names}, directory / "optimizer")
 
     def _read_optimizer(self, checkpoint: Path) -> None:
         if self.dist.uses_deepspeed:
             state = sharded.own(checkpoint, "engine", self.dist.process_index, self.dist.num_processes)
             return self.dist.load_engine_state(state)
         # Whole tensors of which this process needs a part are mapped rather than read.
-        saved = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards)
-        self.owner.optimizer.load_state_dict(sharded.optimizer_state(saved, self.owner.optimizer))
+        saved, optimizer = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards), self.owner.optimizer
+        now = builder.parameter_names(optimizer, wrapping.unwrap(self.owner.model))
+        if (before := saved.pop(NAMES, now)) != now:  # the state goes by the order of the parameters
+            raise CheckpointError(
+                f"{checkpoint} holds the optimizer's state of other parameters than this run trains: "
+                f"{builder.difference(before, now)}. Train the same parameters, in the same groups, as the run that "
+                "saved it; or start from the checkpoint's weights alone: load the model from it, and pass no "
+                "resume_from_checkpoint."
+            )
+        optimizer.load_state_dict(sharded.optimizer_state(saved, optimizer))
 
     def _of_processes(self) -> dict[int, dict[str, Any]]:
         """The positions that this process writes, by rank: its own, or none where another one has the same. Where each

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import logging
 import re
 import sys
 import tempfile
@@ -27,10 +29,15 @@ from posttrain.core.models.wrapping import (
     plain_classes,
 )
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of weights in several files
 ENCODER = "prompt_encoder.safetensors"
 PARTS = "weights"  # the tree of weights that every process writes its part of
+#: Fields of an adapter's config that say where it came from, and nothing of what it computes.
+_OF_ADAPTERS_BEGINNING = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"}
+_OF_ADAPTERS_BEGINNING |= {"peft_version", "init_lora_weights", "init_weights", "parent_library"}
 _Write = Callable[..., None]  # of tensors, a path and metadata
 _save_file = safetensors.torch.save_file  # as it is outside of `_written_by`
 
@@ -248,6 +255,7 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
                     f"load the model from {directory} and begin a new run."
                 )
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.{whole}")
+        _tell_other_config(model, adapter, file.parent)
         tensors = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
@@ -259,6 +267,26 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         outcome = set_peft_model_state_dict(model, sharded.fitted_to(tensors, own), adapter_name=adapter)
         unknown = getattr(outcome, "unexpected_keys", None) or ()  # peft counts the virtual tokens that it has just set
         _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
+
+
+def _tell_other_config(model: Any, adapter: str, folder: Path) -> None:
+    """Warn where the config of the adapter in `folder` is not that of `model`'s: with the same weights, such as another
+    ``lora_alpha`` makes another model.
+    """
+    path = folder / "adapter_config.json"
+    then = codec.read_json(path) if path.is_file() else {}
+    now = json.loads(json.dumps(model.peft_config[adapter].to_dict(), default=list))
+    then, now = (
+        {name: sorted(value, key=repr) if isinstance(value, list) else value for name, value in config.items()}
+        for config in (then, now)
+    )
+    changed = [name for name in now if name in then and then[name] != now[name] and name not in _OF_ADAPTERS_BEGINNING]
+    if changed:
+        listed = "; ".join(f"{name}: {then[name]!r} -> {now[name]!r}" for name in changed)
+        logger.warning(
+            f"The adapter {adapter!r} in {folder} was trained with another config ({listed}), so this is not the model "
+            "that was saved. Pass the peft_config of that run to go on with it."
+        )
 
 
 def _file_of_adapter(directory: Path, adapter: str) -> Path | None:

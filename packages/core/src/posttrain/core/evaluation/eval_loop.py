@@ -335,7 +335,9 @@ def run(
         on_batch()
     pairs = metrics.drain(gather)
     first = {"loss": pairs.pop("loss")} if "loss" in pairs else {}
-    named = means(first | pairs) | (batch_metrics.compute(gather) if batch_metrics is not None and rows else {})
+    named = means(first | pairs)
+    if batch_metrics is not None and rows:
+        named = with_returned(named, batch_metrics.compute(gather))
     joined = kept.joined()
     if order is not None and concatenate:
         joined = restore(joined, order)
@@ -413,18 +415,34 @@ def best_steps(log_history: list[dict[str, Any]], metric: str, greater_is_better
     return [step for _, step in sorted(scored, reverse=True)]
 
 
-def as_metrics(returned: Any) -> Mapping[str, Any]:
-    """What `compute_metrics` returned.
+def with_returned(measured: Mapping[str, Any], returned: Any, prefix: str = "eval") -> dict[str, Any]:
+    """`measured` metrics of an evaluation and those that `compute_metrics` returned. Of one name, the returned one
+    counts, or with the `prefix` in its name the measured one, as in transformers' Trainer; a warning says so.
 
     Raises:
-        TypeError: it is no dict.
+        TypeError: it is no dict, or a name is no text.
     """
     if not isinstance(returned, Mapping):
         raise TypeError(
             f"compute_metrics returned {type(returned).__name__}; it must return a dict of metrics by name, for "
             "instance {'accuracy': 0.5}. Does it lack a return statement?"
         )
-    return returned
+    if strange := [name for name in returned if not isinstance(name, str)]:
+        raise TypeError(f"compute_metrics returned a metric under {strange[0]!r}, which is no name; name it by a text.")
+    left_out = {name for name in returned if name.removeprefix(f"{prefix}_") in {*measured} - {name}}
+    for name in returned:
+        if name in measured or name in left_out:
+            own, becomes = name.removeprefix(f"{prefix}_"), "is left out" if name in left_out else "takes its place"
+            _tell_once(
+                f"compute_metrics returned {name!r}, and the evaluation measures {own!r} itself: what was returned "
+                f"{becomes}. Give it another name."
+            )
+    return {**measured, **{name: value for name, value in returned.items() if name not in left_out}}
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    logger.warning(text)
 
 
 @contextlib.contextmanager

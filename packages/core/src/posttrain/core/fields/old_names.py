@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,8 +85,12 @@ class AnswersToOldNames:
             for new, translated in today.items():
                 object.__setattr__(self, new, translated)
             vars(self)["_removed"] = vars(self).get("_removed", {}) | ({} if today else {name: value})
-        else:
-            object.__setattr__(self, name, value)
+            return
+        # A script may keep values of its own here; one that is named almost like a field is meant for it.
+        if name not in self.__dataclass_fields__ and not name.startswith("_") and not hasattr(kind, name):
+            if near := difflib.get_close_matches(name, self.__dataclass_fields__, n=1, cutoff=0.9):
+                warnings.warn(f"{kind.__name__} has no argument {name!r}, did you mean {near[0]!r}?", stacklevel=2)
+        object.__setattr__(self, name, value)
 
 
 def translate_old_names(

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.core.data import accelerator
 from posttrain.core.errors import write_text
+from posttrain.core.losses.normalization import check_metric_names, summable
 from posttrain.core.state import strict
 
 # Metrics of the trainer itself: input tokens (without padding, and all), and operations done with them.
@@ -44,7 +47,7 @@ class Metrics:
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
         """Add a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
         if isinstance(value, torch.Tensor):
-            value = value.detach()
+            value = summable(value.detach())
             if value.ndim:
                 value = value.float().mean()
         # A product with the common weight 1 would be one more kernel launch.
@@ -52,19 +55,25 @@ class Metrics:
 
     def log(self, name: str, value: Any, weight: Any, reduce: str, per_epoch: bool) -> None:
         """Add a value with the arguments of `Trainer.log_metric`."""
+        check_metric_names("log_metric got", [name])
         if reduce not in REDUCTIONS:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
+        if isinstance(value, (np.ndarray, np.bool_)):
+            value = torch.as_tensor(value)
+        if not isinstance(value, (torch.Tensor, Real)):
+            raise TypeError(f"log_metric({name!r}): the value is {value!r}; it must be a number or a tensor.")
         name = f"{OF_EPOCH}{name}" if per_epoch and self.has_epochs else name
         if reduce == "mean":
             return self.add(name, value, weight)
         if not (isinstance(weight, int) and weight == 1):
             raise ValueError(f"log_metric({name!r}): a {reduce} has no weight; leave weight out, or set reduce='mean'.")
         if isinstance(value, torch.Tensor) and value.ndim:
-            value = _REDUCE[reduce](value)
+            value = _REDUCE[reduce](summable(value))
         self.add_extreme(name, value, reduce)
 
     def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor | str) -> None:
         """Add a sum over `count` items; or, with "min", "max" or "sum" as `count`, a value to what is reduced so."""
+        total, count = summable(total), summable(count)
         if name not in self._values:
             self._values[name] = (total, count)
             return

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from posttrain.core.data.batch_limits import explain_failure
 from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, local_part
+
+#: Values that the loop itself puts into each log record.
+IN_EVERY_RECORD = ("loss", "grad_norm", "learning_rate", "epoch", "step")
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -224,7 +227,16 @@ def as_pair(loss: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     count = torch.as_tensor(loss[1]).detach() if isinstance(loss[1], (torch.Tensor, int, float)) else None
     if count is None or count.numel() != 1 or loss[0].numel() != 1:
         return None
-    return loss[0].reshape(()), scalar(count.reshape(()), loss[0].device)
+    return loss[0].reshape(()), scalar(summable(count).reshape(()), loss[0].device)
+
+
+def summable(value: Any) -> Any:
+    """A tensor `value` in a type that holds sums of many such: one of bfloat16 stops growing at 256, one of booleans
+    at 1. Anything else as it is.
+    """
+    if not isinstance(value, torch.Tensor) or value.dtype in (torch.float32, torch.float64, torch.int64):
+        return value
+    return value.float() if value.is_floating_point() else value.long()
 
 
 def mean_of(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -248,6 +260,25 @@ def one_number(loss: torch.Tensor, by: str = "compute_loss") -> torch.Tensor:
     return loss.reshape(())
 
 
+def check_metric_names(what: str, names: Iterable[str]) -> None:
+    """Raise ValueError where one of `names` is that of a value which every record holds: `what` would not be logged, or
+    averaged with that value.
+    """
+    for name in names:
+        if name in IN_EVERY_RECORD:
+            raise ValueError(f"{what} {name!r}, a name that every record of the log holds already. Use another name.")
+
+
+def of_step(loss: Any, device: torch.device) -> torch.Tensor:
+    """What a `training_step` returned, as a tensor. Raises a TypeError where it is no number."""
+    if not isinstance(loss, (torch.Tensor, int, float)):
+        raise TypeError(
+            f"training_step returned {type(loss).__name__}; it must return the detached loss of the micro-batch, a "
+            "tensor of shape ()."
+        )
+    return scalar(loss, device)
+
+
 def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(the loss, its terms by name) of what the function named `by` returned: a tensor, a dict that has it under
     ``"loss"``, or (sum, count), whose quotient it is.
@@ -256,7 +287,7 @@ def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict
 
     Raises:
         TypeError: it is neither.
-        ValueError: the loss is more than one number.
+        ValueError: the loss is more than one number, or a term has the name of what every record holds.
     """
     if isinstance(loss, torch.Tensor):
         return one_number(loss, by), {}
@@ -278,8 +309,9 @@ def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict
                 f"{by} returned a dict whose {name!r} is {shown}; each term must be one number, a tensor of "
                 "shape (). To return outputs, return (loss, outputs)."
             )
-        terms[str(name)] = value.reshape(())
+        terms[str(name)] = summable(value).reshape(())
     del terms["loss"]
+    check_metric_names("compute_loss returned a term", terms)
     return loss["loss"].reshape(()), terms
 
 
@@ -459,4 +491,9 @@ def model_loss(
         )
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return outputs, {"loss": outputs}
+    if not hasattr(outputs, "__getitem__"):
+        raise TypeError(
+            f"The model returned {type(outputs).__name__}; it must return a loss, a tuple that begins with the loss, "
+            "or a dict or transformers' ModelOutput with 'loss'."
+        )
     return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]), outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import logging
 import math
@@ -80,6 +81,10 @@ class OptimizerArguments:
                 re.compile(target)
             except (re.error, TypeError) as error:
                 yield f"optim_target_modules: {target!r} is no regular expression ({error}); write '.*' for any text"
+
+
+#: The arguments that an optimizer is made with.
+OF_OPTIMIZER = tuple(f.name for f in dataclasses.fields(OptimizerArguments) if f.name != "max_grad_norm")
 
 
 def package_problems(args: Any) -> Iterator[ImportError | str]:
@@ -384,6 +389,24 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
         total += moments * sum(parameter.nbytes for parameter in group["params"])
     return total
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names in `model` of the parameters of `optimizer`, group by group; empty where one is not in it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def difference(before: list[list[str]], now: list[list[str]]) -> str:
+    """How two different `parameter_names` differ, as a part of a sentence."""
+    old, new = ([name for group in groups for name in group] for groups in (before, now))
+    gone, added = [n for n in old if n not in {*new}], [n for n in new if n not in {*old}]
+    told = [
+        f"{when} alone {', '.join(names[:3])}{f' ({len(names)} in all)' if len(names) > 3 else ''}"
+        for when, names in (("then", gone), ("now", added))
+        if names
+    ]
+    return ", and ".join(told) or "the same ones in another order or in other groups"
 
 
 def named_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> dict[str, float]:

@@ -93,7 +93,7 @@ class Evaluator:
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
         if of_all is not None and has_both:
-            named |= eval_loop.as_metrics(of_all(kept))
+            named = eval_loop.with_returned(named, of_all(kept), prefix)
         prefixed = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": v for n, v in eval_loop.plain(named).items()}
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
 

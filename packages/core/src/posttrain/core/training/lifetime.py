@@ -49,6 +49,7 @@ def set_up(
         owner._load_from_checkpoint(checkpoint)
     special_tokens.align_special_tokens(owner.model, owner.processing_class)
     owner.model_wrapped = owner._wrap_model(owner.model)
+    _compare_with_optimizer(owner, resumes=checkpoint is not None)
     _make_optimizer_and_scheduler(owner, plan.max_steps)
     owner.state, owner.control = new_state(owner), TrainerControl()
     owner.state.train_batch_size, owner.state.is_hyper_param_search = owner.train_batch_size, trial is not None
@@ -96,6 +97,18 @@ def _drop_model(owner: Trainer) -> None:
     owner.run = Run(owner)
     if owner._owns_optimizer:
         owner.optimizer = handler.optimizer = NOT_MADE
+
+
+def _compare_with_optimizer(owner: Trainer, resumes: bool) -> None:
+    """Warn where a run goes on with the optimizer of an earlier one, which does not follow arguments that changed."""
+    now = {name: getattr(owner.args, name) for name in builder.OF_OPTIMIZER}
+    if resumes or not owner._owns_optimizer or owner.optimizer is None:  # a checkpoint says itself what changed
+        owner._made_with = now
+    elif changed := [f"{n} from {old!r} to {now[n]!r}" for n, old in owner._made_with.items() if old != now[n]]:
+        logger.warning(
+            f"train() goes on with the optimizer that it made before, which does not follow what changed since: "
+            f"{', '.join(changed)}. Set trainer.optimizer = None before train() for a new one."
+        )
 
 
 def _make_optimizer_and_scheduler(owner: Trainer, num_training_steps: int) -> None:

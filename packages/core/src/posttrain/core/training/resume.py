@@ -265,14 +265,15 @@ def apply_changes(
     for group, options in zip(optimizer.param_groups, fresh, strict=True):
         group.update({name: options[name] for name in names if name in options and name in group})
     old, new = changed.get("learning_rate", (None, None))
-    if not old or new is None:
+    if old is None or new is None:
         return
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * (new / old)
-        if "initial_lr" in group:
-            group["initial_lr"] = group["initial_lr"] * (new / old)
+    for group, options in zip(optimizer.param_groups, fresh, strict=True):
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * (new / old) if old else options[name]
     if getattr(scheduler, "base_lrs", None):
-        scheduler.base_lrs = [rate * (new / old) for rate in scheduler.base_lrs]
+        starts = [options.get("initial_lr", options["lr"]) for options in fresh]
+        scheduler.base_lrs = [b * (new / old) if old else s for b, s in zip(scheduler.base_lrs, starts, strict=True)]
     if isinstance(scheduler, LambdaLR):
         rates = zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         for group, base, curve in rates:

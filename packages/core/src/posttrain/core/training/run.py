@@ -16,7 +16,7 @@ from posttrain.core.callbacks import FLAGS
 from posttrain.core.checkpoint.transaction import Outcome
 from posttrain.core.data import rng
 from posttrain.core.distributed.stragglers import Pace
-from posttrain.core.errors import DataError, UnsavedError
+from posttrain.core.errors import CheckpointError, DataError, UnsavedError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
 from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
@@ -43,6 +43,7 @@ class Run:
     ignore_keys: list[str] | None = None  # outputs that are no predictions, in evaluations
     progress: Progress = field(default_factory=Progress)  # in its data and its log; saved in checkpoints
     parameters: list[nn.Parameter] = field(default_factory=list)  # those of the wrapped model
+    known: set[int] = field(default_factory=set)  # the `id` of those that were trained when it began
     finite: nonfinite.FiniteGuard = field(default_factory=nonfinite.FiniteGuard)
     spikes: SpikeWatch | None = None  # looks for spikes of the loss, where `on_loss_spike` asks for it
     splitter: BatchSplitter | None = None  # with `auto_find_batch_size`
@@ -76,9 +77,11 @@ class Run:
         asks = Path(args.output_dir, preemption.SAVE_NOW) if dist.is_main else None
         run = cls(owner, plan, loader, trial, ignore_keys)
         run.finite, run.spikes = guards.make(owner)
+        parameters = list(owner.model_wrapped.parameters())
         return replace(
             run,
-            parameters=list(owner.model_wrapped.parameters()),
+            parameters=parameters,
+            known={id(parameter) for parameter in parameters if parameter.requires_grad},
             splitter=BatchSplitter(rows, args.gradient_accumulation_steps) if args.auto_find_batch_size else None,
             watch=preemption.Watch(preemption.saves_on_signal(args), limit, dist.num_processes, dist.device, asks),
             pace=Pace(dist.seconds_waited, dist.process_index) if dist.num_processes > 1 else None,
@@ -360,11 +363,29 @@ class Run:
 
     def _log(self) -> None:
         owner = self.owner
+        if not owner.dist.shards:  # which replaces the parameters while a layer runs
+            self._find_untrained()
         beside = builder.named_rates(owner.optimizer, self.rates)
         for guard in self.guards:
             beside |= guard.logged()
         owner.log(owner.record.of_steps(owner.state, self.progress, self.first_step, beside, self.pace))
         self.agree()
+
+    def _find_untrained(self) -> None:
+        """Warn of parameters that became trainable, or came, since the run began, and that no optimizer changes."""
+        parameters = self.owner.model_wrapped.named_parameters()
+        new = {name: id(p) for name, p in parameters if p.requires_grad and id(p) not in self.known}
+        if not new:
+            return
+        held = {id(p) for group in self.owner.optimizer.param_groups for p in group["params"]}
+        if names := [name for name, number in new.items() if number not in held]:
+            logger.warning(
+                "Parameters are to be trained that were not when the run began, and the optimizer holds none of them, "
+                f"so they stay as they are: {', '.join(names[:3])}{f' ({len(names)} in all)' if names[3:] else ''}. "
+                "Replace modules before train(); to unfreeze parameters later, let them be trainable when train() "
+                "begins, and freeze them in on_train_begin of a callback."
+            )
+        self.known.update(new.values())
 
     def _evaluate(self) -> None:
         owner, before = self.owner, rng.rng_state()
@@ -448,7 +469,16 @@ class Run:
         owner, state, best = self.owner, self.owner.state, self.owner.state.best_model_checkpoint
         if owner.args.load_best_model_at_end and best is not None:
             logger.info("Loading the best model, from %s (%s).", best, state.best_metric)
-            folder = owner.dist.on_main(lambda: owner.store.resolve(best))
+            try:
+                folder = owner.dist.on_main(lambda: owner.store.resolve(best))
+            except CheckpointError as error:
+                step = owner.checkpoints.saved_step
+                last = "" if step is None else f" Its last weights are in {owner.store.path(step)}."
+                error.add_note(
+                    f"It holds the best model ({state.best_metric}), which load_best_model_at_end was to load. "
+                    f"Training is finished, after step {state.global_step}.{last}"
+                )
+                raise
             owner._load_from_checkpoint(folder)
             ema.load(self.ema, folder)
             self.unsaved = None

@@ -59,29 +59,45 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
     )
     attn_implementation: str | None = opt(None, "Attention implementation, e.g. sdpa, eager or flash_attention_2.")
     use_peft: bool = opt(False, "Train a LoRA adapter instead of all weights.")
-    lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1)
-    lora_alpha: int = opt(32, "The LoRA weights are multiplied by lora_alpha / lora_r.", above=0)
-    lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1)
-    lora_target_modules: list[str] | None = opt(None, "Modules with an adapter; all-linear: every linear but the head.")
+    lora_r: int = opt(16, "Rank of the LoRA matrices. Larger learns more and stores more.", min=1, needs="use_peft")
+    lora_alpha: int = opt(32, "The LoRA weights are multiplied by lora_alpha / lora_r.", above=0, needs="use_peft")
+    lora_dropout: float = opt(0.05, "Dropout on the input of the LoRA matrices.", min=0, below=1, needs="use_peft")
+    lora_target_modules: list[str] | None = opt(
+        None, "Modules with an adapter; all-linear: every linear but the head.", needs="use_peft"
+    )
     lora_target_parameters: list[str] | None = opt(
-        None, "Names of parameters with an adapter, for experts in one tensor."
+        None, "Names of parameters with an adapter, for experts in one tensor.", needs="use_peft"
     )
-    lora_modules_to_save: list[str] | None = opt(None, "Modules trained and stored whole, e.g. lm_head.")
+    lora_modules_to_save: list[str] | None = opt(
+        None, "Modules trained and stored whole, e.g. lm_head.", needs="use_peft"
+    )
     lora_task_type: str = opt(
-        "CAUSAL_LM", "Task type given to peft; of a classifier or an encoder-decoder, its own.", choices=TASK_TYPES
+        "CAUSAL_LM",
+        "Task type given to peft; of a classifier or an encoder-decoder, its own.",
+        choices=TASK_TYPES,
+        needs="use_peft",
     )
-    use_rslora: bool = opt(False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.")
+    use_rslora: bool = opt(
+        False, "Multiply the LoRA weights by lora_alpha / sqrt(lora_r), stable at high ranks.", needs="use_peft"
+    )
     init_lora_weights: str | None = opt(
         None,
         "How the LoRA matrices begin: pissa and olora take the largest part of the weights over. None: B at 0.",
         choices=("gaussian", "olora", "orthogonal", "pissa"),
+        needs="use_peft",
     )
-    use_dora: bool = opt(False, "Learn the magnitude of the weights apart from their direction (DoRA); slower.")
+    use_dora: bool = opt(
+        False, "Learn the magnitude of the weights apart from their direction (DoRA); slower.", needs="use_peft"
+    )
     load_in_8bit: bool = opt(False, "Load the frozen base in 8 bits (bitsandbytes); needs use_peft.")
     load_in_4bit: bool = opt(False, "Load the frozen base in 4 bits (bitsandbytes, QLoRA); needs use_peft.")
-    bnb_4bit_quant_type: str = opt("nf4", "4-bit number format.", choices=("nf4", "fp4"))
-    use_bnb_nested_quant: bool = opt(False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.")
-    bnb_4bit_quant_storage: str | None = opt(None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.")
+    bnb_4bit_quant_type: str = opt("nf4", "4-bit number format.", choices=("nf4", "fp4"), needs="load_in_4bit")
+    use_bnb_nested_quant: bool = opt(
+        False, "Quantize the 4-bit scales too: about 0.4 bits a weight less.", needs="load_in_4bit"
+    )
+    bnb_4bit_quant_storage: str | None = opt(
+        None, "Type the 4-bit weights are packed in; FSDP needs that of dtype.", needs="load_in_4bit"
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from posttrain.core import TrainerCallback, opt
 from posttrain.core.distributed.sharding import fill, is_in_pieces, whole
 from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
-from posttrain.core.models import wrapping
+from posttrain.core.models import embeddings, wrapping
+from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.images import blank_images
 from posttrain.lm.loading.loading import obey_softcap
 
@@ -299,6 +301,19 @@ def make_reference(
             return AdapterReference(policy)
         return AdapterReference.copy_of(policy, moves)
     return FrozenReference(copy.deepcopy(wrapping.unwrap(policy)), moves, is_copy=True)
+
+
+def check_vocabulary(given: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
+    """Raise ValueError where the reference that was `given` lacks ids of `tokenizer`, or its processor, that the policy
+    has.
+    """
+    known, own = (embeddings.id_limits(model).get("input_ids", math.inf) for model in (given, policy))
+    if known < min(own, len(tokenizer_of(tokenizer))):
+        raise ValueError(
+            f"ref_model has {known} tokens and model {own}: it cannot read all that the tokenizer writes. Pass a "
+            "ref_model of the same tokenizer, resized as the model was (resize_token_embeddings); or leave it out: the "
+            "reference is then what the model is now."
+        )
 
 
 def set_up_reference(

@@ -171,6 +171,8 @@ class PreferenceTrainer(LanguageModelTrainer):
             auto_class = (loading.SEEING if self.sees else loading.READING)[0]
             loaded = (args.model_init_kwargs, None, args.trust_remote_code, auto_class)
             parts.ref_model = loading.load_causal_lm(parts.ref_model, *loaded)
+        if parts.ref_model is not None:
+            references.check_vocabulary(parts.ref_model, model, tokenizer)
         both = [one for one in (model, parts.ref_model) if one is not None]
         for one in both if args.disable_dropout else ():
             regularization.disable_dropout(one)
