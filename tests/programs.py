@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from tests.starter import LONGEST
 
 ROOT = Path(__file__).parents[1]
@@ -45,18 +47,32 @@ def environment(**changes: str) -> dict[str, str]:
 
 @functools.cache
 def _starter(seed: int) -> socket.socket:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        command = [sys.executable, "-m", "tests.starter", str(theirs.fileno())]
+    """A connection to the starter with this seed of the test run, which whoever is first starts."""
+    place = Path(os.environ["POSTTRAIN_TEST_CACHE"]) / f"starter-{seed}"
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with FileLock(f"{place}.lock"):
+        try:
+            ours.connect(str(place))
+        except OSError:  # there is none, or it has ended
+            place.unlink(missing_ok=True)
+            _start(seed, str(place))
+            ours.connect(str(place))
+    if ours.recv(16) != b"ready":
+        raise RuntimeError("tests.starter has ended")
+    return ours
+
+
+def _start(seed: int, place: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(place)
+        listener.listen()
+        command = [sys.executable, "-m", "tests.starter", str(listener.fileno())]
         own = environment(PYTHONHASHSEED=str(seed))
         del own["PYTHONWARNINGS"]  # as each program has it
         own["PYTHONPATH"] = os.pathsep.join(filter(None, [own["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
         _starters.append(
-            subprocess.Popen(command, cwd=ROOT, env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            subprocess.Popen(command, cwd=ROOT, env=own, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
         )
-    if ours.recv(16) != b"ready":
-        raise RuntimeError(f"tests.starter ended with {_starters[-1].wait()}")
-    return ours
 
 
 class Program:

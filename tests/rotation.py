@@ -67,8 +67,8 @@ def compares(files: list[str] | None) -> str:
     return next((f"{name} has changed" for name in files if COMPARED.fullmatch(name)), "")
 
 
-def taken(cases: list[tuple[str, list[Any]]], seed: str) -> set[str]:
-    """The ids of the cases of one test that are run: one in `SHARE` of those of each representative, and of the others.
+def taken(cases: list[tuple[str, list[Any]]], seed: str, share: int = SHARE) -> set[str]:
+    """The ids of the cases of one test that are run: one in `share` of those of each representative, and of the others.
 
     Args:
         cases: ``(id, values of the parameters)`` of each.
@@ -77,24 +77,27 @@ def taken(cases: list[tuple[str, list[Any]]], seed: str) -> set[str]:
     kinds = defaultdict(list)
     for name, values in sorted(cases, key=lambda case: zlib.crc32(f"{seed} {case[0]}".encode())):
         kinds[next((str(value) for value in values if str(value) in REPRESENTATIVES), "")].append(name)
-    return {name for names in kinds.values() for name in names[: -(-len(names) // SHARE)]}
+    return {name for names in kinds.values() for name in names[: -(-len(names) // share)]}
 
 
 def leave_out(items: list[Any], seed: str) -> list[Any]:
     """Take the cases that are not run out of `items`, in place, and return them.
 
     A test's cases are those of its parameters. Tests of a file with the same ``rotated("group")`` are cases of one.
+    Of a test with ``rotated(one_in=16)`` one in 16 of all cases is run: another test has each representative.
     """
-    tests = defaultdict(dict)
+    tests, shares = defaultdict(dict), {}
     for item in items:
         if mark := item.get_closest_marker("rotated"):
             file, _, test = item.nodeid.partition("::")
             name, spec = test.partition("[")[0], getattr(item, "callspec", None)
-            case = (spec.id, list(spec.params.values())) if spec and not mark.args else (test, [])
-            tests[file, *(mark.args or [name])][item] = case
+            one_in, key = mark.kwargs.get("one_in"), (file, *(mark.args or [name]))
+            values = list(spec.params.values()) if spec and not one_in else []
+            tests[key][item] = (spec.id, values) if spec and not mark.args else (test, [])
+            shares[key] = one_in or SHARE
     left = []
-    for cases in tests.values():
-        ids = taken(list(cases.values()), seed)
+    for key, cases in tests.items():
+        ids = taken(list(cases.values()), seed, shares[key])
         left += [item for item, (name, _) in cases.items() if name not in ids]
     out = set(left)
     items[:] = [item for item in items if item not in out]

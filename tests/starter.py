@@ -1,11 +1,13 @@
 """The process that `tests.programs` forks programs from: it has imported what trainings import.
 
 It has computed nothing, and its only thread beside the first is one of pyarrow's allocator, which forks know of. What
-is forked from it is as a new interpreter after these imports.
+is forked from it is as a new interpreter after these imports. All workers of a test run share it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
 import os
@@ -27,10 +29,18 @@ MODULES = """
 """
 #: A request is one packet of at most so many bytes, and the streams of the program, 0 to 2, and its report beside it.
 LONGEST, STREAMS = 2**20, 4
+#: Seconds that it waits for another worker where none is connected.
+PATIENCE = 5.0
 
 
-def serve(client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def tell(report: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the worker that asked may have gone, and others go on
+        os.write(report, b"%d\n" % number)
+
+
+def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Start programs until there is nobody to ask for more: None. A fork returns with what it is to be."""
+    clients: list[socket.socket] = []
     reports: dict[int, int] = {}
     ended, told = os.pipe()
     for end in (ended, told):
@@ -39,27 +49,38 @@ def serve(client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's is for the tests
     while True:
-        ready, _, _ = select.select([client, ended], [], [])
+        ready, _, _ = select.select([listener, ended, *clients], [], [], None if clients else PATIENCE)
+        if not ready:
+            return None
         if ended in ready:
             os.read(ended, 4096)
             while reports and (found := os.waitpid(-1, os.WNOHANG))[0]:
                 report = reports.pop(found[0])
-                os.write(report, b"%d\n" % os.waitstatus_to_exitcode(found[1]))
+                tell(report, os.waitstatus_to_exitcode(found[1]))
                 os.close(report)
-        if client in ready:
-            asked, streams, _, _ = socket.recv_fds(client, LONGEST, STREAMS)
+        if listener in ready:
+            clients.append(listener.accept()[0])
+            with contextlib.suppress(BrokenPipeError):
+                clients[-1].send(b"ready")
+        for client in set(ready) & set(clients):
+            asked, streams = b"", []
+            with contextlib.suppress(ConnectionResetError):
+                asked, streams, _, _ = socket.recv_fds(client, LONGEST, STREAMS)
             if not asked:
-                return None
+                clients.remove(client)
+                client.close()
+                continue
             report = streams.pop()
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                for end in (client.detach(), ended, told, report, *reports.values()):
+                sockets = [one.detach() for one in (listener, *clients)]
+                for end in (*sockets, ended, told, report, *reports.values()):
                     os.close(end)
                 return json.loads(asked), streams
             reports[pid] = report
-            os.write(report, b"%d\n" % pid)
+            tell(report, pid)
             for stream in streams:
                 os.close(stream)
 
@@ -98,8 +119,8 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
 if __name__ == "__main__":
     for name in MODULES.split():
         importlib.import_module(name)
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.send(b"ready")
-    program = serve(connection)
+    gc.collect()
+    gc.freeze()  # else each program looks through all that is imported for garbage
+    program = serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
         become(*program)

@@ -40,8 +40,8 @@ class Item(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-def marked(*group):
-    return SimpleNamespace(args=group)
+def marked(*group, **options):
+    return SimpleNamespace(args=group, kwargs=options)
 
 
 def test_only_marked_tests_lose_cases():
@@ -52,6 +52,19 @@ def test_only_marked_tests_lose_cases():
     items = [made(number, is_marked) for is_marked in (True, False) for number in range(2 * rotation.SHARE)]
     left = rotation.leave_out(items, "")
     assert len(items) == 2 * rotation.SHARE + 2 and {"True" in one.nodeid for one in left} == {True}
+
+
+def test_a_test_may_leave_the_representatives_to_another_and_takes_a_share_of_all_cases():
+    def made(number, mark):
+        spec = SimpleNamespace(id=CASES[number][0], params=dict(enumerate(CASES[number][1])))
+        return Item(nodeid=f"t.py::{mark.kwargs}[{spec.id}]", callspec=spec, get_closest_marker=lambda _: mark)
+
+    for one_in in (8, 30):
+        own, usual = marked(one_in=one_in), marked()
+        items = [made(number, mark) for mark in (own, usual) for number in range(len(CASES))]
+        rotation.leave_out(items, "")
+        ids = [{item.callspec.id for item in items if item.get_closest_marker("") is mark} for mark in (own, usual)]
+        assert len(ids[0]) == -(-len(CASES) // one_in) and len(ids[0] - ids[1]) <= 1  # they share what is set up
 
 
 def test_tests_of_one_group_are_cases_of_one():

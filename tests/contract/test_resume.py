@@ -149,7 +149,7 @@ def test_resuming_at_any_step_is_bit_exact(name, straight_run, tmp_path):
         assert_same_run(resumed, straight)
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated(one_in=8)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_checkpoints_written_in_the_background_resume_to_the_same_bits(name, straight_run, tmp_path, monkeypatch):
     straight = straight_run(name)[0]
@@ -202,7 +202,7 @@ def assert_goes_on_wherever_it_is_stopped(name, straight_run, folder, first=0, e
     assert_same_run(stopped_again_and_again(TRAINERS[name], folder / "stopped", places, **ARGS), straight)
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated(one_in=8)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_run_that_a_callback_stopped_goes_on_to_the_same_bits(name, straight_run, tmp_path):
     assert_goes_on_wherever_it_is_stopped(name, straight_run, tmp_path, first=list(TRAINERS).index(name) % 2, every=2)
@@ -214,6 +214,7 @@ def test_a_run_that_a_callback_stopped_at_every_event_goes_on_to_the_same_bits(n
     assert_goes_on_wherever_it_is_stopped(name, straight_run, tmp_path)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_begin"])
 @pytest.mark.parametrize("name", ["causal-lm", "dropout", "sft-packed", "grpo", "grpo-reused"])

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from posttrain.core.distributed import sharding
+from tests import rotation
 from tests.distributed import jobs
 from tests.distributed.test_equal import SPLIT, assert_equal_runs
 from tests.distributed.test_experts import EXPERTS, FREE, SMALL
@@ -24,18 +25,21 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(shared):
+def runs(request, shared):
+    asked = rotation.wanted(request.session, "runs", RUNS)
+
     def make(folder):
         for processes in (2, 4):
             work = [
                 [label, "cut_elsewhere", {"out": str(folder / label), **given}]
                 for label, (wanted, given) in RUNS.items()
-                if wanted == processes
+                if wanted == processes and label in asked
             ]
             if processes == 2:
                 cut = USUAL | PARTS | {"name": "sft-lora", "out": str(folder / "cut"), "evaluate": False, "cut": 2}
                 work.append(["cut", "cut_elsewhere", cut])
-            jobs.do(processes, work, folder)
+            if work:
+                jobs.do(processes, work, folder)
         alone = {
             "causal-lm": {"name": "causal-lm"},
             "sft-lora": {"name": "sft-lora"},
@@ -52,6 +56,7 @@ def runs(shared):
     return jobs.once(shared, "cut-elsewhere", make)
 
 
+@pytest.mark.rotated(one_in=2)
 @pytest.mark.parametrize("label", RUNS)
 def test_processes_that_cut_weights_along_another_dimension_do_what_one_does(label, runs):
     found = jobs.result(runs, label)

@@ -68,11 +68,12 @@ def job(shared, name, work_in):
 
 
 @pytest.fixture(scope="session")
-def pair(shared):
+def pair(request, shared):
     """Several trainings, and more, by two processes."""
 
     def work(folder):
-        todo = [[o, "train", {"name": "causal-lm", "out": str(folder / o), **OPTIONS[o]}] for o in OPTIONS]
+        asked = rotation.wanted(request.session, "pair", OPTIONS)
+        todo = [[o, "train", {"name": "causal-lm", "out": str(folder / o), **OPTIONS[o]}] for o in asked]
         cut = {"name": "causal-lm", "evaluate": False, "fsdp": "full_shard", **MUON}
         todo.append(["muon", "train", cut | {"out": str(folder / "muon")}])
         todo.append(["muon-cut", "train", cut | {"out": str(folder / "muon-cut"), "cut": 2}])
@@ -173,17 +174,19 @@ SEEING = ["qwen2_5_vl", "gemma3", "smolvlm", "llava"]
 
 
 @pytest.fixture(scope="session")
-def beside(shared):
+def beside(request, shared):
     def work(folder):
         return [
             [f"{mode}-{family}", "text_beside_images", {"out": str(folder / mode / family), "family": family} | options]
-            for mode, options in BESIDE.items() for family in SEEING
-        ]  # fmt: skip
+            for mode, options in BESIDE.items()
+            for family in rotation.wanted(request.session, "beside", SEEING, mode)
+        ]
 
     alone = jobs.once(shared, "beside-alone", lambda folder: jobs.do(1, work(folder), folder))
     return alone, job(shared, "beside", work)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", SEEING)
 @pytest.mark.parametrize("mode", BESIDE)
 def test_a_process_without_images_waits_for_nobody_and_changes_no_gradient(mode, family, beside):
@@ -383,6 +386,7 @@ def test_matrices_that_transformers_split_while_loading_are_trained_and_saved_wh
         torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=1e-6, msg=key)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("label", OPTIONS)
 def test_how_weights_and_gradients_travel_changes_no_number(label, pair, alone):
     assert_equal_runs(jobs.result(pair, label), jobs.result(alone, label if label in ALONE else "causal-lm"))

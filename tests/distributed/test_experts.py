@@ -6,7 +6,7 @@ import torch
 
 from posttrain.core.distributed import expert_parallel
 from posttrain.rl.generation.weights import Weights
-from tests import tiny, versions
+from tests import rotation, tiny, versions
 from tests.distributed import jobs
 from tests.distributed.test_equal import assert_equal_runs
 
@@ -65,29 +65,43 @@ def result(folder, label):
 
 
 @pytest.fixture(scope="session")
-def alone(shared):
-    return runs(shared, "experts-alone", 1, RUNS, SMALL)
+def alone(request, shared):
+    labels = {"causal-lm", "sft-packed", "sft-packed adapters", *rotation.wanted(request.session, "alone", RUNS)}
+    return runs(shared, "experts-alone", 1, sorted(labels), SMALL)
 
 
+@pytest.fixture(scope="session")
+def divided(request, shared):
+    """Runs of two processes that divide the experts."""
+    labels = {"causal-lm", *rotation.wanted(request.session, "divided", RUNS)}
+    return runs(shared, "experts", 2, sorted(labels), EXPERTS)
+
+
+@pytest.fixture(scope="session")
+def split_and_divided(request, shared):
+    changes = BOTH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    return runs(shared, "experts-tp", 2, rotation.wanted(request.session, "split_and_divided", TOGETHER), changes)
+
+
+@pytest.mark.rotated
 @pytest.mark.parametrize("label", RUNS)
-def test_two_processes_that_divide_the_experts_do_what_one_does(label, shared, alone):
-    found = result(runs(shared, "experts", 2, RUNS, EXPERTS), label)
+def test_two_processes_that_divide_the_experts_do_what_one_does(label, divided, alone):
+    found = result(divided, label)
     assert found["is_fsdp"]
     assert_equal_runs(found, result(alone, label))
 
 
-def test_an_epoch_is_the_share_of_its_micro_batches(shared, alone):
+def test_an_epoch_is_the_share_of_its_micro_batches(divided, alone):
     """As in transformers. Of 22 rows 16 were read: micro-batches of 2 in one process, and of 2 x 2 in two."""
-    two = runs(shared, "experts", 2, RUNS, EXPERTS)
-    assert jobs.result(alone, "sft")["log"][-1]["epoch"] == pytest.approx(8 / 11)
-    assert jobs.result(two, "sft")["log"][-1]["epoch"] == pytest.approx(4 / 6)
+    assert jobs.result(alone, "causal-lm")["log"][-1]["epoch"] == pytest.approx(8 / 11)
+    assert jobs.result(divided, "causal-lm")["log"][-1]["epoch"] == pytest.approx(4 / 6)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("label", TOGETHER)
-def test_two_processes_that_split_matrices_and_divide_the_experts_do_what_one_does(label, shared, alone):
+def test_two_processes_that_split_matrices_and_divide_the_experts_do_what_one_does(label, split_and_divided, alone):
     """They read the same rows, and one process makes micro-batches as large."""
-    changes = BOTH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    found = result(runs(shared, "experts-tp", 2, TOGETHER, changes), label)
+    found = result(split_and_divided, label)
     assert not found["is_fsdp"]
     assert_equal_runs(found, result(alone, label))
 
@@ -112,7 +126,7 @@ def test_an_engine_is_sent_the_experts_with_their_adapters_merged(shared):
         assert ("mlp.experts" in name) <= bool((value - base[name]).abs().max() > 1e-3)
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated("four processes")
 @pytest.mark.parametrize("label", ["sft-packed", "sft-packed adapters"])
 @pytest.mark.parametrize("how", ["ep", "tp"])
 def test_four_processes_hold_each_expert_twice_in_shards(how, label, shared, alone):
@@ -124,16 +138,16 @@ def test_four_processes_hold_each_expert_twice_in_shards(how, label, shared, alo
     assert_equal_runs(found, result(alone, label), padding=False)
 
 
-def test_each_process_keeps_its_experts_alone(shared):
-    found = jobs.result(runs(shared, "experts", 2, RUNS, EXPERTS), "sft")
+def test_each_process_keeps_its_experts_alone(divided):
+    found = jobs.result(divided, "causal-lm")
     (gate_up,) = {shape for name, shape in found["held"].items() if name.endswith("experts.gate_up_proj")}
     assert gate_up == (2, 32, 32)
 
 
-@pytest.mark.parametrize("label", ["sft", "sft mixtral", "sft gpt_oss", "sft adapters"])
-def test_the_saved_model_is_that_of_one_process(label, shared, alone):
-    both = runs(shared, "experts", 2, RUNS, EXPERTS), alone
-    files = [next((folder / label / "final").glob("*.safetensors")) for folder in both]
+@pytest.mark.rotated
+@pytest.mark.parametrize("label", ["causal-lm", "sft mixtral", "sft gpt_oss", "sft adapters"])
+def test_the_saved_model_is_that_of_one_process(label, divided, alone):
+    files = [next((folder / label / "final").glob("*.safetensors")) for folder in (divided, alone)]
     found, expected = map(safetensors.torch.load_file, files)
     assert found.keys() == expected.keys() and any("experts" in name for name in found)
     for name, value in expected.items():
@@ -146,34 +160,49 @@ USUAL = FREE | {"name": "sft", "optim": "adamw_torch", "adam_epsilon": 1e-3, "le
 PARTS = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 BOTH_DEALT = BOTH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
+CUT, ADAPTED = {"cut": 4}, {"model": {"adapters": True}}
+#: The processes of each job, and its work: a label, what it goes on from, and what is set.
+JOBS = [
+    (1, [("straight", None, SMALL), ("1", None, SMALL | {"cut": 2}), ("adapters", None, SMALL | ADAPTED)]),
+    (
+        2,
+        [
+            ("1-e", "1", EXPERTS | CUT),
+            ("1-ep", "1", EXPERTS | PARTS | CUT),
+            ("1-f", "1", PARTS | CUT),
+            ("a-ep", None, EXPERTS | PARTS | ADAPTED | {"cut": 2}),
+            ("a-e", "a-ep", EXPERTS | ADAPTED | CUT),
+            ("1-f-e", "1-f", EXPERTS),
+            ("1-ep-f", "1-ep", PARTS),
+            ("1-ep-t", "1-ep", BOTH_DEALT),
+        ],
+    ),
+    (1, [("a-e-1", "a-e", SMALL | ADAPTED), ("1-e-1", "1-e", SMALL), ("1-ep-1", "1-ep", SMALL)]),
+]
+PATHS = ["1-e-1", "1-ep-1", "1-f-e", "1-ep-f", "1-ep-t"]
+
 
 @pytest.fixture(scope="session")
-def ways(shared):
-    """Runs that are broken off after updates 2 and 4 of 6, and go on with experts divided otherwise."""
+def ways(request, shared):
+    """Those runs that tests ask for, broken off after updates 2 and 4 of 6."""
+    asked = {"straight", "adapters", "a-e-1", *rotation.wanted(request.session, "ways", PATHS)}
+    for label, before, _ in reversed([one for _, work in JOBS for one in work]):
+        asked |= {before} if before and label in asked else set()
 
     def make(folder):
-        def go(processes, *work):
+        for processes, work in JOBS:
             todo = []
             for label, before, changes in work:
                 resume = {"resume": str(folder / before)} if before else {}
                 usual = USUAL | {"out": str(folder / label), "evaluate": False}
-                todo.append([label, "mixture", usual | resume | changes])
+                todo += [[label, "mixture", usual | resume | changes]] if label in asked else []
             jobs.do(processes, todo, folder)
-
-        cut = {"cut": 4}
-        go(1, ("straight", None, SMALL), ("1", None, SMALL | {"cut": 2}))
-        go(2, ("1-e", "1", EXPERTS | cut), ("1-ep", "1", EXPERTS | PARTS | cut), ("1-f", "1", PARTS | cut))
-        adapted = {"model": {"adapters": True}}
-        go(1, ("adapters", None, SMALL | adapted))
-        go(2, ("a-ep", None, EXPERTS | PARTS | adapted | {"cut": 2}), ("a-e", "a-ep", EXPERTS | adapted | {"cut": 4}))
-        go(1, ("a-e-1", "a-e", SMALL | adapted))
-        go(2, ("1-f-e", "1-f", EXPERTS), ("1-ep-f", "1-ep", PARTS), ("1-ep-t", "1-ep", BOTH_DEALT))
-        go(1, ("1-e-1", "1-e", SMALL), ("1-ep-1", "1-ep", SMALL))
 
     return jobs.once(shared, "experts-elsewhere", make)
 
 
-@pytest.mark.parametrize("path", ["1-e-1", "1-ep-1", "1-f-e", "1-ep-f", "1-ep-t"])
+@pytest.mark.rotated
+@pytest.mark.parametrize("path", PATHS)
 def test_a_run_goes_on_with_experts_divided_otherwise(path, ways):
     expected, found = jobs.result(ways, "straight"), jobs.result(ways, path)
     assert found["step"] == expected["step"] == 6

@@ -25,7 +25,7 @@ def root_cause(text):
     return text.rpartition("Root Cause (first observed failure)")[2]
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated("ends")
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_error_of_the_process_that_failed_is_shown_last(mode, tmp_path):
     done, seconds = suffer("raises", tmp_path, mode)
@@ -34,6 +34,7 @@ def test_the_error_of_the_process_that_failed_is_shown_last(mode, tmp_path):
     assert "the reward file has no row 7" in cause and "in raises" in cause and "rank      : 1" in cause
 
 
+@pytest.mark.rotated("ends")
 def test_a_killed_process_ends_the_job(tmp_path):
     done, seconds = suffer("is_killed", tmp_path)
     assert seconds < 30

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests import programs
+from tests import programs, rotation
 from tests.distributed import jobs, test_failures, test_leaving
 
 NCCL_LIKE = str(jobs.ROOT / "tests" / "distributed" / "nccl_like.py")
@@ -24,15 +24,17 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """{"gloo" or "nccl": the folder of the results of `RUNS`}."""
+def trained(request, tmp_path_factory):
+    """{"gloo" or "nccl": the folder of the results of those of `RUNS` that are asked for}."""
     folder, done = tmp_path_factory.mktemp("runs"), {}
+    asked = rotation.wanted(request.session, "trained", RUNS)
     for kind, before in (("gloo", []), ("nccl", [NCCL_LIKE])):
         done[kind] = folder / kind
         done[kind].mkdir()
         work = [
             [label, "train", {"name": name, "out": str(done[kind] / f"out-{label}")} | changes]
             for label, (name, changes) in RUNS.items()
+            if label in asked
         ]
         words = [*before, str(jobs.WORKER), str(done[kind]), json.dumps(work)]
         finished = programs.together(2, words, timeout=400)
@@ -40,6 +42,7 @@ def trained(tmp_path_factory):
     return done
 
 
+@pytest.mark.rotated(one_in=3)
 @pytest.mark.parametrize("label", RUNS)
 def test_training_is_that_of_gloo_bit_for_bit(label, trained):
     one, other = (jobs.result(trained[kind], label) for kind in ("gloo", "nccl"))
@@ -61,7 +64,7 @@ def suffer(act, out, mode, monkeypatch):
     return test_failures.suffer(act, out, mode)
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated("faults")
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_process_that_hangs_is_found_where_the_others_wait_for_their_device(mode, tmp_path, monkeypatch):
     done, seconds = suffer("is_stuck", tmp_path, mode, monkeypatch)
@@ -73,6 +76,7 @@ def test_a_process_that_hangs_is_found_where_the_others_wait_for_their_device(mo
     assert "train_on_window" in (tmp_path / "hang/rank-0.txt").read_text()
 
 
+@pytest.mark.rotated("faults")
 def test_a_hang_before_a_rollout_is_found_by_those_that_generate(tmp_path, monkeypatch):
     """Generation reads each token from the device, so what it waits for first is what the others owe it."""
     done, seconds = suffer("is_stuck", tmp_path, "rollouts", monkeypatch)
@@ -81,7 +85,7 @@ def test_a_hang_before_a_rollout_is_found_by_those_that_generate(tmp_path, monke
     assert re.search(r"rank 1 did not wait for the others .*is_stuck \(distributed/faulty.py", done.stderr)
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated("faults")
 @pytest.mark.parametrize("act", ["raises", "is_killed"])
 def test_the_others_end_soon_when_a_process_is_lost_though_they_would_save_at_a_signal(act, tmp_path, monkeypatch):
     """A signal is not heard within CUDA, and a collective with a process that is gone never ends."""

@@ -7,7 +7,7 @@ and rows.
 import pytest
 import torch
 
-from tests import versions
+from tests import rotation, versions
 from tests.distributed import jobs
 
 #: AdamW whose epsilon is not small: else a rounding in a tiny gradient becomes a whole step.
@@ -32,32 +32,36 @@ def runs_here(label):
     return versions.IS_CURRENT or "t" not in label.partition("-")[2]
 
 
+#: The processes of each job, and its work: a label, what it goes on from, and what is set.
+CUT, LORA = {"cut": 4}, {"name": "sft-lora"}
+JOBS = [
+    (1, [("straight", None, {}), ("1", None, {"cut": 2}), ("lora", None, LORA | {"cut": 2}),
+         ("straight-lora", None, LORA)]),
+    (2, [("1-2", "1", CUT), ("1-2f", "1", CUT | FULL), ("1-2p", "1", CUT | PARTS | {"save_async": True}),
+         ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS), ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
+         ("lora-2p", "lora", LORA | CUT | PARTS), ("lora-2t", "lora", LORA | CUT | SPLIT), ("1-2t", "1", CUT | SPLIT),
+         ("1-2p-2t", "1-2p", SPLIT), ("1-2t-2f", "1-2t", FULL)]),
+    (2, [("1-2c", "1", CUT | SLICED), ("1-2p-2cp", "1-2p", PARTS | SLICED), ("1-2c-2p", "1-2c", PARTS)]),
+    (1, [("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}), ("1-2t-1", "1-2t", {}),
+         ("1-2c-1", "1-2c", {}), ("lora-2p-1", "lora-2p", LORA), ("lora-2t-1", "lora-2t", LORA)]),
+    (4, [("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID), ("1-2t-4tp", "1-2t", BOTH),
+         ("1-2c-4c", "1-2c", SLICED)]),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="session")
-def runs(shared):
-    """Every way through which a run is carried; each is broken off after updates 2 and 4 of 6."""
+def runs(request, shared):
+    """The ways through which a run is carried that a test asks for; each is broken off after updates 2 and 4 of 6."""
+    asked = {"straight", "straight-lora", "1", "1-2f", "1-2p", "lora-2p"}
+    asked |= {path for path in rotation.wanted(request.session, "runs", PATHS) if runs_here(path)}
+    for label, before, _ in reversed([one for _, work in JOBS for one in work]):
+        asked |= {before} if before and label in asked else set()
 
     def make(folder):
-        def go(processes, *work):
-            work = [one for one in work if runs_here(one[0])]
-            jobs.do(processes, [step(folder, *one[:-1], **one[-1]) for one in work], folder)
-
-        go(1, ("straight", {}), ("1", {"cut": 2}), ("lora", {"cut": 2, "name": "sft-lora"}),
-           ("straight-lora", {"name": "sft-lora"}))  # fmt: skip
-        go(
-            2,
-            ("1-2", "1", {"cut": 4}), ("1-2f", "1", {"cut": 4} | FULL),
-            ("1-2p", "1", {"cut": 4, "save_async": True} | PARTS), ("1-2-2p", "1-2", PARTS), ("1-2f-2p", "1-2f", PARTS),
-            ("1-2p-2", "1-2p", {}), ("1-2p-2f", "1-2p", FULL),
-            ("lora-2p", "lora", {"name": "sft-lora", "cut": 4} | PARTS),
-            ("lora-2t", "lora", {"name": "sft-lora", "cut": 4} | SPLIT),
-            ("1-2t", "1", {"cut": 4} | SPLIT), ("1-2p-2t", "1-2p", SPLIT), ("1-2t-2f", "1-2t", FULL),
-        )  # fmt: skip
-        go(2, ("1-2c", "1", {"cut": 4} | SLICED), ("1-2p-2cp", "1-2p", PARTS | SLICED), ("1-2c-2p", "1-2c", PARTS))
-        go(1, ("1-2-1", "1-2", {}), ("1-2p-1", "1-2p", {}), ("1-2f-1", "1-2f", {}),
-           ("1-2t-1", "1-2t", {}), ("1-2c-1", "1-2c", {}))  # fmt: skip
-        go(1, ("lora-2p-1", "lora-2p", {"name": "sft-lora"}), ("lora-2t-1", "lora-2t", {"name": "sft-lora"}))
-        go(4, ("1-2p-4p", "1-2p", PARTS), ("1-2-4", "1-2", {}), ("1-2p-4h", "1-2p", HYBRID),
-           ("1-2t-4tp", "1-2t", BOTH), ("1-2c-4c", "1-2c", SLICED))  # fmt: skip
+        for processes, work in JOBS:
+            todo = [step(folder, label, before, **changes) for label, before, changes in work if label in asked]
+            if todo:
+                jobs.do(processes, todo, folder)
 
     return jobs.once(shared, "elsewhere", make)
 
@@ -86,6 +90,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("path", [path for path in PATHS if runs_here(path)])
 def test_the_run_goes_on_as_if_nothing_had_changed(path, runs):
     expected = jobs.result(runs, "straight-lora" if path.startswith("lora") else "straight")

@@ -160,6 +160,7 @@ def test_a_completion_is_that_of_its_seed_whatever_is_written_beside_it():
     assert together.ids[0] != together.ids[1]
 
 
+@pytest.mark.rotated(one_in=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gpt2", "gpt-oss", "mixtral"])
 def test_a_completion_is_written_as_it_is_alone_to_the_bit_where_that_is_asked(arch, dtype):

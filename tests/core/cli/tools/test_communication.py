@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.rotated
+@pytest.mark.rotated(one_in=40)
 @pytest.mark.parametrize(("trainer", "mesh", "processes"), CELLS)
 def test_a_step_sends_what_the_table_says(trainer, mesh, processes, folder):
     found = json.loads(json.dumps(recorded.cell(trainer, mesh, processes, folder)))

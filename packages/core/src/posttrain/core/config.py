@@ -16,7 +16,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -400,14 +400,14 @@ def _holds(config: Any, need: str) -> bool:
     return any(str(one) in values.split(",") for one in (value if isinstance(value, list) else [value]))
 
 
-def accepted_names(config_class: type) -> tuple[set[str], bool]:
-    """The names that ``__init__`` takes, and whether a script's own passes on or takes others by ``**kwargs``.
+@cache  # reading the signatures takes longer than all checks of a config
+def accepted_names(*written: Callable[..., None]) -> tuple[frozenset[str], bool]:
+    """The names that the ``__init__`` of a class and its bases take, and whether one takes others by ``**kwargs``.
 
     A script may write the ``__init__`` of its config by hand, with arguments that are no fields.
     """
-    written = [vars(owner)["__init__"] for owner in config_class.__mro__[:-1] if "__init__" in vars(owner)]
     parameters = [each for init in written for each in list(inspect.signature(init).parameters.values())[1:]]
-    names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    names = frozenset(each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
     return names, any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
@@ -439,7 +439,7 @@ class ConfigMeta(type):
         given = cls.accept_old_names(kwargs)
         removed = {name: given[name] for name, old in old_names(cls).items() if name in given and type(old) is Removed}
         kwargs, problems = translate_old_names(cls, given)
-        known, takes_more = accepted_names(cls)
+        known, takes_more = accepted_names(*(vars(c)["__init__"] for c in cls.__mro__[:-1] if "__init__" in vars(c)))
         unknown = [
             f"unknown argument {name!r}{cls.unknown_argument_hint(name) or did_you_mean(name, known)}"
             for name in kwargs

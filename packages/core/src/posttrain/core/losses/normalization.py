@@ -311,7 +311,7 @@ def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict
             )
         terms[str(name)] = summable(value).reshape(())
     del terms["loss"]
-    check_metric_names("compute_loss returned a term", terms)
+    check_metric_names(f"{by} returned a term", terms)
     return loss["loss"].reshape(()), terms
 
 
