@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.config import JSONObject, Resolved, opt, set_among, value_of, values_of
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import GenerationArguments
@@ -146,8 +146,8 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
             yield "packing=True fills each row up to max_length, so max_batch_tokens has nothing to sort; leave it out"
         if self.use_cache and (self.packing or self.eval_packing or self.padding_free):
             yield "use_cache=True keeps keys of all documents of a packed row, which would see each other; leave it out"
-        for name in ("eval_packing", "padding_free"):
-            if self.predict_with_generate and getattr(self, name):
+        for name in set_among(self, "eval_packing", "padding_free"):
+            if self.predict_with_generate:
                 yield f"predict_with_generate=True needs a separate row for each prompt; set {name}=False"
         if (self.packing or self.eval_packing) and self.max_length is None:
             yield "packing=True needs max_length: it is the length of the rows that documents are packed into"
@@ -198,18 +198,19 @@ def as_sft_config(args: TrainingArguments | None, moved: dict[str, Any]) -> SFTC
     if args is None:
         args = SFTConfig(**{MOVED_TO_CONFIG[name]: value for name, value in moved.items()})
     elif not isinstance(args, SFTConfig):
-        fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        fields = values_of(args)
         args = SFTConfig(**{name: value for name, value in fields.items() if name in fields_of(SFTConfig)})
         given = fields.keys() | {MOVED_TO_CONFIG[old] for old in moved}
         own = [name for name in vars(SFTConfig)["__annotations__"] if name not in given]
-        rest = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
+        rest = ", ".join(f"{name}={value!r}" for name in own if (value := value_of(args, name)) is not None)
         logger.info("Plain TrainingArguments were given, which are kept. The rest is SFTConfig's default: %s.", rest)
     changes, problems = {}, []
     for old, value in moved.items():
         new = MOVED_TO_CONFIG[old]
-        is_set = new in vars(args).get("_given", ()) or getattr(args, new) != fields_of(SFTConfig)[new].default
-        if is_set and getattr(args, new) != value:
-            problems.append(f"{old}={value!r} was passed to SFTTrainer, and {new}={getattr(args, new)!r} in its args")
+        there = value_of(args, new)
+        is_set = new in vars(args).get("_given", ()) or there != fields_of(SFTConfig)[new].default
+        if is_set and there != value:
+            problems.append(f"{old}={value!r} was passed to SFTTrainer, and {new}={there!r} in its args")
         changes[new] = value
         warnings.warn(f"SFTTrainer: {old}= is now SFTConfig({new}=...); both work.", FutureWarning, stacklevel=3)
     if problems:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from posttrain.core.data.pipeline import check_dataset
+from posttrain.core.data.pipeline import check_dataset, has_length
 from posttrain.core.data.samplers import columns_of, has_places
 from posttrain.core.errors import DataError
 from posttrain.lm.preparation.pipeline import TokenReport, prepare_rows
@@ -120,7 +120,7 @@ def prepare_sets(
         done.dataset = shuffled(done.dataset, args.seed)
     if not packing or args.max_length is None:
         return done
-    if not hasattr(done.dataset, "__len__"):
+    if not has_length(done.dataset):
         done.dataset = pack_stream(done.dataset, args.max_length, args.packing_strategy)
         return done
     stages = () if done.mixture is None else tuple(map(sum, done.mixture.stages))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core import Trainer, TrainingArguments, opt
-from posttrain.core.config import Resolved
+from posttrain.core.config import Resolved, value_of, values_of
 from posttrain.core.errors import ConfigError, did_you_mean, wrong_args
 from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
 from posttrain.lm.images.images import ImageArguments
@@ -81,7 +81,7 @@ class PreferenceConfig(ImageArguments, LanguageModelArguments):
         if isinstance(self.pad_to_multiple_of, str):
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:
-            instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
+            instead = "set label_smoothing" if "label_smoothing" in vars(self) else "leave it 0"
             yield (
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect: it smooths the targets of a "
                 f"cross-entropy, and the loss of {type(self).__name__} compares completions; {instead}"
@@ -104,14 +104,14 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> P
     if args is None:
         return config_class(**moved)
     if not isinstance(args, config_class):
-        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        given = values_of(args)
         args = config_class(**{name: value for name, value in given.items() if name in fields})
         logger.info("args is of another class; fields that it lacks have the defaults of %s.", config_class.__name__)
     default = {name: field.default for name, field in fields.items()}
     problems = [
-        f"{name}={value!r} was passed to {trainer.__name__}, and {name}={getattr(args, name)!r} in its args"
+        f"{name}={value!r} was passed to {trainer.__name__}, and {name}={value_of(args, name)!r} in its args"
         for name, value in moved.items()
-        if getattr(args, name) not in (default[name], value)
+        if value_of(args, name) not in (default[name], value)
     ]
     if problems:
         raise ConfigError(trainer.__name__, problems)
