@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,38 +49,26 @@ class CausalHead:
         """(weight, its other arguments of `linear_cross_entropy`): where tensor parallelism has split the head, those
         of this process, whose `part` says which tokens of the vocabulary they are of.
         """
-        weight, part = vocabulary_slices.of_weight(self.linear.weight)
-        bias = self.bias
-        if self.linear.bias is not None and part is not None:
-            bias, part_of_bias = vocabulary_slices.of_weight(self.linear.bias)
+        weight, bias, part = self.linear.weight, self.linear.bias, None
+        if hasattr(weight, "full_tensor"):
+            weight, part = vocabulary_slices.of_weight(weight)
+            bias, part_of_bias = (None, part) if bias is None else vocabulary_slices.of_weight(bias)
             if part != part_of_bias:
                 weight, bias, part = self.weight, self.bias, None
         return weight, {"bias": bias, "part": part, "softcap": self.softcap, "scale": self.scale}
 
     @property
     def weight(self) -> torch.Tensor:
-        return _whole(self.linear.weight)
+        return wrapping.whole(self.linear.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return None if self.linear.bias is None else _whole(self.linear.bias)
+        return None if self.linear.bias is None else wrapping.whole(self.linear.bias)
 
 
 def supports_loss_in_head(model: nn.Module) -> str | None:
     """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
-    wrapped = cast("PretrainedModel", model)
-    while wrapped is not unwrap(wrapped):
-        if hasattr(wrapped, "_orig_mod"):
-            return "The model is compiled: its head is part of the compiled graph."
-        if type(wrapped) is nn.DataParallel:
-            return "The model is in nn.DataParallel, which copies it for every forward."
-        wrapped = wrapped.module
-    if getattr(wrapped, "_compiled_call_impl", None) is not None:
-        return "The model is compiled: its head is part of the compiled graph."
-    head, reason = find_head(model)
-    if head is not None and head.softcap is not None and head.softcap_switch is None:
-        return f"{type(base_model(model)).__name__} caps its logits, and no field of its config turns that off."
-    return reason
+    return find_head(model)[1]
 
 
 def loss_in_head(
@@ -233,7 +221,12 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     must not change meanwhile. Only on the CPU, for an unsharded `nn.Linear` with products in float32.
     """
     linear = output_embedding(model)
-    if linear is None or not _can_be_packed(linear) or _is_sharded(model):
+    if type(linear) is not nn.Linear or {"forward", "_old_forward"} & set(vars(linear)):
+        return contextlib.nullcontext()
+    is_large = linear.weight.device.type == "cpu" and linear.weight.numel() >= PACKED_FROM
+    if not is_large or product_dtype(linear.weight, linear.weight) != torch.float32 or _is_sharded(model):
+        return contextlib.nullcontext()
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return contextlib.nullcontext()
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
     bias = None if linear.bias is None else linear.bias.detach().float()
@@ -242,18 +235,6 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
 
     return forward_replaced(linear, forward)
-
-
-def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    return (
-        type(linear) is nn.Linear
-        and linear.weight.device.type == "cpu"
-        and linear.weight.numel() >= PACKED_FROM
-        and product_dtype(linear.weight, linear.weight) == torch.float32
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
-        and not {"forward", "_old_forward"} & set(vars(linear))
-    )
 
 
 def _aligned(
@@ -280,28 +261,26 @@ def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_s
         by_slices: it is ``function(hidden, head, part)``; where processes compute slices of the rows, `hidden` are the
             states of this one's slice, which is `part`. None: whole rows.
     """
-    if reason := supports_loss_in_head(model):
+    head, reason = find_head(model)
+    if head is None:
         raise ValueError(reason)
-    head = cast("CausalHead", find_head(model)[0])
-    linear = head.linear
-    config = base_model(model).config.get_text_config()
-    if head.softcap is not None and head.softcap_switch is not None:
-        setattr(config, head.softcap_switch, None)
     # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
-    name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
-    slices = context_parallel.head_reads_slices(model) if by_slices else contextlib.nullcontext()
-    try:
-        with slices as slicing:
+    name = "_old_forward" if "_old_forward" in vars(head.linear) else "forward"
+    with contextlib.ExitStack() as stack:
+        slicing = None
+        if by_slices and context_parallel.SLICING:
+            slicing = stack.enter_context(context_parallel.head_reads_slices(model))
+        if head.softcap_switch is not None:
+            config = base_model(model).config.get_text_config()
+            setattr(config, head.softcap_switch, None)
+            stack.callback(setattr, config, head.softcap_switch, head.softcap)
 
-            def replaced(hidden: torch.Tensor) -> torch.Tensor:
-                part = [None if slicing is None else slicing.current] if by_slices else []
-                return function(hidden, head, *part) / head.scale  # the model will multiply it by the scale
+        def replaced(hidden: torch.Tensor) -> torch.Tensor:
+            part = [None if slicing is None else slicing.current] if by_slices else []
+            return function(hidden, head, *part) / head.scale  # the model will multiply it by the scale
 
-            with forward_replaced(linear, replaced, name):
-                yield
-    finally:
-        if head.softcap is not None and head.softcap_switch is not None:
-            setattr(config, head.softcap_switch, head.softcap)
+        stack.enter_context(forward_replaced(head.linear, replaced, name))
+        yield
 
 
 #: (softcap, scale, the field that turns the softcap off) of a head, or why logits do not follow from it.
@@ -310,11 +289,20 @@ _HEADS: WeakKeyDictionary[nn.Module, Found] = WeakKeyDictionary()
 
 
 def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
-    """The output embedding of `model` if it determines the logits exactly, or None and why not.
+    """The output embedding of `model` if it determines the logits exactly and can be replaced, or None and why not.
 
     Test: the model runs with known numbers instead of its head's output, and its logits must equal these, up to a
     softcap and a scale in its config. The trial is made once for each head.
     """
+    wrapped = cast("PretrainedModel", model)
+    while wrapped is not unwrap(wrapped):
+        if hasattr(wrapped, "_orig_mod"):
+            return None, "The model is compiled: its head is part of the compiled graph."
+        if type(wrapped) is nn.DataParallel:
+            return None, "The model is in nn.DataParallel, which copies it for every forward."
+        wrapped = wrapped.module
+    if wrapped._compiled_call_impl is not None:
+        return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:
         return None, f"{_name(model)} names no output embedding (get_output_embeddings())."
@@ -329,7 +317,12 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
         except Exception as error:  # any model may be unable to read two tokens, and then it keeps its own loss
             return None, f"{_name(model)} could not be tried on two tokens: {type(error).__name__}: {error}"
     found = _HEADS[linear]
-    return (None, found) if isinstance(found, str) else (CausalHead(linear, *found), None)
+    if isinstance(found, str):
+        return None, found
+    softcap, scale, switch = found
+    if softcap is not None and switch is None:
+        return None, f"{_name(model)} caps its logits, and no field of its config turns that off."
+    return CausalHead(linear, softcap, scale, switch), None
 
 
 def _name(model: nn.Module) -> str:
@@ -341,7 +334,7 @@ def _try_head(base: PretrainedModel, linear: nn.Linear) -> Found:
     name, config = type(base).__name__, base.config.get_text_config()
 
     def named(names: tuple[str, ...]) -> list[tuple[str, float]]:
-        values = [(name, getattr(config, name, None)) for name in names]
+        values = [(name, wrapping.setting(config, name)) for name in names]
         return [(name, float(value)) for name, value in values if isinstance(value, (int, float)) and value]
 
     scales = [1.0] + [each for _, value in named(SCALE_NAMES) for each in (value, 1 / value)]
@@ -430,8 +423,3 @@ def _is_sharded(model: nn.Module) -> bool:
     """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    """`tensor` whole, gathered where tensor parallelism has split it; its gradient is cut again."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
