@@ -363,7 +363,8 @@ class Rollout:
         several completions, ``trajectories``, (N,), says which are of the same one, and ``first_sequences``, (T,),
         where each of them begins.
         """
-        number, whole = self.num_trajectories, {"tokens_per_row": self.loss_mask.sum() / self.num_trajectories}
+        number = self.num_trajectories
+        whole = {"tokens_per_row": self.loss_mask.sum() / number}
         edges = torch.tensor([*range(0, number, size), number])
         first = edges if self.trajectories is None else torch.searchsorted(self.trajectories, edges)
         found = []
