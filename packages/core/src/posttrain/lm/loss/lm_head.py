@@ -131,12 +131,14 @@ def loss_in_head(
 def logps_in_head(
     model: nn.Module,
     labels: torch.Tensor,
+    head: CausalHead | None = None,
     *,
     shifted: bool = False,
     temperature: float = 1.0,
     stats: tuple[str, ...] = (),
 ) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
+    `head` is that which `find_head` has found; None: it is looked for here.
 
     With S names of `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T), those detached.
     """
@@ -151,7 +153,7 @@ def logps_in_head(
             scores = part.join(scores, scores.ndim - 1)
         return scores[..., scores.shape[-1] - targets.shape[1] :]
 
-    return _head_replaced(model, logps, by_slices=True)
+    return _head_replaced(model, logps, by_slices=True, head=head)
 
 
 @contextlib.contextmanager
@@ -254,32 +256,34 @@ def _aligned(
 
 
 @contextlib.contextmanager
-def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_slices: bool = False) -> Iterator[None]:
+def _head_replaced(
+    model: nn.Module, function: Callable[..., torch.Tensor], by_slices: bool = False, head: CausalHead | None = None
+) -> Iterator[None]:
     """Let the head return ``function(hidden, head)`` as the logits.
 
     Args:
         by_slices: it is ``function(hidden, head, part)``; where processes compute slices of the rows, `hidden` are the
             states of this one's slice, which is `part`. None: whole rows.
     """
-    head, reason = find_head(model)
-    if head is None:
+    found, reason = (head, None) if head is not None else find_head(model)
+    if found is None:
         raise ValueError(reason)
     # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
-    name = "_old_forward" if "_old_forward" in vars(head.linear) else "forward"
+    name = "_old_forward" if "_old_forward" in vars(found.linear) else "forward"
     with contextlib.ExitStack() as stack:
         slicing = None
         if by_slices and context_parallel.SLICING:
             slicing = stack.enter_context(context_parallel.head_reads_slices(model))
-        if head.softcap_switch is not None:
+        if found.softcap_switch is not None:
             config = base_model(model).config.get_text_config()
-            setattr(config, head.softcap_switch, None)
-            stack.callback(setattr, config, head.softcap_switch, head.softcap)
+            setattr(config, found.softcap_switch, None)
+            stack.callback(setattr, config, found.softcap_switch, found.softcap)
 
         def replaced(hidden: torch.Tensor) -> torch.Tensor:
             part = [None if slicing is None else slicing.current] if by_slices else []
-            return function(hidden, head, *part) / head.scale  # the model will multiply it by the scale
+            return function(hidden, found, *part) / found.scale  # the model will multiply it by the scale
 
-        stack.enter_context(forward_replaced(head.linear, replaced, name))
+        stack.enter_context(forward_replaced(found.linear, replaced, name))
         yield
 
 
