@@ -329,9 +329,11 @@ class Call:
             for number, (row, tokens) in enumerate(zip(part.rows, new, strict=True)):
                 for place in range(before, len(tokens)):
                     self.lengths[row] = part.looked + place - before + 1
-                    stops = bool(stop) and ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
-                    self.finished[row] = tokens[place] in last or stops
-                    if self.finished[row] or self.lengths[row] >= self.most[row]:
+                    is_last = tokens[place] in last
+                    if stop and not is_last:
+                        is_last = ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
+                    self.finished[row] = is_last
+                    if is_last or self.lengths[row] >= self.most[row]:
                         self.ended.append(row)
                         self.unread.append(row)
                         break
