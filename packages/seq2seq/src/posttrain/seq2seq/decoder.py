@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy
-from posttrain.core.models.wrapping import setting
 
 #: Projections of more weights than this are not fused: a copy of them would cost more than the calls that it saves.
 FUSE_BELOW = 2**20
@@ -147,7 +146,7 @@ def _read_t5(model: Any, decoder: Any) -> DecoderWeights:
         positions=None,
         position_bias=lambda length: first.compute_bias(length, length)[0],
         pre_norm=True,
-        final=(lambda x: final(x) * scale) if setting(model.config, "scale_decoder_outputs") else final,
+        final=(lambda x: final(x) * scale) if getattr(model.config, "scale_decoder_outputs", False) else final,
         head=(model.lm_head.weight, model.lm_head.bias),
         num_heads=first.n_heads,
         scale=1.0,

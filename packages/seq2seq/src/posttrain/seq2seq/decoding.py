@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy, know, send
-from posttrain.core.models.wrapping import setting
 from posttrain.seq2seq.decoder import DecoderWeights, Steps, Unsupported, read_decoder
 
 logger = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class LeanGenerator:
         if mode not in ("greedy_search", "beam_search"):
             raise Unsupported(f"its mode is {mode}")
         for name in UNUSUAL:
-            if setting(config, name) not in (None, False, usual.get(name)):
+            if getattr(config, name, None) not in (None, False, usual.get(name)):
                 raise Unsupported(f"{name} is set")
         config.max_new_tokens = None
         return config

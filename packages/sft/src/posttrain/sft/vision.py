@@ -156,7 +156,7 @@ class VisionCollator:
             lines = [[draft for line in lines for draft in line]]
         rows = []
         for line in lines:
-            ids, labels = (np.concatenate([getattr(draft, name) for draft in line]) for name in ("ids", "labels"))
+            ids, labels = map(np.concatenate, zip(*((draft.ids, draft.labels) for draft in line), strict=True))
             lengths = {"seq_lengths": [len(draft.ids) for draft in line]} if packed else {}
             rows.append({"input_ids": ids, "labels": labels, **lengths})
         pad, multiple = self.prepare.tokenizer.pad_token_id, self.pad_to_multiple_of

@@ -248,9 +248,8 @@ class Run:
         for flag in asked:
             setattr(owner.control, flag, False)
         owner.saving.now()
-        for flag in asked:
-            if flag != "should_save":
-                setattr(owner.control, flag, True)
+        for flag in {*asked} - {"should_save"}:
+            setattr(owner.control, flag, True)
 
     # ---- steps ----
 

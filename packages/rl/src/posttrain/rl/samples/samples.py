@@ -383,7 +383,7 @@ class Rollout:
                 routes = self.routes[start:stop]
                 part[ROUTES] = lay_out_values(routes, prompts, completions, share, part["input_ids"], OWN)
             for name in (*OF_TOKENS, *OF_ROWS):
-                if (values := getattr(self, name)) is not None:
+                if (values := vars(self)[name]) is not None:
                     values = values[start:stop]
                     part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
             if self.trajectories is not None:
