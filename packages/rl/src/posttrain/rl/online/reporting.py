@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.core.checkpoint.disk import run_goes_on
+from posttrain.core.config import value_of
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
@@ -286,7 +287,7 @@ class Reporter:
         path = Path(args.output_dir) / "completions" / f"{stem}_{step:05d}"
         with run_goes_on(str(path)):
             path = write(rows, path, args.log_multimodal)
-            if repo := vars(args).get("log_completions_hub_repo"):
+            if repo := value_of(args, "log_completions_hub_repo"):
                 upload(path, repo, args.hub_token)
 
 
