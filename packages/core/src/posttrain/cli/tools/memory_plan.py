@@ -437,5 +437,5 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
     """Of the keys and values of `tokens` in each layer."""
     text = config.get_text_config()
-    heads_kept = setting(text, "num_key_value_heads", "num_attention_heads")
+    heads_kept = setting(text, "num_key_value_heads") or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads_kept * head_size(text) * tokens * itemsize

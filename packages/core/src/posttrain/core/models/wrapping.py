@@ -91,7 +91,7 @@ def config_of(model: nn.Module) -> Any:
     return getattr(base_model(model), "config", None)
 
 
-def setting(config: Any, *names: str) -> Any:
+def setting(config: Any, *names: str) -> Any | None:
     """What `config`, of a model, says under the first of `names` that it has a value for; None: it says nothing."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
@@ -138,7 +138,8 @@ def local_part(tensor: Any) -> Any:
 
 def whole(tensor: Any) -> torch.Tensor:
     """`tensor` whole, gathered where processes have split it; its gradient is cut again."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def body_of(model: nn.Module) -> Any:

@@ -39,9 +39,8 @@ TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
 def labelled_places(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
     """(M,) where the flattened `labels` hold one; waits for the device only where the host knows nothing of them."""
     copy = host_copy(labels)
-    if copy is None:
-        return (labels != ignore_index).reshape(-1).nonzero().squeeze(1)
-    return send((copy != ignore_index).reshape(-1).nonzero().squeeze(1), labels.device)
+    places = torch.ne(labels if copy is None else copy, ignore_index).reshape(-1).nonzero().squeeze(1)
+    return places if copy is None else send(places, labels.device)
 
 
 # --------------------------------------------------------------------------------------------------- from hidden states

@@ -49,7 +49,9 @@ class CausalHead:
         """(weight, its other arguments of `linear_cross_entropy`): where tensor parallelism has split the head, those
         of this process, whose `part` says which tokens of the vocabulary they are of.
         """
-        weight, bias, part = self.linear.weight, self.linear.bias, None
+        weight: torch.Tensor = self.linear.weight
+        bias: torch.Tensor | None = self.linear.bias
+        part: vocabulary_slices.Slice | None = None
         if hasattr(weight, "full_tensor"):
             weight, part = vocabulary_slices.of_weight(weight)
             bias, part_of_bias = (None, part) if bias is None else vocabulary_slices.of_weight(bias)
