@@ -439,7 +439,7 @@ def _is_known(model: nn.Module, base: PretrainedModel) -> bool:
     for layer in body.layers:
         _ = layer.self_attn.scaling, layer.self_attn.head_dim
         attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
-        kinds = attention.keys() - {"q_norm", "k_norm"}, mlp.keys() - {"act_fn"}, dict(layer.named_children()).keys()
+        kinds = attention.keys() - {"q_norm", "k_norm"}, mlp.keys() - {"act_fn"}, {*dict(layer.named_children())}
         if kinds != (_ATTENTION, _MLP, _LAYER):
             return False
         if not all(_can_be_read(one) for name, one in (attention | mlp).items() if name in _ATTENTION | _MLP):
