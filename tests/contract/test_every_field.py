@@ -57,7 +57,9 @@ MEANT = {
 
 
 class Reads(ast.NodeVisitor):
-    """The names of attributes that are read, and the words that `getattr` is given, outside of checks."""
+    """The names of attributes that are read, and the words that `getattr` and `value_of` are given, outside of
+    checks.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -72,7 +74,7 @@ class Reads(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "value_of") and len(node.args) > 1:
             name = node.args[1]
             if isinstance(name, ast.Constant):
                 self.names.add(name.value)
@@ -108,9 +110,10 @@ def test_the_search_sees_what_is_only_checked():
     reads.visit(
         ast.parse(
             "class C:\n def _problems(self):\n  self.a\n def use(self):\n  self.b = 1; getattr(self, 'c'); self.d"
+            "\n  value_of(self, 'e')"
         )
     )
-    assert reads.names == {"c", "d"}
+    assert reads.names == {"c", "d", "e"}
 
 
 #: Fields that read a dict or an empty list although their type does not say so.

@@ -16,7 +16,6 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from posttrain.core.data import accelerator
 from posttrain.rl.generation.block import FixedBlock
 from posttrain.rl.generation.decoding import DecoderStep, Decoding
-from posttrain.rl.generation.local_steps import next_logits
 from tests import tiny
 
 DTYPES = [torch.float32, torch.float16]
@@ -72,7 +71,7 @@ def test_a_step_gives_the_logits_of_torchs_operations(dtype, arch, device, monke
         with torch.no_grad():
             for token in range(4):
                 tokens = torch.arange(4, device=device) + 4 * token
-                found.append(next_logits(model, step, decoding, tokens, block.newest[1]).float().cpu())
+                found.append(decoding.next_logits(model, step, tokens, block.newest[1]).float().cpu())
                 block.advance()
     for expected, one in zip(found[:4], found[4:], strict=True):
         assert (one - expected).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.norm()

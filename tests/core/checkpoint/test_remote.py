@@ -36,7 +36,7 @@ def save(store, step):
     (temp / "nested").mkdir()
     (temp / "nested" / "notes.txt").write_text(f"step {step}")
     path = store.commit(temp)
-    store.push()
+    store.push(store.remote)
     return path
 
 

@@ -193,7 +193,7 @@ def test_a_model_whose_head_cannot_be_reached_has_the_same_loss(tmp_path, monkey
     from posttrain.lm.loss import lm_head
 
     usual = make(tmp_path, beta=0.5, lmbda=0.0).evaluate()
-    monkeypatch.setattr(lm_head, "supports_loss_in_head", lambda model: "It is in a box.")
+    monkeypatch.setattr(lm_head, "find_head", lambda model: (None, "It is in a box."))
     whole = make(tmp_path, beta=0.5, lmbda=0.0).evaluate()
     for name in ("eval_loss", "eval_entropy"):
         assert usual[name] == pytest.approx(whole[name], rel=1e-5)

@@ -506,7 +506,7 @@ def test_a_head_that_cannot_take_the_loss_gives_its_logits(tmp_path, monkeypatch
     from posttrain.lm.loss import lm_head
 
     expected = logs(make(tmp_path / "in the head", use_weighting=True))
-    monkeypatch.setattr(lm_head, "supports_loss_in_head", lambda model: "It is carved in stone.")
+    monkeypatch.setattr(lm_head, "find_head", lambda model: (None, "It is carved in stone."))
     found = logs(make(tmp_path / "whole", use_weighting=True))
     for record, other in zip(expected, found, strict=True):
         for name, value in record.items():

@@ -468,7 +468,7 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
         decoding, found = Decoding(torch.device("cpu"), is_fixed=True), []
         with decoding.read(list(prompts), 2) as block:
             read = local_steps.PromptsRead([SeenPrompt([5 + i for i in range(length)]) for length in prompts])
-            local_steps.read_prompts(model, decoding, read.inputs([0, 1]))
+            decoding.read_prompts(model, read.inputs([0, 1]))
         step = DecoderStep.of(model)
         step.prepare(64)
         step = torch.compile(step, backend=backend, fullgraph=True) if compiled else step

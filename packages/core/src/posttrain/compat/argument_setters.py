@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Self
 
-from posttrain.core.config import check_field, tidy
+from posttrain.core.config import check_field, tidy, value_of
 from posttrain.core.errors import ConfigError
 from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.trackers import LoggingArguments
@@ -18,7 +18,7 @@ class ArgumentSetters:
 
     def _set(self, **values: Any) -> Self:
         values, problems = translate_old_names(type(self), values)
-        before = {name: getattr(self, name) for name in values}
+        before = {name: value_of(self, name) for name in values}
         vars(self).update(values)
         problems += tidy(self)
         problems += [p for field in dataclasses.fields(self) if field.name in values for p in check_field(self, field)]

@@ -18,7 +18,7 @@ import torch
 from posttrain.core import registry
 from posttrain.core.checkpoint import disk
 from posttrain.core.checkpoint.arguments import CheckpointArguments
-from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate
+from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import environment, strategies
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
@@ -462,8 +462,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument as plain data: enums and dtypes as strings, secrets masked at any depth."""
-        fields = [field.name for field in dataclasses.fields(self) if field.init]
-        return masked(plain_data({name: getattr(self, name) for name in fields}))
+        return masked(plain_data(values_of(self)))
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""
@@ -478,7 +477,7 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         }
 
     def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
+        values = {field.name: value_of(self, field.name) for field in dataclasses.fields(self) if field.repr}
         return f"{type(self).__name__}({', '.join(f'{name}={shown(name, value)}' for name, value in values.items())})"
 
     def __str__(self) -> str:

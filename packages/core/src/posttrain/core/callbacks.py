@@ -104,11 +104,16 @@ def as_list(callbacks: Any) -> list[Any]:
     return [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
 
 
+def is_callback(value: Any) -> bool:
+    """Whether `value` is a callback or a class of callbacks: it has a method for one of the events."""
+    return any(hasattr(value, event) for event in EVENTS)
+
+
 def problems_of_callbacks(callbacks: Any, args: Any) -> Iterator[str | Exception]:
     """Problems with a trainer's `callbacks`; a callback may define ``preflight(args)`` for its own checks."""
     for callback in as_list(callbacks):
         kind = callback if isinstance(callback, type) else type(callback)
-        if not any(hasattr(kind, event) or hasattr(callback, event) for event in EVENTS):
+        if not is_callback(callback):
             yield TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
         elif isinstance(callback, type) and (needed := _needed_arguments(callback)):
             yield TypeError(
@@ -151,7 +156,7 @@ class CallbackHandler:
     def add_callback(self, callback: Any) -> None:
         """Append a callback, given as an instance or as a class to instantiate."""
         instance = callback() if isinstance(callback, type) else callback
-        if not any(hasattr(instance, event) for event in EVENTS):
+        if not is_callback(instance):
             raise TypeError(f"{callback!r} is no callback: callbacks are TrainerCallback instances or classes.")
         if any(type(present) is type(instance) for present in self.callbacks):
             present, name = self.callback_list.replace("\n", ", "), type(instance).__name__

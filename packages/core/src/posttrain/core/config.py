@@ -235,6 +235,21 @@ def bounds_of(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return text.bounds if isinstance(text, Help) else {}
 
 
+def value_of(config: Any, name: str) -> Any:
+    """The value of the field `name`; None where `config` is of a class that has no such field."""
+    return getattr(config, name, None)
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The values of the fields that its ``__init__`` takes, by name."""
+    return {field.name: value_of(config, field.name) for field in dataclasses.fields(config) if field.init}
+
+
+def set_among(config: Any, *names: str) -> dict[str, Any]:
+    """The values of the fields in `names` that are on: neither None, False, 0 nor empty; by name."""
+    return {name: value for name in names if (value := value_of(config, name))}
+
+
 def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     """Problems with one field's value, as sentences."""
     value, bounds = getattr(config, field.name), bounds_of(field)

@@ -119,7 +119,9 @@ class TrainerState:
         """Write strict JSON: a value that is NaN or infinite becomes null."""
         path, plain = Path(json_path), strict(self.to_dict())
         if self.best_model_checkpoint is not None:
-            plain["best_model_checkpoint"] = _relative(self.best_model_checkpoint, path)
+            full = Path(self.best_model_checkpoint).absolute()  # named alone in the folder of the same run
+            is_here = full.parent in [run.absolute() for run in _runs_of(path)]
+            plain["best_model_checkpoint"] = full.name if is_here else str(full)
         if runs := plain.pop("tracker_runs"):
             write_text(path.with_name(TRACKER_RUNS), json.dumps(runs, indent=2, sort_keys=True) + "\n")
         text = json.dumps(plain, indent=2, sort_keys=True, allow_nan=False)
@@ -149,12 +151,6 @@ def _runs_of(file: Path) -> list[Path]:
     return [file.parent.parent, file.parent]
 
 
-def _relative(checkpoint: str, file: Path) -> str:
-    """The path of `checkpoint` for `file`: relative if it is in the folder of the same run."""
-    full = Path(checkpoint).absolute()
-    return full.name if full.parent in [run.absolute() for run in _runs_of(file)] else str(full)
-
-
 def _where_it_is(checkpoint: str, file: Path) -> str:
     """The current path of the `checkpoint` named in `file`: next to it, even if the folder was moved."""
     name = Path(checkpoint).name
@@ -165,17 +161,21 @@ def _where_it_is(checkpoint: str, file: Path) -> str:
     return checkpoint if there is None else str(there)
 
 
+#: What JSON holds as it is.
+PLAIN = (str, int, float, bool, type(None))
+
+
 def strict(value: Any) -> Any:
     """`value` as JSON: NaN and infinities become null, numpy and torch scalars plain numbers."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
-    if _is_scalar(value):
+    if type(value) not in PLAIN and _is_scalar(value):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    return value if isinstance(value, PLAIN) else str(value)
 
 
 def lossy(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,7 +186,7 @@ def lossy(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from lossy(item, f"{where}[{number}]")
-    elif not (isinstance(value, (str, int, float, bool, type(None))) or _is_scalar(value)):
+    elif not (isinstance(value, PLAIN) or _is_scalar(value)):
         yield where, value
 
 

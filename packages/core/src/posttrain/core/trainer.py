@@ -220,9 +220,8 @@ class Trainer(TrainerNames):
         self._non_blocking = self.args.non_blocking
         self._signature_columns: list[str] | None = None
         self._flops_parameters: int | None = None
-        tags = [*self.tag_names, *self._tag_names]
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
-        if tags and add_tags is not None:
+        if add_tags is not None and (tags := [*self.tag_names, *self._tag_names]):
             add_tags(tags)
 
     def loss_is_scaled(self) -> bool | None:
@@ -277,7 +276,8 @@ class Trainer(TrainerNames):
         if not model.training:
             eval_loop.train_mode(model, self.optimizer)
         clock.begin()
-        scaling.objective.begin_step(self.state.global_step + 1)
+        if scaling.objective.may_change:
+            scaling.objective.is_open = (self.state.global_step + 1).bit_count() == 1  # at steps 2, 4, 8, ...
         run.num_items = num_items  # for a training_step that leaves it out
         if run.splitter is None:
             losses = self.accumulate(model, window, num_items)
@@ -285,7 +285,8 @@ class Trainer(TrainerNames):
             window, losses = run.splitter.run(
                 window, self.state.global_step + 1, lambda part: self.accumulate(model, part, num_items), run.undo_point
             )
-        losses, num_items = scaling.objective.divide(losses, run.parameters, num_items, dist.sum, scaling.why_no_counts)
+        if scaling.objective.counts is not None:
+            losses, num_items = scaling.divided(losses, scaling.objective.counts, num_items)
         loss = sum(losses[1:], start=losses[0])
         grad_norm = dist.clip_gradients(run.parameters, self.args.max_grad_norm, self.optimizer)
         clock.lap("backward" if clock.has_laps else "forward_backward")
@@ -655,9 +656,8 @@ class Trainer(TrainerNames):
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions and labels of every row, with metrics where there are labels."""
-        output = self.evaluator.timed(
-            self.get_test_dataloader(test_dataset), "Prediction", ignore_keys, metric_key_prefix, keep=True
-        )
+        loader = self.get_test_dataloader(test_dataset)
+        output = self.evaluator.timed(loader, "Prediction", ignore_keys, metric_key_prefix, keep=True)
         self._fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 

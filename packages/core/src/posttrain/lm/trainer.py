@@ -270,5 +270,5 @@ def tokenizer_problems(args: Any, parts: Parts) -> Iterator[Problem]:
             yield error
     if parts.processing_class is not None:
         yield from chat_template.token_problems(parts.processing_class, args)
-    if (template := getattr(args, "chat_template_path", None)) is not None:
+    if (template := vars(args).get("chat_template_path")) is not None:
         yield from caught(chat_template.load_template, template, args.trust_remote_code)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.config import set_among
 from posttrain.core.data.collators import IGNORE_INDEX, flash_kwargs, pad_rows, round_up
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def mixes_texts(args: Any, data_collator: Any) -> str | None:
     """The argument that puts several texts into a row, whose borders `data_collator` would leave out; None: neither."""
     if not any(kind.__name__ == NAME for kind in type(data_collator).__mro__):
         return None
-    return next((name for name in ("packing", "eval_packing", "padding_free") if getattr(args, name, None)), None)
+    return next(iter(set_among(args, "packing", "eval_packing", "padding_free")), None)
 
 
 def collator_problems(args: Any, data_collator: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.core.config import JSONObject, Resolved, opt
+from posttrain.core.config import JSONObject, Resolved, opt, set_among
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.lm.generate.generate import GenerationArguments
@@ -138,8 +138,8 @@ class SFTConfig(ImageArguments, GenerationArguments, LanguageModelArguments):
             yield "packing=True fills each row up to max_length, so max_batch_tokens has nothing to sort; leave it out"
         if self.use_cache and (self.packing or self.eval_packing or self.padding_free):
             yield "use_cache=True keeps keys of all documents of a packed row, which would see each other; leave it out"
-        for name in ("eval_packing", "padding_free"):
-            if self.predict_with_generate and getattr(self, name):
+        for name in set_among(self, "eval_packing", "padding_free"):
+            if self.predict_with_generate:
                 yield f"predict_with_generate=True needs a separate row for each prompt; set {name}=False"
         if (self.packing or self.eval_packing) and self.max_length is None:
             yield "packing=True needs max_length: it is the length of the rows that documents are packed into"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from posttrain.cli.tools import preview
+from posttrain.core.data.pipeline import has_length
 from posttrain.core.registry import Run
 from posttrain.lm.images.images import ROW_NUMBER, Video, described, has_images, read_images
 from posttrain.lm.images.vision import VisionProcessor, place_images
@@ -78,7 +79,7 @@ def first_rows(dataset: Any, processor: Any, run: Run, count: int) -> tuple[list
     holder = SimpleNamespace(config=loading.config_of(model, where, config.trust_remote_code))  # and no weights
     prepare = preparation(VisionProcessor(processor, holder), config)
     rows = ready_rows(dataset, config, prepare, config.packing)
-    is_sized = hasattr(rows, "__len__")
+    is_sized = has_length(rows)
     first = [rows[i] for i in range(min(count, len(rows)))] if is_sized else list(islice(iter(rows), count))
     report, shown = DataReport("train"), []
     for number, row in enumerate(first):

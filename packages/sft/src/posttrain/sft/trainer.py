@@ -413,7 +413,7 @@ def _aux_loss_coef(model: nn.Module, wanted: float | None) -> float:
     for holder in (config, base):  # a model may have taken it over from its config when it was made
         if wanted is not None and hasattr(holder, "router_aux_loss_coef"):
             holder.router_aux_loss_coef = wanted
-    if hasattr(config, "output_router_logits"):
+    if loading.has_routers(config):
         config.output_router_logits = weight > 0
     return weight
 

@@ -156,7 +156,8 @@ class VisionCollator:
             lines = [[draft for line in lines for draft in line]]
         rows = []
         for line in lines:
-            ids, labels = (np.concatenate([getattr(draft, name) for draft in line]) for name in ("ids", "labels"))
+            parts = zip(*((draft.ids, draft.labels) for draft in line), strict=True)
+            ids, labels = (np.concatenate(part) for part in parts)
             lengths = {"seq_lengths": [len(draft.ids) for draft in line]} if packed else {}
             rows.append({"input_ids": ids, "labels": labels, **lengths})
         pad, multiple = self.prepare.tokenizer.pad_token_id, self.pad_to_multiple_of

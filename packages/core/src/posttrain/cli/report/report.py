@@ -257,19 +257,12 @@ def _rank(name: str) -> tuple[int, str]:
 
 def _points(log: Sequence[dict[str, Any]], key: str) -> dict[int, float | None]:
     """{step: value}; None where it is not finite."""
-    found = {record["step"]: _finite(record[key]) for record in log if key in record and _is_number(record[key])}
+    logged = {record["step"]: record[key] for record in log if type(record.get(key, "")) in (int, float, type(None))}
+    found = {step: value if value is not None and math.isfinite(value) else None for step, value in logged.items()}
     if len(found) <= MOST_POINTS:
         return found
     every = math.ceil(len(found) / MOST_POINTS)
     return {step: value for i, (step, value) in enumerate(found.items()) if i % every == 0 or i == len(found) - 1}
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _best(run: Run, key: str) -> tuple[int, float] | None:

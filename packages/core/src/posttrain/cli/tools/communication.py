@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from posttrain.core.models.wrapping import setting
+
 #: The kinds of collectives, as the names of their operations hold them, without the dashes.
 KINDS = ("reduce-scatter", "all-reduce", "all-gather", "all-to-all", "broadcast")
 
@@ -34,7 +36,7 @@ def _of_its_gradients(grad: Any, query: Any, key: Any, value: Any, out: Any, sum
 
 def head_size(text: Any) -> int:
     """Of attention; `text` is a config of transformers."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return int(setting(text, "head_dim") or text.hidden_size // text.num_attention_heads)
 
 
 def of_pairs(text: Any, pairs: float, forwards: int) -> int:

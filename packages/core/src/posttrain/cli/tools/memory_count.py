@@ -67,7 +67,9 @@ class LiveBytes(TorchDispatchMode):
             found = func(args[0], [*everything])
         elif func is aten._grouped_mm.default:  # torch knows the shape of its result in bfloat16 alone
             ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
-            found = args[0].new_empty(_grouped_shape(args[0], args[1], ends))
+            # (S, K) @ (G, K, N) is (S, N), and (K, S) @ (S, N) the (G, K, N) of its groups.
+            of_groups = () if args[1].ndim == 3 else (len(ends),)
+            found = args[0].new_empty(*of_groups, args[0].shape[-2], args[1].shape[-1])
         elif func is aten._local_scalar_dense.default:  # any number: sizes do not hang on those that optimizers read
             return args[0].dtype == torch.bool or 1
         elif func is torch.ops._c10d_functional.wait_tensor.default:  # only the fake one gives a copy
@@ -186,10 +188,3 @@ def _tensors(tree: Any) -> list[Any]:
 
 def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype == torch.bool and index.ndim == 1
-
-
-def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a product of matrices in groups: (S, K) @ (G, K, N), or the (G, K, N) of (K, S) @ (S, N)."""
-    if right.ndim == 3:
-        return (*left.shape[-2:-1], right.shape[2])
-    return len(ends), left.shape[0], right.shape[1]

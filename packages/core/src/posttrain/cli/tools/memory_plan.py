@@ -27,11 +27,14 @@ from posttrain.cli.tools.communication import Exchange, Traffic, head_size, of_p
 from posttrain.cli.tools.memory_count import LiveBytes
 from posttrain.cli.tools.memory_mesh import local
 from posttrain.cli.tools.workload import Workload, load_config, trusts, with_images
+from posttrain.core.checkpoint import codec
+from posttrain.core.config import value_of
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed import environment, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, rms_norm, wrapping
+from posttrain.core.models.wrapping import setting
 from posttrain.core.optim import builder
 from posttrain.core.registry import Run
 from posttrain.lm.attention import attention_blocks, context_parallel, varlen_attention
@@ -337,9 +340,9 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     if work.loss == "score":
         config.num_labels = 1
         for one in (config, config.get_text_config()):
-            one.pad_token_id = getattr(one, "pad_token_id", None) or 0
+            one.pad_token_id = setting(one, "pad_token_id") or 0
     config.use_cache = run.config.use_cache
-    dtype = config.dtype if options.dtype == "auto" else getattr(torch, options.dtype or "float32")
+    dtype = config.dtype if options.dtype == "auto" else codec.dtype_named(options.dtype or "float32")
     kwargs = {"dtype": dtype or torch.float32, "trust_remote_code": trusts(run)}
     if options.attn_implementation:
         kwargs["attn_implementation"] = options.attn_implementation
@@ -349,19 +352,19 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
     make = work.make or getattr(transformers, auto_class).from_config
     model: Any = make(config, **kwargs).train()
     slices = memory_mesh.cp_size(run.config) > 1  # their own attention
-    if model.config._attn_implementation == "sdpa" and not slices and not getattr(config, "is_encoder_decoder", False):
+    if model.config._attn_implementation == "sdpa" and not slices and not setting(config, "is_encoder_decoder"):
         model.set_attn_implementation(_register_attention())
     if options.load_in_4bit or options.load_in_8bit:
         model.is_loaded_in_4bit = True  # `add_adapter` keeps what it puts on such a model in bfloat16
         head = wrapping.output_embedding(model)
         quantized = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    path, trained = options.model_name_or_path, getattr(run.config, "train_parts", None)
+    path, trained = options.model_name_or_path, value_of(run.config, "train_parts")
     adapter = adapters.saved_config(path) if loading.is_adapter(path) else options.peft_config()
     if adapter is not None:
         model = adapters.add_adapter(model, adapter, trained)
     elif trained is not None:
         parts.freeze_others(model, trained)
-    if getattr(run.config, "disable_dropout", False):
+    if value_of(run.config, "disable_dropout"):
         regularization.disable_dropout(model)
     return model, quantized
 
@@ -404,7 +407,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
 
     low = bool(args.bf16 or args.fp16)
     with contextlib.ExitStack() as stack:
-        if getattr(args, "activation_offloading", False):
+        if value_of(args, "activation_offloading"):
             stack.enter_context(_Offloaded(model, live))
         slicing = stack.enter_context(context_parallel.head_reads_slices(model)) if in_tiles else None
         if head is not None:
@@ -434,5 +437,5 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _cache_bytes(config: Any, tokens: int, itemsize: int) -> int:
     """Of the keys and values of `tokens` in each layer."""
     text = config.get_text_config()
-    heads_kept = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads_kept = setting(text, "num_key_value_heads") or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads_kept * head_size(text) * tokens * itemsize

@@ -169,7 +169,7 @@ def _smaller_batches(run: Run, work: Workload) -> Iterator[tuple[dict[str, Any],
     for smaller in sorted({n for n in (rows // 2, rows // 4, 1) if n and rows % n == 0} - {rows}, reverse=True):
         times = rows // smaller
         changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation * times}
-        if getattr(run.config, "steps_per_generation", None):
+        if vars(run.config).get("steps_per_generation"):
             changes["steps_per_generation"] = run.config.steps_per_generation * times
         yield changes, "the same optimizer step in smaller parts"
 

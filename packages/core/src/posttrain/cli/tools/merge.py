@@ -18,7 +18,7 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.weights import ADAPTER
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
-from posttrain.core.models.wrapping import PretrainedModel, base_model, is_encoder_decoder
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_encoder_decoder, setting
 from posttrain.lm.loading import loading
 
 HELP = """posttrain merge ADAPTER FOLDER [--base MODEL] [--dtype TYPE] [--tolerance SHARE] [--trust_remote_code]
@@ -135,7 +135,7 @@ def merge(
     kwargs |= {"revision": config.revision} if config.revision else {}
     with loading.explain_missing(base, "model"):
         stored = loading.config_of(base, kwargs, trust_remote_code)
-    if getattr(stored, "quantization_config", None) is not None:
+    if setting(stored, "quantization_config") is not None:
         raise CheckpointError(
             f"{base} holds quantized weights, which cannot hold the sum with an adapter: each weight has 16 or 256 "
             "values. Name the model that they were made of: --base MODEL"
@@ -148,7 +148,7 @@ def merge(
     plain = _logits(model, batch)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter), config=config)
     expected = _logits(adapted, batch)
-    merged = adapted.merge_and_unload(safe_merge=True).to(getattr(torch, dtype))
+    merged = adapted.merge_and_unload(safe_merge=True).to(codec.dtype_named(dtype))
     _untie_if_different(merged)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -190,7 +190,7 @@ def _batch(model: PretrainedModel, tokenizer: Any) -> dict[str, torch.Tensor]:
     batch = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
     if is_encoder_decoder(model):
         batch["decoder_input_ids"] = rows["input_ids"]
-    if getattr(model.config, "pad_token_id", None) is None:
+    if setting(model.config, "pad_token_id") is None:
         model.config.pad_token_id = tokenizer.pad_token_id  # a classifier looks for the last real token by it
     return batch
 
@@ -205,7 +205,7 @@ def _logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def _untie_if_different(model: PretrainedModel) -> None:
     """An adapter may have trained the head or the embedding alone of a model that had one weight for both."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    if head is None or not getattr(config, "tie_word_embeddings", False):
+    if head is None or not setting(config, "tie_word_embeddings"):
         return
     embedding = model.get_input_embeddings()
     if head.weight is not embedding.weight and not torch.equal(head.weight, embedding.weight):

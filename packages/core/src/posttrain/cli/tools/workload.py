@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.config import value_of
 from posttrain.core.errors import ConfigError, DataError, require
 from posttrain.core.registry import Run
 from posttrain.lm.images import vision
@@ -92,7 +93,7 @@ def load_config(run: Run) -> Any:
 
 
 def trusts(run: Run) -> bool:
-    return getattr(run.config, "trust_remote_code", False)
+    return bool(value_of(run.config, "trust_remote_code"))
 
 
 def with_image(work: Workload, run: Run, size: tuple[int, int]) -> Workload:
@@ -101,7 +102,7 @@ def with_image(work: Workload, run: Run, size: tuple[int, int]) -> Workload:
     Raises:
         ConfigError: it shows none of that size, or one takes more tokens than a row has.
     """
-    path, most = run.model.model_name_or_path, getattr(run.config, "max_image_pixels", None)
+    path, most = run.model.model_name_or_path, value_of(run.config, "max_image_pixels")
     if most is not None and size[0] * size[1] > most:
         raise ConfigError("posttrain plan", [f"--image_size: an image has more than max_image_pixels={most} pixels"])
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.core.checkpoint.remote import Remote, is_url, working_folder
 from posttrain.core.checkpoint.store import Store
-from posttrain.core.config import opt
+from posttrain.core.config import opt, value_of
 from posttrain.core.errors import CheckpointError
 
 
@@ -113,7 +113,7 @@ class CheckpointArguments:
         return self.save_total_limit or None
 
     def _normalize(self) -> None:
-        output_dir: Any = getattr(self, "output_dir", None)
+        output_dir = value_of(self, "output_dir")
         if is_url(output_dir) and self.remote_dir in (None, output_dir):
             vars(self).update(remote_dir=output_dir, output_dir=working_folder(output_dir))
 
@@ -123,7 +123,7 @@ class CheckpointArguments:
             yield f"max_shard_size={self.max_shard_size!r} must be a number of bytes, or a size such as 5GB or 200MB"
         if self.remote_dir is not None and not is_url(self.remote_dir):
             yield f"remote_dir={self.remote_dir!r} is no url such as s3://bucket/run; for a folder, set output_dir"
-        if is_url(output_dir := getattr(self, "output_dir", None)):
+        if is_url(output_dir := value_of(self, "output_dir")):
             yield f"output_dir={output_dir!r} and remote_dir={self.remote_dir!r} are two urls; give one"
         if not isinstance(steps, str) and 1 < steps < math.inf and not float(steps).is_integer():
             yield f"save_steps={steps!r} must be a whole number of optimizer steps, or a share below 1"

@@ -66,10 +66,14 @@ class Source:
             begin = start + done - (self.ends[number] - self.sizes[number])
             count = min(self.sizes[number] - begin, len(place) - done)
             if count:
-                flat = self._bytes_of(number)[begin : begin + count]
-                place[done : done + count].copy_(flat, non_blocking=True)
+                kept, flat = self._flat  # of one that is not contiguous all is copied, and wanted block by block
+                if kept != number:
+                    flat = bytes_of(self.tensors[number])
+                    self._flat = number, flat
+                place[done : done + count].copy_(flat[begin : begin + count], non_blocking=True)
             number, done = number + 1, done + count
-        self._synchronize()  # copies into pinned memory are asynchronous
+        if self.devices:
+            self._synchronize()  # copies into pinned memory are asynchronous
 
     def fill(self, image: torch.Tensor) -> None:
         """Copy everything into `image`, on several threads because one reaches half of the memory bandwidth."""
@@ -85,13 +89,6 @@ class Source:
                 torch.accelerator.synchronize(device)
             else:
                 torch.get_device_module(device).synchronize()
-
-    def _bytes_of(self, number: int) -> torch.Tensor:
-        kept, flat = self._flat  # of one that is not contiguous all is copied, and wanted block by block
-        if kept != number:
-            flat = bytes_of(self.tensors[number])
-            self._flat = number, flat
-        return flat
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

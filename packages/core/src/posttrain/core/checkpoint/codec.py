@@ -235,7 +235,7 @@ class _Decoder:
         if tag == "$bytes":
             return base64.b64decode(content, validate=True)
         if tag == "$dtype":
-            return _dtype(content)
+            return dtype_named(content)
         if tag == "$scalar":
             return np.frombuffer(bytes.fromhex(content), dtype=np.dtype(value["dtype"]))[0]
         if tag == "$array":
@@ -247,7 +247,8 @@ class _Decoder:
             return self._tensor(content)
         place = content, value["dtype"]
         if place not in self._others:  # cloned: in the file, bytes need not start where an element of this dtype may
-            self._others[place] = self._tensor(content).clone().view(_dtype(value["dtype"])).reshape(value["shape"])
+            found = self._tensor(content).clone().view(dtype_named(value["dtype"]))
+            self._others[place] = found.reshape(value["shape"])
         return self._others[place]
 
     @functools.cached_property
@@ -289,7 +290,8 @@ def check_tensors(path: str | Path) -> None:
         raise CheckpointError(f"{path} is damaged: it is not a safetensors file ({error}).") from error
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """The type that torch calls `name`. Raises a ValueError where there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import secrets
 from collections.abc import Callable
@@ -73,7 +72,7 @@ class CheckpointManager:
         """The checkpoint that `train` was asked to resume from, verified; None: start from the beginning."""
         if wanted is None:
             wanted = asked_for(self.args.resume_from_checkpoint)
-        self._on_savers(self.store.clean)
+        self.on_savers(self.store.clean)
         start, self.run, notice = self.dist.on_main(lambda: self._begin(wanted), "the check of the checkpoint")
         if notice and not self.args.overwrite_output_dir:
             logger.warning("%s %s", self.args.output_dir, notice)
@@ -200,11 +199,6 @@ class CheckpointManager:
             self.saved_step = outcome.step
         return outcome
 
-    def rotate(self, keep: list[Path]) -> None:
-        """Remove the oldest checkpoints over the limit, but for those to `keep`."""
-        limit = self.args.save_total_limit or 1 if self.args.save_top_k else self.limit  # the best ones are in `keep`
-        self._on_savers(functools.partial(self.store.rotate, limit, keep))
-
     def close(self) -> None:
         """Let the save under way and the removals end, also after an error."""
         self.saver.leave()
@@ -306,7 +300,7 @@ class CheckpointManager:
         positions = dict(enumerate(self.dist.gather_object(mine)))
         return positions if self.should_save else {}
 
-    def _on_savers(self, work: Callable[[], Any]) -> None:
+    def on_savers(self, work: Callable[[], Any]) -> None:
         """Run `work` on the process that writes checkpoints: the main one, or the main one of each machine."""
         if not self.args.save_on_each_node:
             self.dist.on_main(work)

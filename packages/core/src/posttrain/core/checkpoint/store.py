@@ -201,17 +201,15 @@ class Store:
         except CheckpointError:
             return self.remote.manifest(name) if self.remote is not None and name in there else {}
 
-    def push(self) -> None:
-        """Copy missing checkpoints to the remote. A failure is logged and retried at the next call."""
-        if self.remote is None:
-            return
+    def push(self, remote: Remote) -> None:
+        """Copy missing checkpoints to `remote`. A failure is logged and retried at the next call."""
         for path in self.checkpoints():
             try:
                 if not self.verify(path, deep=False):
-                    self.remote.push(path)
+                    remote.push(path)
             except Exception as error:  # of a client library, about a network: not worth a run
                 logger.warning(
-                    f"{path} was not copied to {self.remote} ({type(error).__name__}: {redact(str(error))}). Training "
+                    f"{path} was not copied to {remote} ({type(error).__name__}: {redact(str(error))}). Training "
                     "continues, the local checkpoint is complete, and the next save retries the copy."
                 )
 

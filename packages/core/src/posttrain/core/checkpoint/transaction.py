@@ -149,7 +149,8 @@ class Saver:
         except (OSError, CheckpointError) as error:
             self.store.abort(temp)
             return None, [str(error)]
-        self.store.push()
+        if self.store.remote is not None:
+            self.store.push(self.store.remote)
         return path, []
 
     # ---- in the background: a thread of each process; files signal what is written ----

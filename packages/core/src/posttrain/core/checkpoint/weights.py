@@ -22,6 +22,8 @@ from posttrain.core.errors import CheckpointError
 from posttrain.core.models.wrapping import (
     adapters_of,
     base_model,
+    config_of,
+    generation_config,
     has_virtual_tokens,
     is_pretrained,
     local_part,
@@ -138,13 +140,11 @@ def _as_we_ask(model: Any) -> Iterator[None]:
 
 def save_description(model: nn.Module, directory: str | Path) -> None:
     """Write the files that ``from_pretrained`` needs in addition to the weights."""
-    config: Any = getattr(model, "config", None)
-    if config is not None:
+    if (config := config_of(model)) is not None:
         config.architectures = [plain_class(model).__name__]
         config.save_pretrained(str(directory))
-    generation_config: Any = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(str(directory))
+    if (generation := generation_config(model)) is not None:
+        generation.save_pretrained(str(directory))
 
 
 @contextlib.contextmanager

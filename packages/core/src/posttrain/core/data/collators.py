@@ -41,7 +41,8 @@ def pad_rows(
     """Rows of ragged length as one (B, T) long tensor, T the longest row or `least`, filled with `value` on `side`."""
     if side not in ("left", "right"):
         raise ValueError(f"side={side!r} is not one of left, right")
-    length = round_up(max(least, *map(len, rows), 0), pad_to_multiple_of)
+    length = max(least, *map(len, rows), 0)
+    length = round_up(length, pad_to_multiple_of) if pad_to_multiple_of else length
     padded = np.full((len(rows), length), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         if len(row):

@@ -179,7 +179,7 @@ def knows_position(dataset: Any) -> bool:
 
 
 def inner_sampler(sampler: Any) -> Any:
-    """What a batch sampler draws from; None for any other."""
+    """What a batch sampler, or a loader, draws from; None for any other."""
     return getattr(sampler, "sampler", None)
 
 

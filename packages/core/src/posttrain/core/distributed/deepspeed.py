@@ -17,7 +17,7 @@ from torch import nn
 
 from posttrain.core.distributed.environment import is_true, world_size
 from posttrain.core.errors import ConfigError
-from posttrain.core.models.wrapping import config_of, text_config
+from posttrain.core.models.wrapping import config_of, setting, text_config
 
 # The allowed optimizers of a configuration, and the argument that matches each of their values.
 OPTIMIZERS = ("adam", "adamw")
@@ -92,7 +92,8 @@ def fill(config: dict[str, Any], args: Any, precision: str, model: nn.Module | N
             wrong.append(f"deepspeed: {path} is {table[key]!r}, and {argument} is {value!r}; set it to 'auto'")
     config.setdefault("train_micro_batch_size_per_gpu", batch)
     config.setdefault("gradient_accumulation_steps", accumulation)
-    zero, width = config.get("zero_optimization", {}), _width(model)
+    zero = config.get("zero_optimization", {})
+    width = None if model is None else setting(text_config(config_of(model)), "hidden_size")
     for path, size in OF_THE_MODEL.items():
         name = path.rpartition(".")[2]
         if width is not None and zero.get(name) == "auto":
@@ -129,10 +130,6 @@ def _drop_optimizer(config: dict[str, Any], args: Any, wrong: list[str]) -> None
         wrong.append(
             f"deepspeed: the scheduler {kind!r} is left to the arguments; set lr_scheduler_type and warmup_steps"
         )
-
-
-def _width(model: nn.Module | None) -> int | None:
-    return None if model is None else getattr(text_config(config_of(model)), "hidden_size", None)
 
 
 def _leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from torch import nn
 from posttrain.core.distributed.shard_settings import piece_problems
 from posttrain.core.distributed.sharding import SumGradient, is_piece, load_from_main
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, config_of, setting
 
 #: The styles of transformers' plans: of a module of experts, and of a parameter of which each process keeps some.
 DISPATCHES, KEPT_BY_EXPERT = "ep_dispatch_experts", "grouped_gemm"
@@ -37,7 +37,7 @@ _ADAPTERS: WeakSet[nn.Module] = WeakSet()  # peft's wrappers around them
 def loaded_size(model: nn.Module | None) -> int:
     """Over how many processes ``from_pretrained(distributed_config=...)`` divided the experts; 1: it has them all."""
     config = None if model is None else config_of(model)
-    return int(getattr(getattr(config, "distributed_config", None), "ep_size", None) or 1)
+    return int(setting(setting(config, "distributed_config"), "ep_size") or 1)
 
 
 def divide(model: nn.Module, mesh: Any, sharers: Any, device: torch.device) -> list[nn.Module]:
@@ -184,9 +184,9 @@ def config_problem(config: Any, size: int) -> str | None:
     """`problem_of` as far as the `config` of a model shows it, before any weight is read."""
     text, name = config.get_text_config(), type(config).__name__
     for field in COUNTS:
-        if isinstance(count := getattr(text, field, None), int):
+        if isinstance(count := setting(text, field), int):
             return _does_not_divide(size, count, name) if count % size else None
-    if getattr(text, "base_model_ep_plan", None):
+    if setting(text, "base_model_ep_plan"):
         return None
     return f"ep_size={size}: a model of {name} has no experts. Set ep_size=1."
 

@@ -20,7 +20,7 @@ from torch import nn
 from posttrain.core.distributed import deepspeed
 from posttrain.core.distributed.shard_settings import Sharding
 from posttrain.core.errors import did_you_mean
-from posttrain.core.models.wrapping import base_model, local_part, unwrap
+from posttrain.core.models.wrapping import base_model, local_part, setting, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def is_sharded_by_transformers(model: nn.Module | None) -> bool:
     if getattr(inner, "_device_mesh", None) is None:
         return False
     size = getattr(inner, "_fsdp_size", None)  # before transformers 5.23 its config alone said so
-    return (size or getattr(getattr(inner.config, "distributed_config", None), "fsdp_size", None) or 1) > 1
+    return (size or setting(setting(inner.config, "distributed_config"), "fsdp_size") or 1) > 1
 
 
 def make_mesh(

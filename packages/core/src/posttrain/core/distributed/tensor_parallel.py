@@ -20,7 +20,7 @@ from torch import nn
 from posttrain.core.distributed import expert_parallel
 from posttrain.core.distributed.sharding import SumGradient, is_piece
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part
+from posttrain.core.models.wrapping import base_model, config_of, is_peft_model, local_part, setting
 
 #: The half of an adapter that is split, and how, by how the matrix beside it is split.
 ADAPTERS = {"colwise": ("lora_B", "colwise"), "rowwise": ("lora_A", "rowwise")}
@@ -126,7 +126,7 @@ def config_problem(config: Any, size: int) -> str | None:
     """`problem_of` as far as the `config` of a model shows it, before any weight is read."""
     text = config.get_text_config()
     for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, field, None)
+        heads = setting(text, field)
         if isinstance(heads, int) and heads % size:
             return (
                 f"tp_size={size} does not divide the {heads} {field} of {type(config).__name__}. Set a size that does."

@@ -75,7 +75,7 @@ def _watch(args: DistributedArguments, rank: int, local_rank: int, world_size: i
     if _watchdog is None or _waits is None or not _watchdog.is_alive():
         from torch.distributed.distributed_c10d import _get_default_store
 
-        folder = Path(getattr(args, "output_dir", None) or ".") / FOLDER
+        folder = Path(vars(args).get("output_dir") or ".") / FOLDER
         first, here = rank - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         beside = [other for other in range(first, first + here) if other != rank]
         _watchdog = Watchdog(_get_default_store(), rank, world_size, args.ddp_timeout, folder, beside=beside)

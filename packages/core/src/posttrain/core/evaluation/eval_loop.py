@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -393,13 +392,6 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
             f"{did_you_mean(key, metrics, '.')} Return it from compute_metrics, or name one of these."
         )
     return metrics[key]
-
-
-def is_better(value: float, best: float | None, greater_is_better: bool) -> bool:
-    """Whether `value` is better than `best`; NaN never is, and of None everything but NaN is."""
-    if best is None:
-        best = -math.inf if greater_is_better else math.inf
-    return value > best if greater_is_better else value < best
 
 
 def best_steps(log_history: list[dict[str, Any]], metric: str, greater_is_better: bool) -> list[int]:

@@ -187,12 +187,6 @@ def live_in_words(found: Mapping[str, Any]) -> str:
     return f"What held memory: {owners}. The largest tensors: {largest}."
 
 
-def explain_shortage(error: BaseException, model: Any, optimizer: Any, device: torch.device | str) -> None:
-    """Add to an out-of-memory `error` what held memory; leave any other alone."""
-    if is_out_of_memory(error):
-        error.add_note(live_in_words(live(model, optimizer, device)))
-
-
 def _size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 

@@ -20,6 +20,7 @@ from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.data import accelerator
 from posttrain.core.errors import require, write_text
 from posttrain.core.logging import memory
+from posttrain.core.models.wrapping import whole
 from posttrain.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -277,5 +278,4 @@ def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 def norm(tensors: Iterable[Any]) -> torch.Tensor:
     """The Euclidean norm of all `tensors` together, shape (), in float32; of sharded ones over all processes."""
     squares = [tensor.detach().float().square().sum() for tensor in tensors]
-    whole = [square.full_tensor() if hasattr(square, "full_tensor") else square for square in squares]
-    return torch.stack(whole).sum().sqrt()
+    return torch.stack([*map(whole, squares)]).sum().sqrt()

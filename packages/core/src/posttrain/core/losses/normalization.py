@@ -27,7 +27,7 @@ from torch import nn
 from posttrain.core.data.batch_limits import explain_failure
 from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, local_part
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, setting
 
 #: Values that the loop itself puts into each log record.
 IN_EVERY_RECORD = ("loss", "grad_norm", "learning_rate", "epoch", "step")
@@ -56,23 +56,19 @@ class Objective:
         #: The other values of the last dict loss, shape () each, in their original scale.
         self.terms: dict[str, torch.Tensor] | None = None
         self._of_window: dict[str, torch.Tensor] = {}
-        # Of losses that came as (sum, count): the last count, in training and in evaluation, and those of the window.
+        # Of losses that came as (sum, count): the last count, in training and in evaluation.
         self._count: torch.Tensor | None = None
         self._evaluated: torch.Tensor | None = None
-        self._counts: torch.Tensor | None = None
+        #: And the sum of those of the window.
+        self.counts: torch.Tensor | None = None
         self.takes_count = accepts(compute_loss, "num_items_in_batch")
         self.returns_mean = returns_mean if self.takes_count else True
         #: Whether each micro-batch is given its own count, because only a part of its loss is divided by it.
         self.own_count = own_count
-        #: Whether what was measured may change, because a term of the loss was 0.
+        #: Whether what was measured may change, because a term of the loss was 0: it is measured again.
         self.may_change = False
         #: Whether the kind of loss is to be measured, because it is unknown or may have changed.
         self.is_open = self.returns_mean is None
-
-    def begin_step(self, step: int) -> None:
-        """What was measured is measured again at steps 2, 4, 8, ..."""
-        if self.may_change:
-            self.is_open = step & (step - 1) == 0
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
@@ -125,43 +121,15 @@ class Objective:
         terms, self.terms = self.terms, None
         if self._count is not None:
             count, self._count = self._count * bool(scale), None
-            self._counts = count if self._counts is None else self._counts + count
+            self.counts = count if self.counts is None else self.counts + count
         for name, value in (terms or {}).items():
             value = (value if weight is None else value * weight) * scale
             self._of_window[name] = self._of_window[name] + value if name in self._of_window else value
 
     def take_terms(self) -> dict[str, torch.Tensor]:
         """The terms of the accumulation window by name, shape () each, in the scale of its loss; then forget them."""
-        terms, self._of_window, self._counts = self._of_window, {}, None
+        terms, self._of_window, self.counts = self._of_window, {}, None
         return terms
-
-    def divide(
-        self,
-        losses: list[torch.Tensor],
-        parameters: list[nn.Parameter],
-        num_items: torch.Tensor | None,
-        total: Callable[[torch.Tensor], torch.Tensor],
-        why_not: Callable[[], str | None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """(the shares of a window's loss, the items that they are a mean over). Where the losses came as (sum, count),
-        they and the gradients are divided by the sum of the counts instead of by `num_items`.
-
-        Args:
-            total: the sum of a tensor over all processes.
-            why_not: gives the reason why gradients cannot be divided here, as a sentence.
-        """
-        if self._counts is None:
-            return losses, num_items
-        if num_items is None:  # the only micro-batch, which was divided by its count
-            return losses, self._counts
-        if (problem := why_not()) is not None:
-            raise ValueError(f"compute_loss returned (sum, count), and {problem} Return sum / num_items_in_batch.")
-        counts = total(self._counts)
-        factor = torch.where(counts > 0, num_items.clamp(min=1) / counts, 0.0)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local_part(parameter.grad).mul_(factor)
-        return [loss * factor for loss in losses], counts
 
     def in_evaluation(
         self, compute_loss: Callable[..., Any], num_items: torch.Tensor | int, log: Callable[[str, Any, Any], None]
@@ -425,7 +393,7 @@ class LabelSmoother:
 
 def label_smoother(model: nn.Module, factor: float) -> LabelSmoother | None:
     """What smooths the labels of `model`; None where nothing does."""
-    if factor and getattr(config_of(model), "problem_type", None) == "multi_label_classification":
+    if factor and setting(config_of(model), "problem_type") == "multi_label_classification":
         warnings.warn(
             f"label_smoothing_factor={factor} is left out: Label smoothing is not compatible with multi-label "
             "classification, whose classes are no alternatives.",

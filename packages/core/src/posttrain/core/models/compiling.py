@@ -71,13 +71,9 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
             else:
                 yield from layers(child)
 
-    return list(layers(base)) or [_body(base)]
-
-
-def _body(base: nn.Module) -> nn.Module:
-    """A language model with unknown layers: everything below its head."""
+    # Of a language model with unknown layers: everything below its head.
     body = getattr(base, "base_model", base) if hasattr(base, "get_output_embeddings") else base
-    return body if isinstance(body, nn.Module) else base
+    return list(layers(base)) or [body if isinstance(body, nn.Module) else base]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, text_config
+from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, setting, text_config
 
 POSITION_EMBEDDINGS = ("position_embeddings", "wpe", "embed_positions")
 
@@ -24,7 +24,7 @@ def id_limits(model: nn.Module) -> dict[str, int]:
     config = config_of(base)
     if not hasattr(config, "get_text_config") or config.get_text_config() is not config:
         return {}
-    head, classes, found = None, getattr(config, "num_labels", 0), dict[str, Any]()
+    head, classes, found = None, setting(config, "num_labels") or 0, dict[str, Any]()
     found["context"] = context_of(config)
     with contextlib.suppress(AttributeError, NotImplementedError):
         found["input_ids"] = getattr(base.get_input_embeddings(), "num_embeddings", None)
@@ -48,7 +48,7 @@ def context_of(config: Any) -> int | None:
     What a rule stretches rotary angles by counts as vLLM counts it; a config may hold that already.
     """
     config = text_config(config)
-    if (length := getattr(config, "max_position_embeddings", None) or 0) <= 0:
+    if (length := setting(config, "max_position_embeddings") or 0) <= 0:
         return None
     rule = vars(config).get("rope_parameters") or {}
     if rule.get("rope_type") not in ("linear", "dynamic", "yarn"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, config_of, text_config
+from posttrain.core.models.wrapping import base_model, config_of, generation_config, setting, text_config
 
 PAD_CANDIDATES = (
     "<|pad|>",
@@ -53,7 +53,7 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
         ``{name of the id: new id}`` for what changed in either config.
     """
     base = base_model(model)
-    config, generation = config_of(base), getattr(base, "generation_config", None)
+    config, generation = config_of(base), generation_config(base)
     tokenizer = tokenizer_of(processing_class)
     if config is None or not hasattr(tokenizer, "eos_token_id"):
         return {}
@@ -63,10 +63,10 @@ def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, i
         token = getattr(tokenizer, name, None)
         if token is None:
             continue
-        if getattr(config, name, None) != token:
+        if setting(config, name) != token:
             setattr(config, name, token)
             changed[name] = token
-        known = getattr(generation, name, None)
+        known = setting(generation, name)
         stops = (
             [] if known is None or name != "eos_token_id" else [*known] if isinstance(known, (list, tuple)) else [known]
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from posttrain.core.models.wrapping import adapters_of, base_model, is_peft_model
+from posttrain.core.models.wrapping import adapters_of, base_model, is_peft_model, setting
 
 
 def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
@@ -35,7 +35,7 @@ def is_quantized(model: nn.Module) -> bool:
     """Whether the weights of the base are stored in quantized form."""
     base = base_model(model)
     marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    return any(getattr(base, mark, False) for mark in marks) or getattr(base, "hf_quantizer", None) is not None
+    return any(setting(base, mark) for mark in marks) or setting(base, "hf_quantizer") is not None
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -46,7 +46,7 @@ def check_trainable(model: nn.Module) -> None:
     adapted = is_peft_model(model) or getattr(base, "_hf_peft_config_loaded", False)
     for config in adapters_of(model).values() if is_peft_model(model) else ():
         check_base_can_be_found_again(config)
-    for_training = getattr(getattr(base, "hf_quantizer", None), "is_qat_trainable", False)
+    for_training = getattr(setting(base, "hf_quantizer"), "is_qat_trainable", False)
     if is_quantized(model) and not adapted and not for_training:
         raise ValueError(
             f"This {type(base).__name__} is quantized, and quantized weights cannot be trained themselves. "

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -90,19 +91,34 @@ def config_of(model: nn.Module) -> Any:
     return getattr(base_model(model), "config", None)
 
 
+def setting(config: Any, *names: str) -> Any | None:
+    """What `config`, of a model, says under the first of `names` that it has a value for; None: it says nothing."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
 def text_config(config: Any) -> Any:
     """What `config` says of the part that reads text; `config` itself where a model has no other."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def generation_config(model: nn.Module) -> Any:
+    """How the model of transformers below all wrappers and adapters generates; None of a model that says nothing."""
+    return getattr(base_model(model), "generation_config", None)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether `model` is one of transformers, whose attention can be replaced."""
+    return config_of(model) is not None and hasattr(base_model(model), "set_attn_implementation")
+
+
 def base_name(model: nn.Module) -> str:
     """The name under which `model` was loaded; empty where it was made."""
-    return getattr(config_of(model), "_name_or_path", None) or ""
+    return setting(config_of(model), "_name_or_path") or ""
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether `model` reads with an encoder and writes with a decoder."""
-    return bool(getattr(config_of(model), "is_encoder_decoder", False))
+    return bool(setting(config_of(model), "is_encoder_decoder"))
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -120,6 +136,12 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """`tensor` whole, gathered where processes have split it; its gradient is cut again."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
 def body_of(model: nn.Module) -> Any:
     """The part of a model of transformers that has its layers, without the head."""
     base = base_model(model)
@@ -133,7 +155,7 @@ def text_part(base: PretrainedModel) -> PretrainedModel:
 
 def sees_images(config: Any) -> bool:
     """Whether a model with this config has a vision part."""
-    return getattr(config, "vision_config", None) is not None
+    return setting(config, "vision_config") is not None
 
 
 def sees(model: nn.Module) -> bool:

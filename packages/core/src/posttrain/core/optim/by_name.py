@@ -89,12 +89,6 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        known = f"{', '.join(choices)}{did_you_mean(value, choices)}"
-        raise ConfigError("optim_args", [f"{name}={value!r} is not one of {known}"])
-
-
 # --------------------------------------------------------------------------------------------------------- factories
 
 
@@ -152,8 +146,10 @@ def _apart(
     """
 
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
-        for option, values in choices.items():
-            _one_of(option, (options | given)[option], values)
+        for option, known in choices.items():
+            if (value := (options | given)[option]) not in known:
+                listed = f"{', '.join(known)}{did_you_mean(value, known)}"
+                raise ConfigError("optim_args", [f"{option}={value!r} is not one of {listed}"])
         if model is None:
             raise TypeError(f"optim={plain(args.optim)!r} depends on the layers of the model; pass it too")
         targets, (kind, kwargs) = args.optim_target_modules, factory(args, model)

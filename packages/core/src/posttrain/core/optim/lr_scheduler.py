@@ -257,13 +257,13 @@ def step(scheduler: Any, tokens: int) -> None:
     if isinstance(scheduler, TokenLR):
         scheduler.last_epoch = tokens - 1
         scheduler.step()
-    elif not follows_a_metric(scheduler):
+    elif not _needs_metrics(scheduler.__class__):  # cached, because each step asks for it
         scheduler.step()
 
 
 def follows_a_metric(scheduler: Any) -> bool:
     """Whether `scheduler` is stepped with the metric of an evaluation, which its ``step`` then needs."""
-    return _needs_metrics(scheduler.__class__)  # cached, because each step asks for it
+    return _needs_metrics(scheduler.__class__)
 
 
 @cache

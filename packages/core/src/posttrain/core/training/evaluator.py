@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
+from posttrain.core.data.samplers import inner_sampler
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging.metrics import speed_metrics
 from posttrain.core.state import EvalLoopOutput
@@ -88,7 +90,7 @@ class Evaluator:
                 num_batches=len(loader) if pipeline.has_length(loader) else None,
                 accumulate=args.eval_accumulation_steps,
                 concatenate=args.eval_do_concat_batches,
-                order=getattr(getattr(loader, "sampler", None), "rows_to_restore", None),
+                order=getattr(inner_sampler(loader), "rows_to_restore", None),
                 fill=owner.prediction_fill,
             )
         has_both = kept.predictions is not None and kept.label_ids is not None
@@ -143,7 +145,9 @@ class Evaluator:
         if args.metric_for_best_model is None:
             return False
         value = eval_loop.named_metric(metrics, args.metric_for_best_model)
-        if not eval_loop.is_better(value, state.best_metric, bool(args.greater_is_better)):
+        sign = 1 if args.greater_is_better else -1
+        best = -math.inf if state.best_metric is None else sign * state.best_metric
+        if not sign * value > best:  # NaN never is
             return False
         state.best_metric, state.best_global_step = value, state.global_step
         # Saved before it is evaluated, where steps are saved and epochs evaluated.

@@ -194,7 +194,8 @@ def _explain(run: Run, error: Exception) -> None:
     if run.window_size and run.splitter is None and memory.is_out_of_memory(error):
         error.add_note(memory.advice(owner.train_batch_size, run.window_size))
     workers.explain(error)
-    memory.explain_shortage(error, owner.model, owner.optimizer, owner.dist.device)
+    if memory.is_out_of_memory(error):
+        error.add_note(memory.live_in_words(memory.live(owner.model, owner.optimizer, owner.dist.device)))
 
 
 def _take_down(run: Run) -> None:

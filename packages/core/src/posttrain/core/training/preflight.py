@@ -300,7 +300,7 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
     known = getattr(parts.trainer_class, "evaluation_metrics", None)
     open_ended = parts.compute_loss_func is not None or not parts.is_ours("compute_loss", "prediction_step")
     computes = parts.compute_metrics is not None and not args.prediction_loss_only
-    if known is None or open_ended or computes or getattr(args, "predict_with_generate", False):
+    if known is None or open_ended or computes or vars(args).get("predict_with_generate"):
         return
     if not any(fnmatch(key, pattern) for pattern in (*EVERY_EVALUATION, *known)):
         why = "there is no compute_metrics to return it"

@@ -51,9 +51,8 @@ class Record:
                 f"include_num_input_tokens_seen counts the numbers of the column {main_input!r}, which the batches do "
                 "not hold: the count stays 0. Set main_input_name, of the model's class, to the column that it reads."
             )
-        self.metrics.add_sum(TOKENS, *normalization.count_tokens(inputs, main_input, self._pad))
-        if operations:
-            self.metrics.add_sum(FLOPS, operations, 0)
+        read: dict[str, tuple[Any, Any]] = {TOKENS: normalization.count_tokens(inputs, main_input, self._pad)}
+        self.metrics.update(read | ({FLOPS: (operations, 0)} if operations else {}))
 
     def step(self, loss: torch.Tensor, num_items: torch.Tensor | None, terms: dict[str, torch.Tensor]) -> None:
         """Add the `loss` of an optimizer step and its `terms`, shape () each; a window without a label has none. It has

@@ -19,7 +19,7 @@ from posttrain.core.distributed.stragglers import Pace
 from posttrain.core.errors import CheckpointError, DataError, UnsavedError
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.optim import builder, lr_scheduler
-from posttrain.core.state import LEFT_TO_DO, TrainOutput, unanswered
+from posttrain.core.state import TrainOutput, unanswered
 from posttrain.core.training import ema, guards, nonfinite, override_checks, preemption
 from posttrain.core.training.ema import EMA
 from posttrain.core.training.guards import BatchSplitter, Guard
@@ -249,12 +249,12 @@ class Run:
     def _save_inside_epoch(self) -> None:
         """Save before the run logs and evaluates a part of an epoch: the resumed run does so with the whole one."""
         owner = self.owner
-        asked = {flag: getattr(owner.control, flag) for flag in LEFT_TO_DO}
+        asked = unanswered(owner.control)
         for flag in asked:
             setattr(owner.control, flag, False)
         owner.saving.now()
-        for flag in asked:
-            setattr(owner.control, flag, getattr(owner.control, flag) or (asked[flag] and flag != "should_save"))
+        for flag in {*asked} - {"should_save"}:
+            setattr(owner.control, flag, True)
 
     # ---- steps ----
 

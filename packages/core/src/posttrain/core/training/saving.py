@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from pathlib import Path
@@ -70,11 +71,14 @@ class Saving:
 
     def rotate(self, log_history: list[dict[str, Any]], best: str | None) -> None:
         """Remove the oldest checkpoints over the limit, but for the best ones and those that are being uploaded."""
-        args, store, keep = self.owner.args, self.owner.store, [*([Path(best)] if best else [])]
+        args, store, checkpoints = self.owner.args, self.owner.store, self.owner.checkpoints
+        keep = [Path(best)] if best else []
         if args.save_top_k is not None and (metric := args.metric_for_best_model) is not None:
             steps = eval_loop.best_steps(log_history, metric, bool(args.greater_is_better))
             keep += [path for step in steps if (path := store.path(step)).is_dir()][: args.save_top_k]
-        self.owner.checkpoints.rotate([*keep, *(self.owner.uploader.in_use if args.push_to_hub else [])])
+        keep += self.owner.uploader.in_use if args.push_to_hub else []
+        limit = args.save_total_limit or 1 if args.save_top_k else checkpoints.limit  # the best ones are in `keep`
+        checkpoints.on_savers(functools.partial(store.rotate, limit, keep))
 
     def upload(self, checkpoint: Path | None, state: TrainerState, at_end: bool = False) -> None:
         """Queue for the Hub what the strategy asks for; the thread that uploads never stops the run."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from posttrain.core.losses import normalization, scale_check
+from posttrain.core.models.wrapping import local_part
 from posttrain.core.training import override_checks
 
 if TYPE_CHECKING:
@@ -56,13 +57,27 @@ class Scaling:
             return True
         return bool(torch.isfinite(loss))
 
-    def why_no_counts(self) -> str | None:
-        """Why gradients of a loss given as (sum, count) could not be divided afterwards; None: they can."""
-        if self.owner.dist.world_size > 1 and not self.owner.args.average_tokens_across_devices:
-            return "average_tokens_across_devices=False averages over processes, whatever they counted."
-        if self.owner.dist.uses_deepspeed or self.steps_in_backward:
-            return "the weights are changed, or gradients taken over, during the backward pass."
-        return None
+    def divided(
+        self, losses: list[torch.Tensor], counts: torch.Tensor, num_items: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(the shares of a window's loss, the items that they are a mean over), where losses came as (sum, count): they
+        and the gradients are divided by the sum of the `counts` over all processes instead of by `num_items`.
+        """
+        args, dist, why_not = self.owner.args, self.owner.dist, None
+        if num_items is None:  # the only micro-batch, which was divided by its count
+            return losses, counts
+        if dist.world_size > 1 and not args.average_tokens_across_devices:
+            why_not = "average_tokens_across_devices=False averages over processes, whatever they counted."
+        elif dist.uses_deepspeed or self.steps_in_backward:
+            why_not = "the weights are changed, or gradients taken over, during the backward pass."
+        if why_not is not None:
+            raise ValueError(f"compute_loss returned (sum, count), and {why_not} Return sum / num_items_in_batch.")
+        counts = dist.sum(counts)
+        factor = torch.where(counts > 0, num_items.clamp(min=1) / counts, 0.0)
+        for parameter in self.owner.run.parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).mul_(factor)
+        return [loss * factor for loss in losses], counts
 
 
 def declared_mean(owner: Trainer) -> bool | None:

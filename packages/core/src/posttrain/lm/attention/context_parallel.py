@@ -28,7 +28,7 @@ from torch import nn
 
 from posttrain.core.data.host_copies import on_host, send
 from posttrain.core.distributed.world import WHOLE_ROWS, whole_rows
-from posttrain.core.models.wrapping import base_model, body_of
+from posttrain.core.models.wrapping import base_model, body_of, setting
 from posttrain.lm.attention import varlen_attention
 from posttrain.lm.attention.attention_blocks import Blocks, Layout, piece_by_piece
 from posttrain.lm.attention.segments import Segments
@@ -49,7 +49,7 @@ class _Slicing:
     head_reads_slices: bool = False
 
 
-_SLICING: WeakKeyDictionary[nn.Module, _Slicing] = WeakKeyDictionary()  # by the body of a model
+SLICING: WeakKeyDictionary[nn.Module, _Slicing] = WeakKeyDictionary()  # by the body of a model
 
 
 def enable(model: nn.Module, group: Any) -> None:
@@ -59,12 +59,12 @@ def enable(model: nn.Module, group: Any) -> None:
         ValueError: for a problem from `problem_of`.
     """
     body = body_of(model)
-    if body in _SLICING:
+    if body in SLICING:
         return
     if problem := problem_of(model):
         raise ValueError(f"cp_size={torch.distributed.get_world_size(group)}: {problem} Set cp_size=1.")
     varlen_attention.enable_segments(body)
-    _SLICING[body] = _Slicing(group)
+    SLICING[body] = _Slicing(group)
     body.register_forward_pre_hook(_enter, with_kwargs=True)
     body.register_forward_hook(_leave)
 
@@ -75,7 +75,7 @@ def problem_of(model: nn.Module) -> str | None:
     name = type(base).__name__
     if body is base:
         return f"{name} has no body apart from its head, whose rows could be cut."
-    if getattr(base.config, "output_router_logits", False):
+    if setting(base.config, "output_router_logits"):
         return f"{name} adds a loss over the routes of all tokens (output_router_logits); each process has a slice."
     with whole_rows():
         return varlen_attention.segments_problem(body)
@@ -86,7 +86,7 @@ def head_reads_slices(model: nn.Module) -> Iterator[_Slicing | None]:
     """Within this context the head of `model` is given the hidden states of this process's slice, if it computes
     slices: ``.current`` then says which.
     """
-    slicing = _SLICING.get(body_of(model))
+    slicing = SLICING.get(body_of(model))
     if slicing is None:
         yield None
         return
@@ -99,7 +99,7 @@ def head_reads_slices(model: nn.Module) -> Iterator[_Slicing | None]:
 
 def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs of `body` for the slice of this process."""
-    slicing = _SLICING[body]
+    slicing = SLICING[body]
     slicing.current = None
     cache = kwargs.get("cache", kwargs.get("past_key_values"))  # so named before transformers 5.24
     cached = cache is not None or kwargs.get("use_cache") is True
@@ -134,7 +134,7 @@ def _enter(body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
 def _leave(body: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """The hidden states of whole rows, unless the head reads slices."""
-    slicing = _SLICING[body]
+    slicing = SLICING[body]
     if slicing.current is None or slicing.head_reads_slices:
         return output
     if isinstance(output, tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import adapters_of, base_model
+from posttrain.core.models.wrapping import adapters_of, base_model, setting
 from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 
 
@@ -54,7 +54,7 @@ def check_packing(model: nn.Module, max_length: int | None) -> None:
         raise ValueError(f"{problem} Set packing=False and padding_free=False, so that each text has its own.")
     base = base_model(model)
     config = base.config.get_text_config()
-    found = getattr(config, "rope_parameters", None) or {}
+    found = setting(config, "rope_parameters") or {}
     rules = [found] if "rope_type" in found else [rule for rule in found.values() if isinstance(rule, dict)]
     limits = {
         "longrope": lambda rule: rule["original_max_position_embeddings"],

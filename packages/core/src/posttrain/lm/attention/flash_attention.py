@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, config_of, setting
 
 
 def reads_boundaries(model: nn.Module) -> bool:
@@ -50,4 +50,4 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
 
 def _is_flash(model: nn.Module) -> bool:
     config = config_of(model)
-    return "flash" in (getattr(config, "_attn_implementation", None) or "")
+    return "flash" in (setting(config, "_attn_implementation") or "")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy
-from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder
+from posttrain.core.models.wrapping import base_model, is_encoder_decoder, is_of_transformers
 
 
 class Known(NamedTuple):
@@ -50,7 +50,7 @@ def announce_masks(model: nn.Module) -> None:
     The results do not change. Nothing is done to models that are not of transformers. May be called again.
     """
     base = base_model(model)
-    if not hasattr(base, "set_attn_implementation") or config_of(base) is None:
+    if not is_of_transformers(base):
         return
     parts = {base}
     if is_encoder_decoder(base) and isinstance(base.get_encoder(), nn.Module):

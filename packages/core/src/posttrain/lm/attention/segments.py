@@ -89,7 +89,7 @@ class Segments:
     def position_ids(self) -> torch.Tensor:
         """(1, N) positions: 0 at a document's beginning, and on from a parent's end."""
         lengths = torch.tensor(self.lengths)
-        first = torch.tensor(self.offsets) - torch.tensor(self.starts)
+        first = torch.tensor(self.offsets) - (lengths.cumsum(0) - lengths)
         return (torch.arange(self.num_tokens) + torch.repeat_interleave(first, lengths)).unsqueeze(0)
 
     def segment_ids(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch import nn
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import PretrainedModel, base_model, config_of, text_part, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, base_model, is_of_transformers, text_part, unwrap
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, layout_of, piece_by_piece
 from posttrain.lm.attention.document_kernels import block_mask, bounds_of, document_kernel
@@ -67,10 +67,9 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
     """
     base = base_model(model)
     name = type(base).__name__
-    config = config_of(base)
-    if config is None or not hasattr(base, "set_attn_implementation"):
+    if not is_of_transformers(base):
         return f"{name} is no model of transformers, whose attention can be replaced."
-    if hasattr(model, "_orig_mod") or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
+    if hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None:
         return "The model is compiled, and would be compiled anew for each batch."
     if problem := document_positions.invocation_problem(model):
         return problem
@@ -258,7 +257,8 @@ def _attention_function(
             f"Segments of {segments.num_tokens} tokens were given to {rows} x {width} queries and {rows} x "
             f"{key.shape[2]} keys; pass the whole row at once, without a cache."
         )
-    query, key, value = (_flat(tensor) for tensor in (query, key, value))
+    if rows > 1:
+        query, key, value = map(_flat, (query, key, value))
     scaling = kwargs.get("scaling", args[0] if args else None)
     rule = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -274,7 +274,7 @@ def _attention_function(
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """(B, H, T, D) -> (1, H, B * T, D); a view where the memory is that of (B, T, H, D), as projections give it."""
     rows, heads, width, size = tensor.shape
-    return tensor if rows == 1 else tensor.transpose(1, 2).reshape(1, rows * width, heads, size).transpose(1, 2)
+    return tensor.transpose(1, 2).reshape(1, rows * width, heads, size).transpose(1, 2)
 
 
 def _eager_function(module: nn.Module) -> Callable[..., Any]:

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, value_of
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import EpochSampler, columns_of, is_stream, transforms_rows
 from posttrain.core.errors import DataError, did_you_mean
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models.special_tokens import tokenizer_of
-from posttrain.core.models.wrapping import PretrainedModel, is_encoder_decoder, unwrap
+from posttrain.core.models.wrapping import PretrainedModel, config_of, generation_config, is_encoder_decoder, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class GenerationArguments:
     )
 
     def _problems(self) -> Iterator[str]:
-        if self.predict_with_generate and getattr(self, "prediction_loss_only", False):
+        if self.predict_with_generate and value_of(self, "prediction_loss_only"):
             yield "predict_with_generate=True and prediction_loss_only=True cannot both hold; keep one"
         given = self.generation_config
         if given is not None and not (isinstance(given, (str, Path, Mapping)) or hasattr(given, "validate")):
@@ -237,7 +237,7 @@ def padding_id(processing_class: Any, model: nn.Module) -> int:
         ValueError: there is neither.
     """
     tokenizer = tokenizer_of(processing_class)
-    for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
+    for source in (tokenizer, generation_config(model), config_of(model)):
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(source, name, None)
             token = token[0] if isinstance(token, (list, tuple)) else token

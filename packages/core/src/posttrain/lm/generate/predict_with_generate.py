@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core.data.samplers import inner_sampler
 from posttrain.core.errors import checked_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.models import wrapping
@@ -70,7 +71,7 @@ class GeneratesText(Trainer):
     ) -> EvalLoopOutput:
         """Evaluates, then logs generated texts."""
         if self._generation.predict_with_generate:
-            longest = getattr(getattr(dataloader, "sampler", None), "longest_target", None)
+            longest = getattr(inner_sampler(dataloader), "longest_target", None)
             self._gen_kwargs = generate.options(self._generation, self._given, self.model, longest)
             if self.lean_generator is not None:
                 self.lean_generator.refresh()

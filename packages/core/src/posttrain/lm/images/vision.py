@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from posttrain.core.errors import DataError, require
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, sees_images, setting
 from posttrain.lm.images.blank_images import always_see
 from posttrain.lm.images.image_positions import ImageExample, SeenPrompt
 from posttrain.lm.images.images import IMAGE_COLUMNS, IMAGE_PARTS, VIDEO_COLUMNS, Video, images_of, videos_of
 from posttrain.lm.loading.loading import CANNOT_SEE
 from posttrain.lm.text.chat_template import PLACEHOLDER, Template
+from posttrain.lm.text.layouts import template_of
 from posttrain.lm.text.tokenization import Span
 
 #: Attributes of processors and configs that hold the ids of image placeholders and their edges.
@@ -47,17 +48,15 @@ def check_processor(processor: Any) -> None:
 
 def check_model(model: torch.nn.Module) -> None:
     """Raise TypeError where `model` cannot see images."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "vision_config", None) is not None or hasattr(model, "get_image_features"):
+    config = setting(model, "config")
+    if config is None or sees_images(config) or hasattr(model, "get_image_features"):
         return
     raise TypeError(CANNOT_SEE.format(type(model).__name__))
 
 
 def image_token_id(model: Any) -> int | None:
     """The id in whose places `model` puts the features of images."""
-    config = getattr(model, "config", None)
-    names = ("image_token_id", "image_token_index")
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return setting(setting(model, "config"), "image_token_id", "image_token_index")
 
 
 def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], list[Any]]:
@@ -199,8 +198,8 @@ class VisionProcessor:
     def __init__(self, processor: Any, model: Any = None) -> None:
         check_processor(processor)
         self.processor, self.tokenizer = processor, processor.tokenizer
-        holders = (processor, getattr(model, "config", None))
-        named = {getattr(holder, name, None) for holder in holders for name in PLACEHOLDERS}
+        holders = (processor, setting(model, "config"))
+        named = {setting(holder, name) for holder in holders for name in PLACEHOLDERS}
         self.placeholders = frozenset(number for number in named if isinstance(number, int))
         self.image_token_id = image_token_id(model)
         found = processor(text=["a"], add_special_tokens=False)
@@ -221,7 +220,7 @@ class VisionProcessor:
 
     def template_kwargs(self, kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Variables for the chat template, with the processor's own template, which shows images."""
-        template = getattr(self.processor, "chat_template", None)
+        template = template_of(self.processor)
         return ({"chat_template": template} if isinstance(template, str) else {}) | dict(kwargs or {})
 
     def end_tokens(self, kwargs: Mapping[str, Any] | None = None) -> set[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, validate
+from posttrain.core.config import ConfigMeta, JSONObject, Resolved, opt, set_among, validate
 from posttrain.core.data import accelerator
 from posttrain.core.errors import missing, require
 from posttrain.core.fields.old_names import AnswersToOldNames
@@ -113,7 +113,7 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
 
     def _preflight(self) -> Iterator[str | Exception]:
         if self.model_name_or_path is not None:
-            quantized = {name: True for name in BITS if getattr(self, name)}
+            quantized = dict.fromkeys(set_among(self, *BITS), True)
             yield from loading_problems(self.model_name_or_path, self.model_init_kwargs() | quantized)
         if self.use_peft:
             error = missing("peft", "posttrain-core[peft]", "use_peft=True")

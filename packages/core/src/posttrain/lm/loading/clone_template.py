@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from posttrain.core.models.wrapping import PretrainedModel
+from posttrain.core.models.wrapping import PretrainedModel, generation_config
 from posttrain.lm.loading.loading import load_tokenizer
 
 
@@ -86,7 +86,7 @@ def setup_chat_format(
     )
     tokenizer.chat_template = CHATML
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
-    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
+    for config in (model.config.get_text_config(), generation_config(model)):
         if config is not None:
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id

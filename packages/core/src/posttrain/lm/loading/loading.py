@@ -88,7 +88,7 @@ def load_causal_lm(
         config = _config(path, kwargs)
         # transformers puts it in the place of the config's, and the base of the angles would be lost with that.
         if rope := kwargs.pop("rope_scaling", None) or kwargs.get("rope_parameters"):
-            own = getattr(config, "rope_parameters", None) or {}
+            own = wrapping.setting(config, "rope_parameters") or {}
             kwargs["rope_parameters"] = {n: own[n] for n in ("rope_theta", "partial_rotary_factor") if n in own} | rope
         name = auto_class
         if auto_class in (READING[0], SEEING[0]):
@@ -96,7 +96,7 @@ def load_causal_lm(
         loader: Any = getattr(transformers, name) if isinstance(name, str) else name
         model = loader.from_pretrained(path, **kwargs)
     obey_softcap(model)
-    stored_otherwise = getattr(config, "quantization_config", None) is not None
+    stored_otherwise = wrapping.setting(config, "quantization_config") is not None
     return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
 
 
@@ -106,7 +106,7 @@ def obey_softcap(model: nn.Module) -> None:
     So it is with Gemma 2 in transformers 5.17, which chooses torch's attention for it; later ones do not.
     """
     base = base_model(model)
-    if wrapping.config_of(base) is None or not hasattr(base, "set_attn_implementation"):
+    if not wrapping.is_of_transformers(base):
         return
     reader = wrapping.text_part(base)
     softcap = vars(reader.config).get("attn_logit_softcapping")
@@ -288,6 +288,11 @@ def explain_missing(path: str, what: str) -> Iterator[None]:
         ) from error
 
 
+def has_routers(config: Any) -> bool:
+    """Whether a model with this config, of its text, is a mixture of experts that tells what its routers say."""
+    return hasattr(config, "output_router_logits")
+
+
 def router_coefficient(model: nn.Module, given: float | None) -> float:
     """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0.
 
@@ -296,7 +301,7 @@ def router_coefficient(model: nn.Module, given: float | None) -> float:
     """
     base = base_model(model)
     config = wrapping.text_config(wrapping.config_of(base))
-    if hasattr(config, "output_router_logits"):
+    if has_routers(config):
         return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
     if given:
         raise ValueError(

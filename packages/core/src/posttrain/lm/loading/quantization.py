@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from posttrain.core.errors import require
-from posttrain.core.models.wrapping import PretrainedModel
+from posttrain.core.models.wrapping import PretrainedModel, setting
 
 BITS = ("load_in_4bit", "load_in_8bit")
 
@@ -34,7 +34,7 @@ def asked_bits(kwargs: dict[str, Any] | None, quantization_config: Any = None) -
 
 
 def _asks(config: Any, name: str) -> bool:
-    return bool(config.get(name) if isinstance(config, dict) else getattr(config, name, None))
+    return bool(config.get(name) if isinstance(config, dict) else setting(config, name))
 
 
 def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.data.host_copies import host_copy, know, places_of
+from posttrain.core.data.host_copies import host_copy, send
 from posttrain.core.losses.logits import dynamic_weights
 from posttrain.lm.loss.tiles import Options, SummedLoss, TokenLosses, needs_grad, product_dtype
 from posttrain.lm.loss.vocabulary_slices import Slice
@@ -39,7 +39,8 @@ TOKEN_STATS = ("correct", "entropy", "mean_logit", "log_collision")
 def labelled_places(labels: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
     """(M,) where the flattened `labels` hold one; waits for the device only where the host knows nothing of them."""
     copy = host_copy(labels)
-    return places_of(know(labels != ignore_index, None if copy is None else copy != ignore_index))
+    places = torch.ne(labels if copy is None else copy, ignore_index).reshape(-1).nonzero().squeeze(1)
+    return places if copy is None else send(places, labels.device)
 
 
 # --------------------------------------------------------------------------------------------------- from hidden states

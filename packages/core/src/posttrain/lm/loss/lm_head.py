@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,38 +49,28 @@ class CausalHead:
         """(weight, its other arguments of `linear_cross_entropy`): where tensor parallelism has split the head, those
         of this process, whose `part` says which tokens of the vocabulary they are of.
         """
-        weight, part = vocabulary_slices.of_weight(self.linear.weight)
-        bias = self.bias
-        if self.linear.bias is not None and part is not None:
-            bias, part_of_bias = vocabulary_slices.of_weight(self.linear.bias)
+        weight: torch.Tensor = self.linear.weight
+        bias: torch.Tensor | None = self.linear.bias
+        part: vocabulary_slices.Slice | None = None
+        if hasattr(weight, "full_tensor"):
+            weight, part = vocabulary_slices.of_weight(weight)
+            bias, part_of_bias = (None, part) if bias is None else vocabulary_slices.of_weight(bias)
             if part != part_of_bias:
                 weight, bias, part = self.weight, self.bias, None
         return weight, {"bias": bias, "part": part, "softcap": self.softcap, "scale": self.scale}
 
     @property
     def weight(self) -> torch.Tensor:
-        return _whole(self.linear.weight)
+        return wrapping.whole(self.linear.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return None if self.linear.bias is None else _whole(self.linear.bias)
+        return None if self.linear.bias is None else wrapping.whole(self.linear.bias)
 
 
 def supports_loss_in_head(model: nn.Module) -> str | None:
     """Why `loss_in_head` cannot be used on `model`, as a sentence; None if it can."""
-    wrapped = cast("PretrainedModel", model)
-    while wrapped is not unwrap(wrapped):
-        if hasattr(wrapped, "_orig_mod"):
-            return "The model is compiled: its head is part of the compiled graph."
-        if type(wrapped) is nn.DataParallel:
-            return "The model is in nn.DataParallel, which copies it for every forward."
-        wrapped = wrapped.module
-    if getattr(wrapped, "_compiled_call_impl", None) is not None:
-        return "The model is compiled: its head is part of the compiled graph."
-    head, reason = find_head(model)
-    if head is not None and head.softcap is not None and head.softcap_switch is None:
-        return f"{type(base_model(model)).__name__} caps its logits, and no field of its config turns that off."
-    return reason
+    return find_head(model)[1]
 
 
 def loss_in_head(
@@ -143,12 +133,14 @@ def loss_in_head(
 def logps_in_head(
     model: nn.Module,
     labels: torch.Tensor,
+    head: CausalHead | None = None,
     *,
     shifted: bool = False,
     temperature: float = 1.0,
     stats: tuple[str, ...] = (),
 ) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are the (B, T) log-probabilities of the labels, 0 where ignored.
+    `head` is that which `find_head` has found; None: it is looked for here.
 
     With S names of `posttrain.lm.loss.language_modeling.TOKEN_STATS` as `stats` they are (1 + S, B, T), those detached.
     """
@@ -163,7 +155,7 @@ def logps_in_head(
             scores = part.join(scores, scores.ndim - 1)
         return scores[..., scores.shape[-1] - targets.shape[1] :]
 
-    return _head_replaced(model, logps, by_slices=True)
+    return _head_replaced(model, logps, by_slices=True, head=head)
 
 
 @contextlib.contextmanager
@@ -233,7 +225,10 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     must not change meanwhile. Only on the CPU, for an unsharded `nn.Linear` with products in float32.
     """
     linear = output_embedding(model)
-    if linear is None or not _can_be_packed(linear) or _is_sharded(model):
+    if type(linear) is not nn.Linear or {"forward", "_old_forward"} & set(vars(linear)):
+        return contextlib.nullcontext()
+    weight = linear.weight
+    if _is_sharded(model) or not gains_from_packing(weight, product_dtype(weight, weight), weight.numel()):
         return contextlib.nullcontext()
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
     bias = None if linear.bias is None else linear.bias.detach().float()
@@ -242,14 +237,6 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
 
     return forward_replaced(linear, forward)
-
-
-def _can_be_packed(linear: nn.Module) -> TypeGuard[nn.Linear]:
-    return (
-        type(linear) is nn.Linear
-        and gains_from_packing(linear.weight, product_dtype(linear.weight, linear.weight), linear.weight.numel())
-        and not {"forward", "_old_forward"} & set(vars(linear))
-    )
 
 
 def gains_from_packing(weight: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
@@ -277,35 +264,35 @@ def _aligned(
 
 
 @contextlib.contextmanager
-def _head_replaced(model: nn.Module, function: Callable[..., torch.Tensor], by_slices: bool = False) -> Iterator[None]:
+def _head_replaced(
+    model: nn.Module, function: Callable[..., torch.Tensor], by_slices: bool = False, head: CausalHead | None = None
+) -> Iterator[None]:
     """Let the head return ``function(hidden, head)`` as the logits.
 
     Args:
         by_slices: it is ``function(hidden, head, part)``; where processes compute slices of the rows, `hidden` are the
             states of this one's slice, which is `part`. None: whole rows.
     """
-    if reason := supports_loss_in_head(model):
+    found, reason = (head, None) if head is not None else find_head(model)
+    if found is None:
         raise ValueError(reason)
-    head = cast("CausalHead", find_head(model)[0])
-    linear = head.linear
-    config = base_model(model).config.get_text_config()
-    if head.softcap is not None and head.softcap_switch is not None:
-        setattr(config, head.softcap_switch, None)
     # accelerate's device hooks call the forward they found; replace that one and let them move the tensors.
-    name = "_old_forward" if "_old_forward" in vars(linear) else "forward"
-    slices = context_parallel.head_reads_slices(model) if by_slices else contextlib.nullcontext()
-    try:
-        with slices as slicing:
+    name = "_old_forward" if "_old_forward" in vars(found.linear) else "forward"
+    with contextlib.ExitStack() as stack:
+        slicing = None
+        if by_slices and context_parallel.SLICING:
+            slicing = stack.enter_context(context_parallel.head_reads_slices(model))
+        if found.softcap_switch is not None:
+            config = base_model(model).config.get_text_config()
+            setattr(config, found.softcap_switch, None)
+            stack.callback(setattr, config, found.softcap_switch, found.softcap)
 
-            def replaced(hidden: torch.Tensor) -> torch.Tensor:
-                part = [None if slicing is None else slicing.current] if by_slices else []
-                return function(hidden, head, *part) / head.scale  # the model will multiply it by the scale
+        def replaced(hidden: torch.Tensor) -> torch.Tensor:
+            part = [None if slicing is None else slicing.current] if by_slices else []
+            return function(hidden, found, *part) / found.scale  # the model will multiply it by the scale
 
-            with forward_replaced(linear, replaced, name):
-                yield
-    finally:
-        if head.softcap is not None and head.softcap_switch is not None:
-            setattr(config, head.softcap_switch, head.softcap)
+        stack.enter_context(forward_replaced(found.linear, replaced, name))
+        yield
 
 
 #: (softcap, scale, the field that turns the softcap off) of a head, or why logits do not follow from it.
@@ -314,11 +301,20 @@ _HEADS: WeakKeyDictionary[nn.Module, Found] = WeakKeyDictionary()
 
 
 def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
-    """The output embedding of `model` if it determines the logits exactly, or None and why not.
+    """The output embedding of `model` if it determines the logits exactly and can be replaced, or None and why not.
 
     Test: the model runs with known numbers instead of its head's output, and its logits must equal these, up to a
     softcap and a scale in its config. The trial is made once for each head.
     """
+    wrapped = cast("PretrainedModel", model)
+    while wrapped is not unwrap(wrapped):
+        if hasattr(wrapped, "_orig_mod"):
+            return None, "The model is compiled: its head is part of the compiled graph."
+        if type(wrapped) is nn.DataParallel:
+            return None, "The model is in nn.DataParallel, which copies it for every forward."
+        wrapped = wrapped.module
+    if wrapped._compiled_call_impl is not None:
+        return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:
         return None, f"{_name(model)} names no output embedding (get_output_embeddings())."
@@ -333,7 +329,12 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
         except Exception as error:  # any model may be unable to read two tokens, and then it keeps its own loss
             return None, f"{_name(model)} could not be tried on two tokens: {type(error).__name__}: {error}"
     found = _HEADS[linear]
-    return (None, found) if isinstance(found, str) else (CausalHead(linear, *found), None)
+    if isinstance(found, str):
+        return None, found
+    softcap, scale, switch = found
+    if softcap is not None and switch is None:
+        return None, f"{_name(model)} caps its logits, and no field of its config turns that off."
+    return CausalHead(linear, softcap, scale, switch), None
 
 
 def _name(model: nn.Module) -> str:
@@ -345,7 +346,7 @@ def _try_head(base: PretrainedModel, linear: nn.Linear) -> Found:
     name, config = type(base).__name__, base.config.get_text_config()
 
     def named(names: tuple[str, ...]) -> list[tuple[str, float]]:
-        values = [(name, getattr(config, name, None)) for name in names]
+        values = [(name, wrapping.setting(config, name)) for name in names]
         return [(name, float(value)) for name, value in values if isinstance(value, (int, float)) and value]
 
     scales = [1.0] + [each for _, value in named(SCALE_NAMES) for each in (value, 1 / value)]
@@ -434,8 +435,3 @@ def _is_sharded(model: nn.Module) -> bool:
     """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    """`tensor` whole, gathered where tensor parallelism has split it; its gradient is cut again."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

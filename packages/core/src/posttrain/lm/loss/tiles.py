@@ -86,7 +86,8 @@ class Tiles:
         self.rule: dict[str, Any] = {"softcap": options.softcap, "scale": options.scale}
         self.rule |= {"temperature": options.temperature, "smoothing": options.label_smoothing}
         #: Whether one kernel scores a tile; not where it would also sum gradients over rows, or weigh them.
-        self.fuses = options.part is None and bias is None and not options.dft and fused_scores.can_score(self.tile)
+        is_plain = options.part is None and bias is None and not options.dft
+        self.fuses = is_plain and not on_cpu and fused_scores.can_score(self.tile)
 
     @functools.cached_property
     def probabilities(self) -> torch.Tensor:

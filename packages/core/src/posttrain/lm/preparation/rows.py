@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from posttrain.core.config import values_of
 from posttrain.core.errors import DataError
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.images.images import ImageReader
 from posttrain.lm.images.vision import VisionProcessor
 from posttrain.lm.text import chat_template, tokenization
+from posttrain.lm.text.tokenization import is_fast
 
 INT32_MAX = 2**31 - 1
 NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -112,9 +113,10 @@ class RowPreparation:
         from datasets.fingerprint import Hasher
 
         tokenizer = self.tokenizer
-        arguments = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tokenizer"}
+        arguments = values_of(self)
+        del arguments["tokenizer"]
         function = arguments.pop("formatting_func", None)
-        if getattr(tokenizer, "is_fast", False):
+        if is_fast(tokenizer):
             backend = tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()

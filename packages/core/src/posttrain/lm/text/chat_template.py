@@ -22,6 +22,7 @@ from posttrain.lm.text.tokenization import (
     encode_fast,
     encode_texts,
     has_doubled_bos,
+    is_fast,
     special_tokens_around,
     token_at,
 )
@@ -361,7 +362,7 @@ class Template:
         """The length of the common prefix of two texts, without the start of a token that differs."""
         agreed = len(os.path.commonprefix([ending, rest]))
         # "<|end|>" and "<|eos|>" agree on nothing, not on "<|".
-        if agreed and getattr(self.tokenizer, "is_fast", False):
+        if agreed and is_fast(self.tokenizer):
             for text in (ending, rest):
                 encoding = encode_fast(self.tokenizer, [text[: agreed + 64]])[0]
                 token, crosses = token_at(encoding, agreed, min(len(text), agreed + 64))

@@ -97,9 +97,14 @@ def how_read(dataset: Any, tokenizer: Any, kinds: Sequence[str]) -> str:
     return PLAIN if chats and any(_is_text(dataset, kind, names) for kind in kinds) else ""
 
 
+def template_of(tokenizer: Any) -> Any | None:
+    """The chat template of a tokenizer, or of a processor: a text, or several by name; None without one."""
+    return getattr(tokenizer, "chat_template", None)
+
+
 def has_template(tokenizer: Any) -> bool:
     """Whether the model of `tokenizer` reads conversations."""
-    return getattr(tokenizer, "chat_template", None) is not None
+    return template_of(tokenizer) is not None
 
 
 def _layout(columns: Sequence[str], kinds: Iterable[str]) -> dict[str, str] | None:

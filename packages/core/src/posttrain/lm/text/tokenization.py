@@ -34,6 +34,11 @@ class Encoding(NamedTuple):
     cut: bool
 
 
+def is_fast(tokenizer: Any) -> bool:
+    """Whether `tokenizer` is one of the library tokenizers, which knows where each token stands in the text."""
+    return bool(getattr(tokenizer, "is_fast", False))
+
+
 def encode_texts(
     tokenizer: Any, texts: Sequence[str], spans: Sequence[list[Span] | None] | None = None
 ) -> list[Encoding]:
@@ -49,7 +54,7 @@ def encode_texts(
     stays whole and the crossing token is trained on.
     """
     marks_of: Sequence[Any] = spans or [None] * len(texts)
-    if not getattr(tokenizer, "is_fast", False):
+    if not is_fast(tokenizer):
         whole = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         return [
             Encoding(ids, None, False) if marks is None else _encode_pieces(tokenizer, text, marks, ids)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.config import value_of
 from posttrain.core.errors import did_you_mean
 from posttrain.core.models.special_tokens import ensure_pad_token, tokenizer_of
 
@@ -52,11 +53,11 @@ def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
     """
     for problem in token_problems(tokenizer, args):
         raise problem
-    if (path := getattr(args, "chat_template_path", None)) is not None:
+    if (path := value_of(args, "chat_template_path")) is not None:
         tokenizer.chat_template = load_template(path, args.trust_remote_code)
     words = tokenizer_of(tokenizer)  # a processor's
     for name in ("eos_token", "pad_token"):
-        if (token := getattr(args, name, None)) is not None:
+        if (token := value_of(args, name)) is not None:
             setattr(words, name, token)
     if done := ensure_pad_token(tokenizer):
         logger.info(done)
@@ -72,7 +73,7 @@ def token_problems(tokenizer: Any, args: Any) -> Iterator[ValueError]:
                 f"load it without {name}."
             )
     for name in ("eos_token", "pad_token"):
-        token = getattr(args, name, None)
+        token = value_of(args, name)
         if token is not None and words.convert_tokens_to_ids(token) in (None, words.unk_token_id):
             near = did_you_mean(token, words.all_special_tokens)
             yield ValueError(f"{name}={token!r} is not in the tokenizer's vocabulary{near}; name a token that is.")

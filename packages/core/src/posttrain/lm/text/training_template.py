@@ -15,6 +15,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text import turn_closers
 from posttrain.lm.text.chat_template import GENERATION_TAG, PLACEHOLDER, Message, Template
+from posttrain.lm.text.layouts import template_of
 
 # The whole template becomes a macro, which renders the conversation up to each turn. A turn is what its rendering adds
 # to the generation prompt. What follows the turn is found by the length of its rendering or, where the template renders
@@ -128,7 +129,7 @@ def get_training_chat_template(processing_class: Any) -> str | None:
         ValueError: there is no chat template, or it does not show where the turns start and stop.
     """
     words = tokenizer_of(processing_class)
-    source = getattr(processing_class, "chat_template", None) or getattr(words, "chat_template", None)
+    source = template_of(processing_class) or template_of(words)
     source = source.get("default") if isinstance(source, dict) else source
     if not source:
         raise ValueError("There is no chat template to mark. Set chat_template of the tokenizer, or load one with it.")
@@ -178,11 +179,6 @@ def _words(messages: Sequence[Message]) -> list[str]:
     return re.findall(r"posttrain\w+", str(list(messages)))
 
 
-def _until_its_end(text: str) -> str:
-    """A rendered probe without the tokens that end it: some templates end a conversation otherwise than a turn."""
-    return text[: max(found.end() for found in re.finditer(r"posttrain\w+", text))]
-
-
 def _faults(words: Any, source: str, template: str, probes: Sequence[list[Message]]) -> Iterator[str]:
     """What `template` does wrong on the probes, compared with its `source`."""
     before, after = (Template(words, chat_template_kwargs={"chat_template": text}) for text in (source, template))
@@ -197,7 +193,9 @@ def _faults(words: Any, source: str, template: str, probes: Sequence[list[Messag
         said = _words([message for message in messages if message["role"] == "assistant"])
         if _words([{"role": "assistant", "content": marked}]) != said:
             yield "the marks are not around the assistant's turns alone"
-        if not all(text.startswith(_until_its_end(shorter)) for shorter in earlier[1:]):
+        # Without the tokens that end it: some templates end a conversation otherwise than a turn.
+        ends = (max(found.end() for found in re.finditer(r"posttrain\w+", shorter)) for shorter in earlier[1:])
+        if not all(text.startswith(shorter[:end]) for shorter, end in zip(earlier[1:], ends, strict=True)):
             yield "earlier turns are rendered otherwise in a longer conversation"
         if earlier[1] != before.render(messages[:2]) + turn_closers.after(before.turn_closers, messages[:2]):
             yield "a single turn is rendered otherwise"

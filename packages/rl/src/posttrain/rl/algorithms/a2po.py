@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from posttrain.core.arguments import TrainingArguments
-from posttrain.core.config import opt
+from posttrain.core.config import opt, value_of
 from posttrain.core.data.samplers import is_stream, mix
 from posttrain.core.errors import DataError, write_text
 from posttrain.core.state import EvalLoopOutput, TrainOutput
@@ -33,6 +33,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.trainer import RolloutTrainer
 from posttrain.rl.policy.logprobs import CompletionLogps
 from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.samples.prompts import rows_at
 from posttrain.rl.samples.samples import Rollout, Sample
 
 logger = logging.getLogger(__name__)
@@ -130,8 +131,7 @@ class A2POTrainer(RolloutTrainer):
                     "All completions of the reference scored 0, so no prompt is left. Give easier prompts, raise "
                     "num_value_samples, or set filter_all_incorrect=False."
                 )
-            data = self.train_dataset
-            self.train_dataset = data.select(kept) if hasattr(data, "select") else [data[i] for i in kept]
+            self.train_dataset = rows_at(self.train_dataset, kept)
 
     def _sample_values(self, rows: Sequence[Any]) -> None:
         size, n = self.layout.per_process, self.args.num_value_samples
@@ -168,7 +168,7 @@ class A2POTrainer(RolloutTrainer):
         args, reference = self.args, self.reference
         names = ("num_value_samples", "max_completion_length", "temperature", "top_p", "top_k", "seed")
         state = {} if reference is None else reference.state_dict()
-        return {"reference": state.get("fingerprint")} | {name: getattr(args, name) for name in names}
+        return {"reference": state.get("fingerprint")} | {name: value_of(args, name) for name in names}
 
     def value(self, prompt: Any) -> float:
         """The estimated value of a prompt under the best policy. Raise DataError if it was not among those that the

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import JSONObject, opt
+from posttrain.core.config import JSONObject, opt, set_among, value_of
 from posttrain.core.data import pipeline
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import mix
@@ -189,7 +189,7 @@ class DistillationTrainer(RolloutTrainer):
     ) -> None:
         given = passed_on(locals(), "teacher_model")
         args = given["args"] = self.config_class() if args is None else args
-        named = getattr(args, "teacher_model_name_or_path", None)
+        named = value_of(args, "teacher_model_name_or_path")
         self.given_reference = named if teacher_model is None else teacher_model
         super().__init__(**given)
         self.teacher_model, self.lmbda, self.seq_kd = self.ref_model, args.lmbda, args.seq_kd
@@ -213,13 +213,11 @@ class DistillationTrainer(RolloutTrainer):
                 "teacher_server_urls."
             )
         if not isinstance(parts.ref_model, (str, os.PathLike)):
-            for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
-                if getattr(args, name):
-                    yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
+            for name in set_among(args, "teacher_model_init_kwargs", "teacher_model_revision"):
+                yield ValueError(f"{name} is for a teacher given by name, which this one is not; leave it out.")
         if any(map(has_images, (parts.train_dataset, parts.eval_dataset))):
-            for name in (*BEHIND_SERVERS.split("|"), "teacher_tokenizer_name_or_path", "use_uld_loss"):
-                if getattr(args, name, None):
-                    yield f"{name} is not supported for prompts with images, which the teacher reads too"
+            for name in set_among(args, *BEHIND_SERVERS.split("|"), "teacher_tokenizer_name_or_path", "use_uld_loss"):
+                yield f"{name} is not supported for prompts with images, which the teacher reads too"
         if args.max_length is not None and parts.others.get("agent"):
             yield ValueError(
                 "max_length is for prompts of rows, and an agent makes its own; set max_completion_length."

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, value_of
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.losses.policy_losses import Policy, of_trajectory
 from posttrain.rl.online.reporting import log_clipping
@@ -38,7 +38,7 @@ class GMPOConfig(GRPOConfig):
 
     def _problems(self) -> Iterator[str]:
         for name, usual in (("delta", None), ("importance_sampling_level", "token"), ("turn_credit", "outcome")):
-            if (given := getattr(self, name)) != usual:
+            if (given := value_of(self, name)) != usual:
                 yield f"{name}={given!r} has no effect: GMPO bounds each token and compares completions; leave it out"
 
 

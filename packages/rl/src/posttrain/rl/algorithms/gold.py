@@ -104,7 +104,7 @@ class GOLDTrainer(GKDTrainer):
         """With ``use_uld_loss``, by default that beside the teacher's weights. Raise ValueError if it is not known."""
         if not self.args.use_uld_loss:
             return None
-        beside = getattr(wrapping.base_model(reference.model).config, "_name_or_path", "")
+        beside = wrapping.base_name(reference.model)
         if name := self.args.teacher_tokenizer_name_or_path or beside:
             return str(name)
         raise ValueError("use_uld_loss=True needs the teacher's tokenizer: set teacher_tokenizer_name_or_path.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, value_of
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.losses.advantages import reinforce_plus_plus_advantages, total_rewards
 from posttrain.rl.losses.policy_losses import LOSSES
@@ -35,9 +35,9 @@ class ReinforcePlusPlusConfig(GRPOConfig):
             "turn_credit": "outcome",
         }
         for name, default in usual.items():
-            if getattr(self, name) != default:
+            if (given := value_of(self, name)) != default:
                 yield (
-                    f"{name}={str(getattr(self, name))!r} is of GRPO; REINFORCE++ normalises the summed rewards over "
+                    f"{name}={str(given)!r} is of GRPO; REINFORCE++ normalises the summed rewards over "
                     "the batch. Leave it out, or use GRPOTrainer"
                 )
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core import opt
+from posttrain.core.config import set_among
 from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import columns_of
 from posttrain.core.errors import DataError
@@ -71,9 +72,8 @@ class RewardConfig(PreferenceConfig):
     OLD_NAMES = {"max_prompt_length": Removed("a pair is judged as a whole, by max_length.", harmless=None)}
 
     def _problems(self):
-        for name in ("shared_prefix", "padding_free"):
-            if getattr(self, name):
-                yield f"{name}=True has no effect: a reward is read off the last token of a padded row; leave it out"
+        for name in set_among(self, "shared_prefix", "padding_free"):
+            yield f"{name}=True has no effect: a reward is read off the last token of a padded row; leave it out"
         if self.num_eval_samples:
             yield f"num_eval_samples={self.num_eval_samples} has no effect: a reward model writes nothing; set it to 0"
 

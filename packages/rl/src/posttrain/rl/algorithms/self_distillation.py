@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.core.config import opt
+from posttrain.core.config import opt, value_of
 from posttrain.core.data.host_copies import host_copy, know, places_of
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation.eval_loop import eval_mode
@@ -90,7 +90,7 @@ class SelfDistillationConfig(RolloutConfig):
     def _problems(self) -> Iterator[str]:
         if self.use_teacher_server:
             for name, needed in (("use_vllm", True), ("vllm_mode", "server"), ("teacher_model_kind", "live")):
-                if getattr(self, name) != needed:
+                if value_of(self, name) != needed:
                     yield f"use_teacher_server=True asks the server that samples, of the policy: set {name}={needed!r}"
             if self.distillation_mode == "full_logits":
                 yield "use_teacher_server=True: a server tells some tokens alone; set distillation_mode='topk_logits'"

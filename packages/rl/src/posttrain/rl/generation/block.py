@@ -83,7 +83,7 @@ class Block:
         self.room = len(order) if is_loose else self.room
         for layer, pair in self.own.items():
             keys, values = (part[: len(order)].clone() if is_loose else part[: len(order)] for part in pair)
-            self._set_own(layer, keys, values)
+            self.own[layer], self._slots[layer] = (keys, values), (keys.unbind(2), values.unbind(2))
         self._drop_prompts()
         self._place_rows()
         return order
@@ -142,24 +142,22 @@ class Block:
         """Put (R, G, D) of a token behind what the rows have generated; all of it: (R, G, step + 1, D)."""
         step = self.step
         if layer not in self.own or self.own[layer][0].shape[2] <= step:
-            before = self.own.get(layer, (None, None))
-            self._set_own(layer, self._grown(before[0], keys), self._grown(before[1], values))
+            self._grow(layer, keys, values)
         key_slots, value_slots = self._slots[layer]
         key_slots[step].copy_(keys)
         value_slots[step].copy_(values)
         own_keys, own_values = self.own[layer]
         return own_keys[:, :, : step + 1], own_values[:, :, : step + 1]
 
-    def _grown(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        rows, heads, size = like.shape
-        self.room, slots = rows, min(max(SLOTS, 2 * self.step), self.max_new)
-        new = like.new_zeros(rows, heads, slots, size)  # zeros: what is masked must be finite
-        if old is not None:
-            new[:, :, : self.step] = old[:, :, : self.step]
-        return new
-
-    def _set_own(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.own[layer], self._slots[layer] = (keys, values), (keys.unbind(2), values.unbind(2))
+    def _grow(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make room for more tokens with (R, G, D) keys and values like these, behind those of the rows so far."""
+        self.room, slots = len(keys), min(max(SLOTS, 2 * self.step), self.max_new)
+        # Zeros: what is masked must be finite.
+        new_keys, new_values = (x.new_zeros(*x.shape[:2], slots, x.shape[2]) for x in (keys, values))
+        if layer in self.own:
+            for new, old in zip((new_keys, new_values), self.own[layer], strict=True):
+                new[:, :, : self.step] = old[:, :, : self.step]
+        self.own[layer], self._slots[layer] = (new_keys, new_values), (new_keys.unbind(2), new_values.unbind(2))
 
     def attend(
         self,
@@ -179,7 +177,8 @@ class Block:
         prompts, written = self.prompts[layer], self.append(layer, key, value)
         if softcap or sinks is not None or (window is not None and self.longest >= window):
             return self._under_a_rule(query, *prompts, *written, scale, window, softcap, sinks).reshape(rows, -1)
-        out, sums = _attention(self._by_prompt(query), *prompts, self._prompt_bias(query.dtype), scale)
+        bias = self._prompt_bias(query.dtype) if self.is_ragged else None
+        out, sums = _attention(self._by_prompt(query), *prompts, bias, scale)
         own, own_sums = _attention(query, *written, None, scale)
         # Both are softmaxes of their own; what they were divided by joins them.
         if self._is_sorted:
@@ -211,10 +210,8 @@ class Block:
         out = self._by_row(torch.matmul(self._by_prompt(shares[..., :width]), values), heads)
         return out + torch.matmul(shares[..., width:], own_values)
 
-    def _prompt_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """(P, 1, 1, width) -inf where a prompt is padded; None where none is. Made anew where prompts have left."""
-        if not self.is_ragged:
-            return None
+    def _prompt_bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """(P, 1, 1, width) -inf where a prompt is padded. Made anew where prompts have left."""
         if self._padding is None or self._padding.dtype != dtype:
             hidden = torch.arange(self.width, device=self.lengths.device) >= self.lengths.unsqueeze(1)
             bias = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype)
@@ -398,10 +395,9 @@ class FixedBlock(Block):
         rows = torch.zeros(prompts * groups * copies, dtype=torch.long)
         rows[places] = torch.arange(self.num_rows)[:, None]
         columns = torch.arange(groups).repeat_interleave(copies).repeat(prompts)
-        bias = self._prompt_bias(self._unwritten.dtype)
         padding = torch.zeros_like(self._unwritten[:, :, :1])
-        if bias is not None:
-            padding = bias.expand(-1, groups, -1, -1).flatten(0, 1)
+        if self.is_ragged:
+            padding = self._prompt_bias(self._unwritten.dtype).expand(-1, groups, -1, -1).flatten(0, 1)
         rows, columns, places = (tensor.to(self.device, non_blocking=True) for tensor in (rows, columns, places))
         return _Grid(rows, columns, places, padding)
 

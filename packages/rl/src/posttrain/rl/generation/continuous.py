@@ -124,8 +124,8 @@ def cache_limits(
 
 def sampling_problem(sampling: Any) -> str | None:
     """What of `sampling`, or of arguments with the same names, is left out there, as a sentence; None if nothing is."""
-    for name, off in (("repetition_penalty", (1.0,)), ("min_p", (None, 0))):
-        value = getattr(sampling, name)
+    penalty, min_p = ("repetition_penalty", sampling.repetition_penalty, (1.0,)), ("min_p", sampling.min_p, (None, 0))
+    for name, value, off in (penalty, min_p):
         if value not in off:
             return (
                 f"{name}={value} is not supported by transformers' continuous batching; set "

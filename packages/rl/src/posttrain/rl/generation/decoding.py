@@ -16,6 +16,7 @@ models have a `DecoderStep`, which is called for a token in their place.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,8 @@ from torch import nn
 from torch.nn import functional
 
 from posttrain.core.data import accelerator
-from posttrain.core.models.wrapping import PretrainedModel, base_model, text_part
+from posttrain.core.data.pipeline import to_device
+from posttrain.core.models.wrapping import PretrainedModel, base_model, setting, text_part
 from posttrain.lm.attention.attention_blocks import Layout, piece_by_piece
 from posttrain.lm.attention.padding_masks import has_other_hooks
 from posttrain.lm.attention.segments import Segments
@@ -147,6 +149,30 @@ class Decoding:
         out = torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
         return nn.functional.pad(out, (0, 0, 0, self.filler)) if self.filler else out
 
+    def read_prompts(self, model: nn.Module, prompts: tuple[list[int], dict[str, torch.Tensor]]) -> torch.Tensor:
+        """(P, V) logits behind the last token of each prompt, as `local_steps.PromptsRead.inputs` has them. Within
+        `read`.
+        """
+        lengths, inputs = prompts
+        last, inputs = to_device((torch.tensor(lengths).cumsum(0) - 1, inputs), self.device, non_blocking=True)
+        options = {}
+        if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+            options["logits_to_keep"] = last
+        logits = model(**inputs, use_cache=False, decoding=self, **options).logits[0]
+        return logits if options else logits[last]
+
+    def next_logits(
+        self, model: nn.Module, step: DecoderStep | StepGraph | None, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """(R, V) logits behind one more token of each row."""
+        if step is None:
+            ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
+            return model(input_ids=ids, position_ids=places, use_cache=False, decoding=self).logits[:, -1]
+        step.prepare(max(block.width + block.step for block in self.blocks))
+        is_one = len(self.blocks) == 1 and not self.filler
+        with torch.autocast(tokens.device.type, enabled=False):
+            return step(tokens, positions, self.blocks[0].attend if is_one else self.attend_rows)
+
 
 def _behind(before: Sequence[int], lengths: Sequence[int]) -> Layout:
     """Prompts of these `lengths`, of which so many tokens `before` are known, and the rest is read."""
@@ -199,21 +225,21 @@ def _attention_function(
 
 
 class _Projection(NamedTuple):
-    """``x @ weight + bias``; the weight is (inputs, outputs), or (outputs, inputs) in oneDNN's layout."""
+    """``x @ weight + bias``, added to `total` if there is one; the weight is (inputs, outputs), or (outputs, inputs) in
+    oneDNN's layout.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
         if self.weight.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def added(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``total + self(x)``."""
-        if self.bias is None and total.dtype == x.dtype and not self.weight.is_mkldnn:
+            found = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return found if total is None else total + found
+        if total is not None and self.bias is None and total.dtype == x.dtype:
             return torch.addmm(total, x, self.weight)
-        return total + self(x)
+        found = torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        return found if total is None else total + found
 
 
 class _Layer(NamedTuple):
@@ -254,7 +280,7 @@ class DecoderStep:
         self.size = body.layers[0].self_attn.head_dim
         self.layers = [self._layer(layer) for layer in body.layers]
         self.constant = torch.full((1,), self.eps, device=self.norm.device)
-        self.has_kernels = accelerator.has_kernels(self.constant)
+        self.has_kernels = self.constant.is_cuda and accelerator.has_kernels(self.constant)
         self.turns: list[torch.Tensor] | None = None
         self.sign = torch.ones(self.size, device=self.norm.device)
         self.sign[: self.size // 2] = -1  # a half turn of (a, b) is (-b, a)
@@ -277,8 +303,8 @@ class DecoderStep:
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp, of_heads = layer.self_attn, layer.mlp, None
         window = getattr(attention, "sliding_window", None)
-        if not hasattr(attention, "sliding_window") and not getattr(attention.config, "layer_types", None):
-            window = getattr(attention.config, "sliding_window", None)  # layers of these kinds pass on their config's
+        if not hasattr(attention, "sliding_window") and not setting(attention.config, "layer_types"):
+            window = setting(attention.config, "sliding_window")  # layers of these kinds pass on their config's
         if "q_norm" in dict(attention.named_children()):
             weights = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.groups)
             of_heads = torch.cat([weight.expand(count, -1) for weight, count in weights])
@@ -333,9 +359,9 @@ class DecoderStep:
                     turning = self._normalised(turning, layer.of_heads)
                 turning = torch.addcmul(turning * cosine, turning.roll(self.size // 2, -1), sine)
             queries, keys = turning.split((self.heads, self.groups), 1)
-            x = layer.out.added(x, attend(number, queries, keys, values, layer.scale, layer.window))
+            x = layer.out(attend(number, queries, keys, values, layer.scale, layer.window), x)
             gate, up = layer.gate_up(self._normalised(x, layer.before_mlp)).chunk(2, -1)
-            x = layer.down.added(x, self.activation(gate) * up)
+            x = layer.down(self.activation(gate) * up, x)
         return self.head(self._normalised(x, self.norm))
 
     def _of_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
@@ -418,21 +444,20 @@ def _is_known(model: nn.Module, base: PretrainedModel) -> bool:
         return False
     if {p.device for p in base.parameters()} != {body.norm.weight.device}:
         return False
-    return all(_is_known_layer(layer) for layer in body.layers)
+    for layer in body.layers:
+        _ = layer.self_attn.scaling, layer.self_attn.head_dim
+        attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+        kinds = attention.keys() - {"q_norm", "k_norm"}, mlp.keys() - {"act_fn"}, {*dict(layer.named_children())}
+        if kinds != (_ATTENTION, _MLP, _LAYER):
+            return False
+        if not all(_can_be_read(one) for name, one in (attention | mlp).items() if name in _ATTENTION | _MLP):
+            return False
+    return True
 
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
-
-
-def _is_known_layer(layer: Any) -> bool:
-    if dict(layer.named_children()).keys() != _LAYER:
-        return False
-    _ = layer.self_attn.scaling, layer.self_attn.head_dim
-    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
-    known = attention.keys() - {"q_norm", "k_norm"} == _ATTENTION and mlp.keys() - {"act_fn"} == _MLP
-    return known and all(_can_be_read(one) for name, one in (attention | mlp).items() if name in _ATTENTION | _MLP)
 
 
 def _plain(linear: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.models.wrapping import config_of, is_peft_model, unwrap
 from posttrain.lm.images.image_positions import ImageExample
+from posttrain.lm.loading.loading import has_routers
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.protocol import Completions, Generator, Sampling
 from posttrain.rl.generation.sampling import rope_limit
@@ -78,7 +79,7 @@ def cause_of_gap(model: nn.Module, settings: Mapping[str, Any], lengths: torch.T
     if is_peft_model(model):
         kinds = sorted({one.peft_type for one in unwrap(model).peft_config.values()})
         return f"The cause may be the adapter ({', '.join(kinds)})."
-    if hasattr(config, "output_router_logits"):
+    if has_routers(config):
         return "The cause may be the routers, which choose other experts in sampling than in training."
     return "The cause is the engine: report it with the model's name."
 

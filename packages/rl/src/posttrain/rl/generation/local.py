@@ -25,7 +25,7 @@ from posttrain.lm.attention.varlen_attention import LAYER_TYPES, reading_problem
 from posttrain.lm.images.image_positions import ImageExample, SeenPrompt
 from posttrain.lm.loss.lm_head import packed_head
 from posttrain.rl.generation.decoding import IMPLEMENTATION, DecoderStep, Decoding, HandsNothingOn, decoding_attention
-from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead, next_logits, read_prompts
+from posttrain.rl.generation.local_steps import LocalSteps, PromptsRead
 from posttrain.rl.generation.protocol import MAX_ROWS, Completions, Sampling
 from posttrain.rl.generation.sampling import is_float32, rope_limit
 from posttrain.rl.generation.transformers import TransformersGenerator, has_own_generate
@@ -280,13 +280,13 @@ def _written(model, trial: _Trial, device, step: DecoderStep | None = None) -> d
     found: dict[tuple[int, int], torch.Tensor] = {}
     prompts, shifts = trial.read.inputs([0, 1]), trial.read.shifts(2, device)
     with decoding.read(prompts[0], 2) as block:
-        logits = read_prompts(model, decoding, prompts)
+        logits = decoding.read_prompts(model, prompts)
     found |= {(row, 0): logits[row // 2].float() for row in rows}
     for place in range(_NEW):
         tokens = torch.tensor([trial.completions[row][place] for row in rows], device=device)
         _, positions = block.newest
         positions = positions if shifts is None else positions + shifts[rows]
-        logits = next_logits(model, step, decoding, tokens, positions)
+        logits = decoding.next_logits(model, step, tokens, positions)
         block.advance()
         found |= {(row, place + 1): logits[number].float() for number, row in enumerate(rows)}
         if place == 0:

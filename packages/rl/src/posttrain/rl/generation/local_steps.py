@@ -6,7 +6,6 @@ block of the cache, see `posttrain.rl.generation.decoding`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -145,7 +144,7 @@ class LocalSteps:
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
         self.num_read += sum(inputs[0])
         with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:
-            logits = read_prompts(self.model, self.decoding, inputs)
+            logits = self.decoding.read_prompts(self.model, inputs)
         call.begin(numbers, lengths, block.rows() if self.tile else [block], logits)
         self._look()
 
@@ -169,20 +168,20 @@ class LocalSteps:
         """Write one more token of each row of these calls."""
         tokens, positions = zip(*(call.newest() for call in calls), strict=True)
         read = _joined(tokens), _joined(positions)
-        logits = self._in_tiles(*read) if self.tile else next_logits(self.model, self._step, self.decoding, *read)
+        logits = self._in_tiles(*read) if self.tile else self.decoding.next_logits(self.model, self._step, *read)
         for call, own in zip(calls, logits.split([len(each) for each in tokens]), strict=True):
             call.go_on(own)
         self._look()
 
     def _in_tiles(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`next_logits`, of `tile` rows at a time: a product of another size may round otherwise."""
+        """`Decoding.next_logits`, of `tile` rows at a time: a product of another size may round otherwise."""
         decoding, found = self.decoding, []
         blocks = decoding.blocks
         for ids, places in zip(torch.split(tokens, self.tile), torch.split(positions, self.tile), strict=True):
             decoding.filler = self.tile - len(ids)
             decoding.blocks, blocks = blocks[: len(ids)], blocks[len(ids) :]
             filled = [nn.functional.pad(each, (0, decoding.filler)) for each in (ids, places)]
-            found.append(next_logits(self.model, self._step, decoding, *filled)[: len(ids)])
+            found.append(decoding.next_logits(self.model, self._step, *filled)[: len(ids)])
         return torch.cat(found)
 
     def _look(self) -> None:
@@ -246,12 +245,13 @@ class Call:
             self.seen = torch.zeros(size, vocabulary, dtype=torch.bool, device=self.device)
             for i, prompt in enumerate(prompts):
                 self.seen[i * n : (i + 1) * n, list(set(prompt))] = True
+        self.shifts: torch.Tensor | None = None
         if images is None:
             self.prompts_read = PromptsRead([SeenPrompt(prompt) for prompt in prompts])
         else:
             shown = [images.prompt(images.prompts[i], list(prompt)) for i, prompt in enumerate(prompts)]
             self.prompts_read = PromptsRead.seen(steps.model, shown)
-        self.shifts = self.prompts_read.shifts(n, self.device)
+            self.shifts = self.prompts_read.shifts(n, self.device)
         self.routes: Routes | None = None  # None: not asked for
         # The longest first, so that those that are read last take least memory.
         self.waiting = sorted(range(len(prompts)), key=[*map(len, prompts)].__getitem__)
@@ -322,12 +322,24 @@ class Call:
         return [self.tokens[rows, max(part.looked - self.window, 0) : part.block.step + 1] for part, rows in pairs]
 
     def see(self, unseen: list[list[list[int]]]) -> None:
-        """Find the rows that are done, of what is `unseen`."""
+        """Find the rows that are done, and where they end, of what is `unseen`."""
+        stop, last = self.sampling.stop, self.sampling.eos_token_ids
         for part, new in zip(self.parts, unseen, strict=True):
-            ends = [self._ends(row, part.looked, tokens) for row, tokens in zip(part.rows, new, strict=True)]
-            part.looked, part.left = part.block.step + 1, [i for i, ended in enumerate(ends) if not ended]
-            self.ended += (numbers := [row for row, ended in zip(part.rows, ends, strict=True) if ended])
-            self.unread += numbers
+            before, part.left = min(part.looked, self.window), []
+            for number, (row, tokens) in enumerate(zip(part.rows, new, strict=True)):
+                for place in range(before, len(tokens)):
+                    self.lengths[row] = part.looked + place - before + 1
+                    is_last = tokens[place] in last
+                    if stop and not is_last:
+                        is_last = ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
+                    self.finished[row] = is_last
+                    if is_last or self.lengths[row] >= self.most[row]:
+                        self.ended.append(row)
+                        self.unread.append(row)
+                        break
+                else:
+                    part.left.append(number)
+            part.looked = part.block.step + 1
 
     def leave(self) -> None:
         """Let them go."""
@@ -335,7 +347,7 @@ class Call:
         for part in changed:
             if self.texts is not None:
                 self._keep(self.texts, part)
-            part.rows = [part.rows[i] for i in part.block.keep(part.left)]
+            part.rows = [part.rows[i] for i in part.block.keep(part.left)] if part.left else []
         if changed:
             self.parts = [part for part in self.parts if part.rows]
             self._place()
@@ -352,17 +364,6 @@ class Call:
     def _place(self) -> None:
         index = torch.tensor([row for part in self.parts for row in part.rows], dtype=torch.long)
         self.index = index.to(self.device, non_blocking=True)
-
-    def _ends(self, row: int, looked: int, tokens: list[int]) -> bool:
-        """Whether completion `row` ends within `tokens`, the last of its `unseen`; takes down where."""
-        stop, before = self.sampling.stop, min(looked, self.window)
-        for place in range(before, len(tokens)):
-            self.lengths[row] = looked + place - before + 1
-            is_last = tokens[place] in self.sampling.eos_token_ids
-            self.finished[row] = is_last or bool(stop and ends_with_stop(self.tokenizer, tokens[: place + 1], stop))
-            if self.finished[row] or self.lengths[row] >= self.most[row]:
-                return True
-        return False
 
 
 def _read_ended(calls: Sequence[Call]) -> None:
@@ -387,24 +388,6 @@ def _lists(tensors: Sequence[torch.Tensor]) -> list[list[list[Any]]]:
 
 def _joined(parts: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def next_logits(
-    model: nn.Module,
-    step: DecoderStep | StepGraph | None,
-    decoding: Decoding,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """(R, V) logits behind one more token of each row."""
-    if step is not None:
-        step.prepare(max(block.width + block.step for block in decoding.blocks))
-        is_one = len(decoding.blocks) == 1 and not decoding.filler
-        attend = decoding.blocks[0].attend if is_one else decoding.attend_rows
-        with torch.autocast(tokens.device.type, enabled=False):
-            return step(tokens, positions, attend)
-    ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
-    return model(input_ids=ids, position_ids=places, use_cache=False, decoding=decoding).logits[:, -1]
 
 
 @dataclass(frozen=True)
@@ -445,17 +428,3 @@ class PromptsRead:
             inputs["position_ids"] = torch.cat([self.positions[i][:, :-1] for i in numbers], 1).unsqueeze(1)
         tensors = join_tensors([one.tensors for one in some]) if any(one.tensors for one in some) else {}
         return [len(one.ids) - before for before, one in new], inputs | tensors
-
-
-def read_prompts(
-    model: nn.Module, decoding: Decoding, prompts: tuple[list[int], dict[str, torch.Tensor]]
-) -> torch.Tensor:
-    """(P, V) logits behind the last token of each prompt, as `PromptsRead.inputs` has them. Within `Decoding.read`."""
-    lengths, inputs = prompts
-    inputs = {name: send(tensor, decoding.device) for name, tensor in inputs.items()}
-    last = send(torch.tensor(lengths).cumsum(0) - 1, decoding.device)
-    options = {}
-    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
-        options["logits_to_keep"] = last
-    logits = model(**inputs, use_cache=False, decoding=decoding, **options).logits[0]
-    return logits if options else logits[last]

@@ -56,22 +56,21 @@ def draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The token of each row at which the cumulated probability passes a number in [0, 1): (N, V), (N,) -> (N,). One
     number a row, where `torch.multinomial` draws V.
     """
-    return _pick(*_weights(logits.float().clone()), numbers).squeeze(1)
+    return _drawn(logits.float().clone(), numbers)[0]
 
 
-def _weights(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """((N, V) exp(logits - their highest), in place of the logits, and (N, V / BLOCK) sums over blocks, cumulated)."""
-    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    whole = weights.shape[1] // BLOCK * BLOCK
+def _drawn(logits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """((N,) the tokens of `draw`, (N,) their log-probabilities); the logits are overwritten.
+
+    The block of BLOCK tokens in which the sum passes a number's share of the whole, then the token within the block.
+    """
+    weights, size = logits.sub_(logits.amax(-1, keepdim=True)).exp_(), logits.shape[1]
+    whole = size // BLOCK * BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
-    if whole < weights.shape[1]:
+    if whole < size:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    return weights, sums.cumsum(-1)
-
-
-def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The block in which the sum passes a number's share of the whole, then the token within the block: (N, 1)."""
-    total, size = cumulated[:, -1:], weights.shape[1]
+    cumulated = sums.cumsum(-1)
+    total = cumulated[:, -1:]
     below = torch.minimum(numbers.unsqueeze(1).to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
     block = torch.searchsorted(cumulated, below, right=True)
     block = block.clamp(max=cumulated.shape[1] - 1)  # weights are NaN; `check_logps` raises
@@ -85,7 +84,8 @@ def _pick(weights: torch.Tensor, cumulated: torch.Tensor, numbers: torch.Tensor)
     place = torch.searchsorted(inside.cumsum(-1), below - before, right=True)
     # Sums in a different order may fall short by a rounding error.
     last = ((inside > 0) * places).amax(-1, keepdim=True)
-    return torch.add(torch.minimum(place, last), block, alpha=BLOCK)
+    tokens = torch.add(torch.minimum(place, last), block, alpha=BLOCK)
+    return tokens.squeeze(1), (weights.gather(1, tokens) / total).log().squeeze(1)
 
 
 def check_logps(completions: Sequence[Sequence[float]]) -> None:
@@ -137,9 +137,7 @@ def sample(
     scaled = logits / heat if heat != 1 else logits
     numbers = numbers if sampling.temperature else None
     if numbers is not None and not (sampling.never or prefers_probable(sampling)):
-        weights, cumulated = _weights(scaled)
-        tokens = _pick(weights, cumulated, numbers)
-        return tokens.squeeze(1), (weights.gather(1, tokens) / cumulated[:, -1:]).log().squeeze(1)
+        return _drawn(scaled, numbers)
     kept, penalty = scaled, sampling.repetition_penalty
     if seen is not None:  # Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, with the sign
         kept = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits) / heat

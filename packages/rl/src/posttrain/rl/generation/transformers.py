@@ -190,7 +190,7 @@ def _drawing_options(sampling: Sampling) -> dict[str, Any]:
     if sampling.temperature == 0:
         return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {"do_sample": True} | {name: getattr(sampling, name) for name in names}
+    return {"do_sample": True} | {name: vars(sampling)[name] for name in names}
 
 
 class _Drawing:

@@ -185,16 +185,15 @@ class VLLMServerGenerator:
             call()
         except Exception as found:
             error = found
-        own = 0 if error is None else 1 if self._is_lost(error) else 2
+        own = 0
+        if error is not None:  # that of a server that is gone, or that was started anew meanwhile
+            is_lost = is_passing(error) or (self._syncs > 1 and any(map(is_fresh, self.servers)))
+            own = 1 if is_lost else 2
         worst = _greatest(own, model)
         if worst == 2:
             others = RuntimeError("Another process could not send its weights to the vLLM servers; it says why.")
             raise error if own == 2 and error is not None else others
         return (error or ConnectionError("Another process has lost a vLLM server.")) if worst else None
-
-    def _is_lost(self, error: Exception) -> bool:
-        """Whether `error` is that of a server that is gone, or that was started anew meanwhile."""
-        return is_passing(error) or (self._syncs > 1 and any(is_fresh(server) for server in self.servers))
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seeds: Sequence[int] | None = None

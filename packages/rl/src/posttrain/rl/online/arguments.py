@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from posttrain.core.config import JSONObject, Resolved, check_field, opt
+from posttrain.core.config import JSONObject, Resolved, check_field, opt, set_among
 from posttrain.core.distributed import deepspeed, shard_settings
 from posttrain.core.errors import did_you_mean, missing
 from posttrain.core.fields.old_names import Removed, Renamed
@@ -366,17 +366,17 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
             )
         if self.num_generations is None:
             yield "num_generations=None names no size of a group; set the completions of each prompt, such as 8"
-        for name in ("include_for_metrics", "batch_eval_metrics"):
-            if value := getattr(self, name):
-                yield (
-                    f"{name}={value!r} has no effect: evaluations sample and score completions, and no compute_metrics "
-                    "is called; leave it out"
-                )
+        for name, value in set_among(self, "include_for_metrics", "batch_eval_metrics").items():
+            yield (
+                f"{name}={value!r} has no effect: evaluations sample and score completions, and no compute_metrics is "
+                "called; leave it out"
+            )
         b, s, world = self.micro_batch_completions, self.steps_per_generation, self.data_parallel_size
-        for name in ("use_vllm", "use_transformers_continuous_batching", "max_staleness"):
-            if getattr(self, name) and world < self.world_size:
+        apart = set_among(self, "use_vllm", "use_transformers_continuous_batching", "max_staleness")
+        for name, value in apart.items():
+            if world < self.world_size:
                 yield (
-                    f"{name}={getattr(self, name)!r} samples apart from the model, and the processes that split a "
+                    f"{name}={value!r} samples apart from the model, and the processes that split a "
                     "matrix (tp_size) or a row (cp_size) must sample alike; leave it out, or set both sizes to 1 and "
                     "shard the model by fsdp"
                 )

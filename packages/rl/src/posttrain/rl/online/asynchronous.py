@@ -59,10 +59,10 @@ class PerThread:
         self._name, self._of_main = name, of_main
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(getattr(_own, self._name, self._of_main), attribute)
+        return getattr(vars(_own).get(self._name, self._of_main), attribute)
 
     def __call__(self, phase: str) -> Any:
-        return getattr(_own, self._name, self._of_main)(phase)
+        return vars(_own).get(self._name, self._of_main)(phase)
 
     def copy(self) -> PerThread:
         return PerThread(self._name, self._of_main.copy())

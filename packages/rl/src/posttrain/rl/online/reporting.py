@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.core.checkpoint.disk import run_goes_on
+from posttrain.core.config import value_of
 from posttrain.core.distributed.strategies.base import Distributed
 from posttrain.core.errors import write_text
 from posttrain.core.logging import terminal
@@ -224,14 +225,9 @@ def log_clipping(
     kinds = {"low": below.float(), "high": above.float(), "region": below.float() + above.float()}
     found = {f"clip_ratio/{name}_mean": ((held * mask).sum(), mask.sum()) for name, held in kinds.items()}
     low, high = ((kinds[name] * mask).sum(1) / mask.sum(1) for name in ("low", "high"))  # (N,) shares of each row
-    extremes = {"clip_ratio/low_min": (_least(low), "min"), "clip_ratio/high_max": (-_least(-high), "max")}
-    metrics.update(found | extremes)
-
-
-def _least(values: torch.Tensor) -> torch.Tensor:
-    """The minimum without NaN: (N,) -> (); NaN if there is no other value."""
-    least = values.nan_to_num(nan=torch.inf).amin()
-    return least.masked_fill(least.isinf(), torch.nan)
+    least = torch.stack([low, -high]).nan_to_num(nan=torch.inf).amin(1)  # a row without a token has none
+    least = least.masked_fill(least.isinf(), torch.nan)
+    metrics.update(found | {"clip_ratio/low_min": (least[0], "min"), "clip_ratio/high_max": (-least[1], "max")})
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -292,7 +288,7 @@ class Reporter:
         path = Path(args.output_dir) / "completions" / f"{stem}_{step:05d}"
         with run_goes_on(str(path)):
             path = write(rows, path, args.log_multimodal)
-            if repo := getattr(args, "log_completions_hub_repo", None):
+            if repo := value_of(args, "log_completions_hub_repo"):
                 upload(path, repo, args.hub_token)
 
 

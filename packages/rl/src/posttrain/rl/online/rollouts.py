@@ -227,9 +227,9 @@ class Rollouts:
             if more is None:
                 break
             samples, scores = more
-        if dist.is_main and (rest := (kept + spare)[wanted:]):
+        if dist.is_main and self.ledger is not None and (rest := (kept + spare)[wanted:]):
             left = replace(scores, rewards=torch.stack([rewards for _, rewards, *_ in rest]))
-            self.log_used([sample for sample, *_ in rest], left, None)
+            self.ledger.used([sample for sample, *_ in rest], left.totals.tolist(), owner.sampler.version, None)
         mine = [(kept + spare)[number] for number in layout.numbers(dist.rank)]
         rewards, failed = torch.stack([r for _, r, *_ in mine]), torch.stack([f for *_, f, _ in mine])
         turns = [turns for *_, turns in mine]
@@ -330,7 +330,8 @@ class Rollouts:
         advantages = advantages[own]
         if self.background is not None:
             reporting.log_staleness(metrics, rollout, step)
-        self.log_used(samples, scores, step + 1)
+        if self.ledger is not None:
+            self.ledger.used(samples, scores.totals.tolist(), owner.sampler.version, step + 1)
         if self.args.log_completions:
             owner.reporter.report_rollout(samples, scores, advantages, step)
         if self.args.log_trajectories:
@@ -419,11 +420,6 @@ class Rollouts:
                 owner.metrics.add_sum("loss", loss * items, items)
 
     # ------------------------------------------------------------------------------------------------ ledger and state
-
-    def log_used(self, samples: list[Sample], scores: Scores, step: int | None) -> None:
-        """Note the first optimizer step that learns from `samples`, in the ledger; None: they are left out."""
-        if self.ledger is not None:
-            self.ledger.used(samples, scores.totals.tolist(), self.owner.sampler.version, step)
 
     def state_dict(self, dealt: list[int]) -> dict[str, Any]:
         """The rollout that is being gone through, the counts, and how completions are `dealt`: on each process,

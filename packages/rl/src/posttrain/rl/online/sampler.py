@@ -245,7 +245,7 @@ class Sampler:
         given |= {"top_k": max(given["top_k"], 0)} if "top_k" in given else {}  # -1 is vLLM's word for all
         given |= {"temperature": 0.0} if settings.get("do_sample") is False else {}
         stop = settings.get("stop") or settings.get("stop_strings") or ()
-        own = getattr(getattr(wrapping.base_model(model), "generation_config", None), "eos_token_id", None)
+        own = getattr(wrapping.generation_config(model), "eos_token_id", None)
         asked = settings.get("eos_token_id")
         given_ends = [own, self.codec.tokenizer.eos_token_id] if asked in (None, [], ()) else [asked]
         ends: list[int | None] = []

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from posttrain.compat.trainer_names import reads_from_arguments
+from posttrain.core.config import set_among
 from posttrain.core.data import pipeline
 from posttrain.core.errors import checked_args
 from posttrain.core.logging.metrics import num_tokens_in
@@ -226,7 +227,7 @@ class RolloutTrainer(LanguageModelTrainer):
     def shows_images(self, args: Any, parts: Parts) -> bool:
         """Whether prompts have images, or may have them in evaluations to come."""
         may = self.reads_images and can_see(parts.model, parts.processing_class)
-        may = may and not any(getattr(args, name) for name in OF_TEXT_ALONE)
+        may = may and not set_among(args, *OF_TEXT_ALONE)
         return may or any(map(has_images, (parts.train_dataset, parts.eval_dataset)))
 
     def before_loading(self, args: Any, parts: Parts) -> None:

@@ -41,7 +41,8 @@ def stored(
             "sequences": [_sequence(each, tokenizer) for each in sample.sequences],
         }
         if of_turns := [turns.turns for turns in given]:
-            one["turn_rewards"] = [_sum(rewards) for rewards in zip(*of_turns, strict=True)]
+            known = ([value for value in rewards if value is not None] for rewards in zip(*of_turns, strict=True))
+            one["turn_rewards"] = [sum(rewards) if rewards else None for rewards in known]
         found.append(one)
     return found
 
@@ -102,8 +103,3 @@ def _sequence(sample: Sample, tokenizer: Any) -> dict[str, Any]:
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

@@ -321,12 +321,14 @@ def token_scores(
     With a gradient of the `stats`, logits are held whole, as for models whose head cannot be reached.
     """
     once = nullcontext(inputs) if image_copies is None else features_once(model, image_copies, inputs)
-    if with_gradient or lm_head.supports_loss_in_head(model):
+    head = None if with_gradient else lm_head.find_head(model)[0]
+    if head is None:
         with once as shown:
             outputs = model(**shown)
         logits = outputs.logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
         return _scores_of(logits, labels, temperature, stats, with_gradient), outputs
-    with lm_head.logps_in_head(model, labels, shifted=True, temperature=temperature, stats=stats), once as shown:
+    in_head = lm_head.logps_in_head(model, labels, head, shifted=True, temperature=temperature, stats=stats)
+    with in_head, once as shown:
         outputs = model(**shown)
     return outputs.logits if stats else outputs.logits.unsqueeze(0), outputs
 

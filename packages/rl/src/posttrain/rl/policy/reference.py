@@ -28,6 +28,7 @@ from posttrain.core.errors import CheckpointError
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models import embeddings, wrapping
 from posttrain.core.models.special_tokens import tokenizer_of
+from posttrain.core.models.wrapping import setting
 from posttrain.lm.images import blank_images
 from posttrain.lm.loading.loading import obey_softcap
 
@@ -252,7 +253,7 @@ def changes_nothing(policy: nn.Module) -> bool:
     peft_model = wrapping.unwrap(policy)
     (config, *others) = peft_model.peft_config.values()
     plain = config.peft_type == "LORA" and not config.use_dora
-    more = [getattr(config, name, None) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")]
+    more = [setting(config, name) for name in ("modules_to_save", "trainable_token_indices", "lora_bias")]
     tuned = [p for name, p in peft_model.named_parameters() if {"lora_B", "lora_embedding_B"} & {*name.split(".")}]
     return plain and not others and not any(more) and bool(tuned) and not any(bool(p.any()) for p in tuned)
 

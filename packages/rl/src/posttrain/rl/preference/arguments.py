@@ -78,7 +78,7 @@ class PreferenceConfig(ImageArguments, LanguageModelArguments):
         if isinstance(self.pad_to_multiple_of, str):
             yield f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a number, 'auto' or None"
         if self.label_smoothing_factor:
-            instead = "set label_smoothing" if hasattr(self, "label_smoothing") else "leave it 0"
+            instead = "set label_smoothing" if "label_smoothing" in vars(self) else "leave it 0"
             yield (
                 f"label_smoothing_factor={self.label_smoothing_factor} has no effect: it smooths the targets of a "
                 f"cross-entropy, and the loss of {type(self).__name__} compares completions; {instead}"

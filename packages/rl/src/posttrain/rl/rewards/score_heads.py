@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import config_of, sees_images
+from posttrain.core.models.wrapping import config_of, sees_images, setting
 from posttrain.lm.loading.loading import base_of_adapter, explain_missing, is_adapter, load_causal_lm, missing_folder
 
 TASK = "AutoModelForSequenceClassification"
@@ -98,5 +98,5 @@ def set_pad_token(model: nn.Module, pad_token_id: int | None) -> None:
     """Let `model` find the last token of a padded row, off which the reward is read."""
     config: Any = config_of(model)
     for one in () if config is None else (config, config.get_text_config()):
-        if getattr(one, "pad_token_id", None) is None:
+        if setting(one, "pad_token_id") is None:
             one.pad_token_id = pad_token_id

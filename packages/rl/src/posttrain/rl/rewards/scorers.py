@@ -227,9 +227,10 @@ def reward_problems(
             "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
         )
     elif weights is not None and len(weights) != len(functions):
+        named = (os.fspath(f) if isinstance(f, (str, os.PathLike)) else background.name_of(f) for f in functions)
         yield ValueError(
             f"reward_weights has {len(weights)} numbers and there are {len(functions)} reward functions "
-            f"({', '.join(map(_named_as, functions))}). Give one for each."
+            f"({', '.join(named)}). Give one for each."
         )
 
 
@@ -237,10 +238,6 @@ def _check_function(function: Any, available: Mapping[str, Any] | None) -> None:
     named = named_function(function) if isinstance(function, str) else function
     if available is not None and not isinstance(named, nn.Module):
         asked_for(named, background.name_of(named), available)
-
-
-def _named_as(function: Any) -> str:
-    return os.fspath(function) if isinstance(function, (str, os.PathLike)) else background.name_of(function)
 
 
 def reward_functions(given: Any, tokenizers: Any, trust_remote_code: bool) -> list[Callable[..., Any]]:

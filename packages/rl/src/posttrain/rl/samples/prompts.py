@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from posttrain.core.config import set_among
 from posttrain.core.data.batch_limits import out_of_range
 from posttrain.core.data.pipeline import check_dataset, has_length, is_stream
 from posttrain.core.data.samplers import EpochSampler
@@ -202,9 +203,14 @@ def with_room(
         raise DataError(f"{problem}. Shorten or filter those rows, or set long_prompts=drop.")
     logger.warning("%s; they are dropped.", problem)
     left = sorted({*range(len(dataset))} - {*long})
-    kept = dataset.select(left) if hasattr(dataset, "select") else [dataset[row] for row in left]
+    kept = rows_at(dataset, left)
     check_prompts(kept, name)
     return kept
+
+
+def rows_at(dataset: Any, places: Sequence[int]) -> Any:
+    """The rows of `dataset` at these `places`: one of `datasets` again, or a list."""
+    return dataset.select(places) if hasattr(dataset, "select") else [dataset[place] for place in places]
 
 
 #: Arguments that are not for prompts with images.
@@ -217,12 +223,11 @@ def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Prob
         return
     if not reads_images:
         yield DataError("The prompts have images, which this trainer does not read. Leave that column out.")
-    for name in OF_TEXT_ALONE:
-        if value := getattr(args, name):
-            yield (
-                f"{name}={value!r} is not supported for prompts with images, which the model itself or vLLM generates "
-                "from; leave it out"
-            )
+    for name, value in set_among(args, *OF_TEXT_ALONE).items():
+        yield (
+            f"{name}={value!r} is not supported for prompts with images, which the model itself or vLLM generates "
+            "from; leave it out"
+        )
     if args.bad_images == "drop":
         yield "bad_images='drop' is not supported online, where rollouts have whole groups; filter such rows before"
 

@@ -363,7 +363,8 @@ class Rollout:
         several completions, ``trajectories``, (N,), says which are of the same one, and ``first_sequences``, (T,),
         where each of them begins.
         """
-        number, whole = self.num_trajectories, {"tokens_per_row": self.loss_mask.sum() / self.num_trajectories}
+        number = self.num_trajectories
+        whole = {"tokens_per_row": self.loss_mask.sum() / number}
         edges = torch.tensor([*range(0, number, size), number])
         first = edges if self.trajectories is None else torch.searchsorted(self.trajectories, edges)
         found = []
@@ -382,7 +383,7 @@ class Rollout:
                 routes = self.routes[start:stop]
                 part[ROUTES] = lay_out_values(routes, prompts, completions, share, part["input_ids"], OWN)
             for name in (*OF_TOKENS, *OF_ROWS):
-                if (values := getattr(self, name)) is not None:
+                if (values := vars(self)[name]) is not None:
                     values = values[start:stop]
                     part[name] = values[:, :width] if name in OF_TOKENS and values.ndim > 1 else values
             if self.trajectories is not None:

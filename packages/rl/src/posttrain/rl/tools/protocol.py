@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.lm.text import chat_template
+from posttrain.lm.text.tokenization import is_fast
 from posttrain.rl.tools.formats import FORMS, Block, Call, Form, marked_calls, typed
 
 QUESTION = {"role": "user", "content": "?"}
@@ -216,7 +217,7 @@ class ToolProtocol:
         """The tokens of `tail` after a call, and how many of them (at least one) end the turn."""
         ending = len(self._ending) if tail.startswith(self._ending) else 0
         before = self._closing[-1:]
-        if before and getattr(self.tokenizer, "is_fast", False):
+        if before and is_fast(self.tokenizer):
             text = before + tail
             encoding = chat_template.encode_fast(self.tokenizer, [text])[0]
             first, crosses = chat_template.token_at(encoding, len(before), len(text))

@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.core.models.special_tokens import tokenizer_of
 from posttrain.lm.text.chat_template import Message, Template
+from posttrain.lm.text.layouts import template_of
 from posttrain.rl.tools.formats import END, Form
 from posttrain.rl.tools.protocol import (
     NAME,
@@ -78,8 +79,7 @@ def supports_tool_calling(processing_class: Any) -> bool:
 
 def _chat_template(processing_class: Any) -> str | None:
     """The chat template of a tokenizer or processor; of named ones, that for tools."""
-    words = tokenizer_of(processing_class)
-    source = getattr(processing_class, "chat_template", None) or getattr(words, "chat_template", None)
+    source = template_of(processing_class) or template_of(tokenizer_of(processing_class))
     return source.get("tool_use", source.get("default")) if isinstance(source, dict) else source or None
 
 

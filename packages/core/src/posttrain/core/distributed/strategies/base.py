@@ -145,7 +145,8 @@ class Distributed(World):
         need not keep in step with the others.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(whole_rows())
+            if self.num_processes > 1:
+                stack.enter_context(whole_rows())
             for model in models:
                 if id(model) not in self._gathered:
                     stack.enter_context(self._whole(model))
