@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from posttrain.core.checkpoint import codec, weights
+from posttrain.core.errors import UnsavedError
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -166,7 +167,8 @@ def test_no_checkpoint_is_there_of_an_adapter_that_was_not_saved_as_it_is(tmp_pa
         write({name: torch.zeros_like(value) for name, value in tensors.items()}, *rest, **options)
 
     monkeypatch.setattr(peft.peft_model, "safe_save_file", forget)
-    make(tmp_path, "lora", max_steps=2).train()
+    with pytest.raises(UnsavedError, match="checkpoint-2 is not there"):
+        make(tmp_path, "lora", max_steps=2).train()
     assert "does not hold what the adapter 'default' holds in memory" in caplog.text
     assert list(tmp_path.glob("checkpoint-*")) == []
 

@@ -500,7 +500,7 @@ def test_arguments_of_earlier_versions_still_work(tmp_path):
     assert trainer.args.max_steps == 1 and trainer.tokenizer is trainer.processing_class
     assert max(len(row["input_ids"]) for row in trainer.train_dataset) <= 24
     trainer.train()
-    with pytest.raises(ConfigError, match="max_seq_length=24.*max_length=64"):
+    with pytest.raises(ConfigError, match="max_length=24.*max_length=64"):
         SFTTrainer(model=tiny.causal_lm(), args=config(tmp_path), max_seq_length=24, train_dataset=rows)
 
 
