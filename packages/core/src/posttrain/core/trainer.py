@@ -276,8 +276,7 @@ class Trainer(TrainerNames):
         if not model.training:
             eval_loop.train_mode(model, self.optimizer)
         clock.begin()
-        if scaling.objective.may_change:
-            scaling.objective.is_open = (self.state.global_step + 1).bit_count() == 1  # at steps 2, 4, 8, ...
+        scaling.objective.begin_step(self.state.global_step + 1)
         run.num_items = num_items  # for a training_step that leaves it out
         if run.splitter is None:
             losses = self.accumulate(model, window, num_items)

@@ -65,10 +65,15 @@ class Objective:
         self.returns_mean = returns_mean if self.takes_count else True
         #: Whether each micro-batch is given its own count, because only a part of its loss is divided by it.
         self.own_count = own_count
-        #: Whether what was measured may change, because a term of the loss was 0: it is measured again.
+        #: Whether what was measured may change, because a term of the loss was 0.
         self.may_change = False
         #: Whether the kind of loss is to be measured, because it is unknown or may have changed.
         self.is_open = self.returns_mean is None
+
+    def begin_step(self, step: int) -> None:
+        """What was measured is measured again at steps 2, 4, 8, ..."""
+        if self.may_change:
+            self.is_open = step.bit_count() == 1
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
