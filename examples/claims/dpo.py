@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from posttrain.rl import DPOTrainer, KTOTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 
-SETTINGS = {"supervised_steps": 70, "pairs": 256, "held_out": 224, "batch": 16, "learning_rate": 3e-4, "beta": 0.1}
+SETTINGS = {"supervised_steps": 250, "pairs": 2202, "held_out": 224, "batch": 16, "learning_rate": 3e-4, "beta": 0.1}
 SMOKE = {"supervised_steps": 2, "pairs": 16, "held_out": 6, "batch": 8}
 SIDES = ("chosen", "rejected")
 USUAL = {"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
