@@ -22,9 +22,13 @@ class Owner:
         self.state = TrainerState(global_step=9, best_model_checkpoint="out/checkpoint-2", best_global_step=2)
         before = TrainerState(global_step=4)
         self.checkpoints = SimpleNamespace(
-            settle=lambda wait: outcome, state_at_save=before, rotate=lambda keep: self.seen.append(("rotate", keep))
+            settle=lambda wait: outcome, state_at_save=before, limit=2, on_savers=lambda work: work()
         )
-        self.store = SimpleNamespace(remote=None, path=lambda step: Path(f"out/checkpoint-{step}"))
+        self.store = SimpleNamespace(
+            remote=None,
+            path=lambda step: Path(f"out/checkpoint-{step}"),
+            rotate=lambda limit, keep: self.seen.append(("rotate", keep)),
+        )
         self.run = SimpleNamespace(meet=lambda what: self.seen.append("meet"))
 
     def _fire(self, event, state=None):

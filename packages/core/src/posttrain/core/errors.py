@@ -6,6 +6,7 @@ import difflib
 import errno
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +70,7 @@ def means_disk_full(error: BaseException) -> bool:
 class Naming:
     """Around the code that writes `path`: a failed write does not know its file, and its `OSError` names it then."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
 
     def __enter__(self) -> None: ...

@@ -333,7 +333,8 @@ class MixedStream(IterableDataset[dict[str, Any]]):
         if weights is None:
             raise DataError("A mixture with a stream needs dataset_weights, because a stream has no known length.")
         self._names = tuple(parts)
-        spans, self._shares, most = _amounts(self._names, weights, by_tokens, budgets)
+        spans, shares, most = _amounts(self._names, weights, by_tokens, budgets)
+        self._shares: Any = shares
         self._is_of_run, self._by_tokens, self._pack, self._capacity = rows is not None, by_tokens, pack, capacity
         #: What is read, under the name by which a shuffle buffer is found in it.
         self.ex_iterables = [part if is_stream(part) else part.to_iterable_dataset() for part in parts.values()]
@@ -419,7 +420,8 @@ class MixedStream(IterableDataset[dict[str, Any]]):
                 part.load_state_dict(at["parts"][number])
                 part.set_epoch(self.epoch + at["passes"][number])
                 readers[number] = iter(part)
-            if (row := next(readers[number], None)) is not None:
+            row: dict[str, Any] | None = next(readers[number], None)
+            if row is not None:
                 return row
             readers.pop(number)
             at["parts"][number] = {}

@@ -310,12 +310,12 @@ class SumGradient(torch.autograd.Function):
     """The identity, whose gradient is summed over a group of processes."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None

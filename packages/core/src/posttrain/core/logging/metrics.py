@@ -47,9 +47,8 @@ class Metrics:
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
         """Add a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
         if isinstance(value, torch.Tensor):
-            value = summable(value.detach())
-            if value.ndim:
-                value = value.float().mean()
+            found = summable(value.detach())
+            value = found.float().mean() if found.ndim else found
         # A product with the common weight 1 would be one more kernel launch.
         self.add_sum(name, value if isinstance(weight, int) and weight == 1 else value * weight, weight)
 
@@ -60,7 +59,8 @@ class Metrics:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
         if isinstance(value, (np.ndarray, np.bool_)):
             value = torch.as_tensor(value)
-        if not isinstance(value, (torch.Tensor, Real)):
+        is_number = isinstance(value, (torch.Tensor, Real))
+        if not is_number:
             raise TypeError(f"log_metric({name!r}): the value is {value!r}; it must be a number or a tensor.")
         name = f"{OF_EPOCH}{name}" if per_epoch and self.has_epochs else name
         if reduce == "mean":

@@ -20,7 +20,7 @@ from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.data import accelerator
 from posttrain.core.errors import require, write_text
 from posttrain.core.logging import memory
-from posttrain.core.models.wrapping import whole
+from posttrain.core.models.wrapping import full_tensor
 from posttrain.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -278,4 +278,4 @@ def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 def norm(tensors: Iterable[Any]) -> torch.Tensor:
     """The Euclidean norm of all `tensors` together, shape (), in float32; of sharded ones over all processes."""
     squares = [tensor.detach().float().square().sum() for tensor in tensors]
-    return torch.stack([*map(whole, squares)]).sum().sqrt()
+    return torch.stack([*map(full_tensor, squares)]).sum().sqrt()

@@ -19,7 +19,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from posttrain.core.data.batch_limits import explain_failure
 from posttrain.core.losses import cross_entropy
 from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_model, config_of, is_encoder_decoder, setting
+
+Value = TypeVar("Value")
 
 #: Values that the loop itself puts into each log record.
 IN_EVERY_RECORD = ("loss", "grad_norm", "learning_rate", "epoch", "step")
@@ -203,13 +205,13 @@ def as_pair(loss: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return loss[0].reshape(()), scalar(summable(count).reshape(()), loss[0].device)
 
 
-def summable(value: Any) -> Any:
+def summable(value: Value) -> Value:
     """A tensor `value` in a type that holds sums of many such: one of bfloat16 stops growing at 256, one of booleans
     at 1. Anything else as it is.
     """
     if not isinstance(value, torch.Tensor) or value.dtype in (torch.float32, torch.float64, torch.int64):
         return value
-    return value.float() if value.is_floating_point() else value.long()
+    return cast(Value, value.float() if value.is_floating_point() else value.long())
 
 
 def mean_of(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ def checkpointing_problem(model: nn.Module) -> str | None:
     return None
 
 
+def make_inputs_require_grads(part: nn.Module, given: Any, output: torch.Tensor) -> None:
+    """A hook of embeddings, so that layers which are recomputed hand a gradient on; named as that of transformers."""
+    output.requires_grad_()
+
+
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None = None) -> None:
     """Recompute the activations of each layer in the backward; also switches the key/value cache off.
 
@@ -73,8 +78,7 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
     if not options["use_reentrant"] and vars(base).get(_HOOKS):
         # transformers lets the inputs of all parts require a gradient: a frozen vision tower is computed backwards.
         base.disable_input_require_grads()
-        words = base.get_input_embeddings()
-        setattr(base, _HOOKS, [words.register_forward_hook(lambda part, given, output: output.requires_grad_())])
+        setattr(base, _HOOKS, [base.get_input_embeddings().register_forward_hook(make_inputs_require_grads)])
     if hasattr(base, "config"):
         base.config.use_cache = False
 

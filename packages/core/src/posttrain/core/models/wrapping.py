@@ -136,7 +136,7 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def full_tensor(tensor: Any) -> torch.Tensor:
     """`tensor` whole, gathered where processes have split it; its gradient is cut again."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found

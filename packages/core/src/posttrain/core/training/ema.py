@@ -113,7 +113,7 @@ class EMA:
             weight = 1 / max(1, step // self.every - self.start // self.every)
         # In float32 one kernel updates all; parameters of other types are converted one by one.
         if self._plain[0]:
-            torch._foreach_lerp_(*self._plain, weight)
+            torch._foreach_lerp_(self._plain[0], self._plain[1], weight)
         for average, parameter in self._others:
             average.lerp_(parameter.float(), weight)
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -161,7 +161,8 @@ def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[
         return config_class(**moved)
     if not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
-    default = {field.name: field.default for field in dataclasses.fields(config_class) if field.init}
+    of_class: Any = config_class
+    default = {field.name: field.default for field in dataclasses.fields(of_class) if field.init}
     written = {*vars(args).get("_given", ())}
     if not isinstance(args, config_class):
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
@@ -176,7 +177,7 @@ def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[
     ]
     if problems:
         raise ConfigError(owner, problems)
-    return dataclasses.replace(args, **moved) if moved else args
+    return cast(Config, dataclasses.replace(args, **moved) if moved else args)
 
 
 def of_arguments(*configs: Any) -> Iterator[Problem]:

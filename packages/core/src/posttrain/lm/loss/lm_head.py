@@ -61,11 +61,11 @@ class CausalHead:
 
     @property
     def weight(self) -> torch.Tensor:
-        return wrapping.whole(self.linear.weight)
+        return wrapping.full_tensor(self.linear.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return None if self.linear.bias is None else wrapping.whole(self.linear.bias)
+        return None if self.linear.bias is None else wrapping.full_tensor(self.linear.bias)
 
 
 def supports_loss_in_head(model: nn.Module) -> str | None:
@@ -313,7 +313,7 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
         if type(wrapped) is nn.DataParallel:
             return None, "The model is in nn.DataParallel, which copies it for every forward."
         wrapped = wrapped.module
-    if wrapped._compiled_call_impl is not None:
+    if getattr(wrapped, "_compiled_call_impl", None) is not None:
         return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:

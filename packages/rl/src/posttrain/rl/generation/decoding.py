@@ -272,11 +272,11 @@ class DecoderStep:
         self.dtype, self.eps = dtype, float(config.rms_norm_eps)
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.embed, self.rotary, self.head = body.embed_tokens, body.rotary_emb, base.get_output_embeddings()
-        if self.head.weight.dtype != dtype:
-            self.head = self._joined(self.head)
         self.activation = body.layers[0].mlp.act_fn
         self.norm = body.norm.weight
         self.packs = gains_from_packing(self.norm, dtype, sum(p.numel() for p in body.layers.parameters()))
+        if self.head.weight.dtype != dtype:
+            self.head = self._joined(self.head)
         self.size = body.layers[0].self_attn.head_dim
         self.layers = [self._layer(layer) for layer in body.layers]
         self.constant = torch.full((1,), self.eps, device=self.norm.device)
