@@ -73,13 +73,5 @@ def folder() -> Path | None:
     return FOLDER
 
 
-def needed() -> str:
-    """The folder, for programs that do nothing without it."""
-    found = folder()
-    if found is None:
-        raise SystemExit("SmolLM2-135M-Instruct is not installed: run make quickstart once.")
-    return str(found)
-
-
 if __name__ == "__main__":
     print(folder() or __doc__)

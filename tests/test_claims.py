@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "claims"
-SCRIPTS = ("completion_only", "distillation", "dpo", "kto", "lora", "packing", "verifiable_rewards")
+SCRIPTS = ("completion_only", "distillation", "dpo", "kto", "lora", "packing")
 #: Its smoke run takes about two seconds.
 QUICK = "completion_only"
 
@@ -29,10 +29,6 @@ def claims(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])
 def test_the_script_of_a_claim_runs(name, claims, monkeypatch, capsys):
-    import pretrained
-
-    if name == "verifiable_rewards" and pretrained.folder() is None:
-        pytest.skip("SmolLM2-135M-Instruct is not installed: run make quickstart once")
     results = {path: path.read_bytes() for path in FOLDER.glob("results/*")}
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke"])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

@@ -158,8 +158,8 @@ OTHER = {
     "use_bias_correction_kl": False, "vllm_gpu_memory_utilization": 0.4,
     "ref_model_mixup_alpha": 0.5, "entropy_coef_min": 0.5, "curriculum_explore": 0.5, "curriculum_update": 0.25,
     "teacher_update_rate": 0.5, "lora_dropout": 0.5, "lora_target_modules": ["q_proj"],
-    "lora_modules_to_save": ["norm"], "lora_target_parameters": ["experts"], "lora_task_type": "SEQ_CLS", "init_lora_weights": "olora",
-    "bnb_4bit_quant_type": "fp4",
+    "lora_modules_to_save": ["norm"], "lora_target_parameters": ["experts"], "lora_task_type": "SEQ_CLS",
+    "init_lora_weights": "olora", "bnb_4bit_quant_type": "fp4",
 }  # fmt: skip
 #: What is set beside a field that cannot be set alone.
 TOGETHER = {

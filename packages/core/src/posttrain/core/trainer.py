@@ -314,7 +314,7 @@ class Trainer(TrainerNames):
         `train_on_window`, which repeats it with smaller micro-batches where memory runs out.
         """
         self.current_gradient_accumulation_steps = self.run.window_size = len(window)
-        losses = []
+        losses, device = [], self.dist.device
         for number, inputs in enumerate(window, start=1):
             given: tuple[Any, ...] = (model, inputs, num_items)
             is_filler = pipeline.is_filler(inputs)
@@ -323,11 +323,10 @@ class Trainer(TrainerNames):
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             with sync, self.dist.in_step(), metrics:
                 try:
-                    loss = self.training_step(*given[: self.run.step_takes])
+                    losses.append(normalization.of_step(self.training_step(*given[: self.run.step_takes]), device))
                 except (IndexError, KeyError) as error:  # an id or a column that is not there, most often: say which
                     explain_lookup(error, inputs, self.id_limits())
                     raise
-            losses.append(normalization.of_step(loss, self.dist.device))
             if not is_filler:
                 self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):
@@ -365,7 +364,7 @@ class Trainer(TrainerNames):
             self.clock.lap("forward")
             self.dist.backward(loss)
             self.clock.lap("backward")
-        return normalization.summable(loss.detach())
+        return loss.detach()
 
     # --------------------------------------------------------------------------------------------------------- its data
 

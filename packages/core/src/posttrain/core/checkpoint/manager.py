@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec, elastic, foreign, sharded, weights
@@ -266,7 +267,7 @@ class CheckpointManager:
         if self.dist.uses_deepspeed:
             codec.save_tree(self.dist.engine_state(), directory / sharded.stem("engine", rank, world_size))
             return
-        names = builder.parameter_names(optimizer, wrapping.unwrap(self.owner.model))
+        names = _parameter_names(optimizer, wrapping.unwrap(self.owner.model))
         if self.dist.shards:
             stem = sharded.stem("optimizer", rank, world_size)
             codec.save_tree(sharded.part(optimizer.state_dict() | {NAMES: names}), directory / stem)
@@ -279,11 +280,11 @@ class CheckpointManager:
             return self.dist.load_engine_state(state)
         # Whole tensors of which this process needs a part are mapped rather than read.
         saved, optimizer = sharded.load(checkpoint, "optimizer", mmap=self.dist.shards), self.owner.optimizer
-        now = builder.parameter_names(optimizer, wrapping.unwrap(self.owner.model))
+        now = _parameter_names(optimizer, wrapping.unwrap(self.owner.model))
         if (before := saved.pop(NAMES, now)) != now:  # the state goes by the order of the parameters
             raise CheckpointError(
                 f"{checkpoint} holds the optimizer's state of other parameters than this run trains: "
-                f"{builder.difference(before, now)}. Train the same parameters, in the same groups, as the run that "
+                f"{_difference(before, now)}. Train the same parameters, in the same groups, as the run that "
                 "saved it; or start from the checkpoint's weights alone: load the model from it, and pass no "
                 "resume_from_checkpoint."
             )
@@ -312,3 +313,21 @@ class CheckpointManager:
 
 def _name(part: str, value: Any) -> str:
     return f"the state_dict() of the {part} ({value.__class__.__name__})"  # of a weak reference too
+
+
+def _parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names in `model` of the parameters of `optimizer`, group by group; empty where one is not in it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _difference(before: list[list[str]], now: list[list[str]]) -> str:
+    """How two different `_parameter_names` differ, as a part of a sentence."""
+    old, new = ([name for group in groups for name in group] for groups in (before, now))
+    gone, added = [n for n in old if n not in {*new}], [n for n in new if n not in {*old}]
+    parts = [
+        f"{when} alone {', '.join(names[:3])}{f' ({len(names)} in all)' if len(names) > 3 else ''}"
+        for when, names in (("then", gone), ("now", added))
+        if names
+    ]
+    return ", and ".join(parts) or "the same ones in another order or in other groups"

@@ -20,7 +20,7 @@ import torch
 
 from posttrain.core.data import accelerator
 from posttrain.core.errors import write_text
-from posttrain.core.losses.normalization import check_metric_names, summable
+from posttrain.core.losses.normalization import IN_EVERY_RECORD, WIDE, check_metric_names, summable
 from posttrain.core.state import strict
 
 # Metrics of the trainer itself: input tokens (without padding, and all), and operations done with them.
@@ -47,14 +47,16 @@ class Metrics:
     def add(self, name: str, value: float | torch.Tensor, weight: float | torch.Tensor = 1) -> None:
         """Add a mean `value` over `weight` items. A tensor of any shape is averaged; it stays on its device."""
         if isinstance(value, torch.Tensor):
-            found = summable(value.detach())
-            value = found.float().mean() if found.ndim else found
+            value = value.detach()
+            if value.ndim or value.dtype not in WIDE:
+                value = value.float().mean()
         # A product with the common weight 1 would be one more kernel launch.
         self.add_sum(name, value if isinstance(weight, int) and weight == 1 else value * weight, weight)
 
     def log(self, name: str, value: Any, weight: Any, reduce: str, per_epoch: bool) -> None:
         """Add a value with the arguments of `Trainer.log_metric`."""
-        check_metric_names("log_metric got", [name])
+        if name in IN_EVERY_RECORD:
+            check_metric_names("log_metric got", [name])
         if reduce not in REDUCTIONS:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
         if isinstance(value, (np.ndarray, np.bool_)):
@@ -73,7 +75,10 @@ class Metrics:
 
     def add_sum(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor | str) -> None:
         """Add a sum over `count` items; or, with "min", "max" or "sum" as `count`, a value to what is reduced so."""
-        total, count = summable(total), summable(count)
+        if isinstance(total, torch.Tensor) and total.dtype not in WIDE:
+            total = summable(total)
+        if isinstance(count, torch.Tensor) and count.dtype not in WIDE:
+            count = summable(count)
         if name not in self._values:
             self._values[name] = (total, count)
             return

@@ -31,6 +31,9 @@ from posttrain.core.models.wrapping import base_model, config_of, is_encoder_dec
 
 Value = TypeVar("Value")
 
+#: Types that can hold sums.
+WIDE = (torch.float32, torch.float64, torch.int64)
+
 #: Values that the loop itself puts into each log record.
 IN_EVERY_RECORD = ("loss", "grad_norm", "learning_rate", "epoch", "step")
 
@@ -209,7 +212,7 @@ def summable(value: Value) -> Value:
     """A tensor `value` in a type that holds sums of many such: one of bfloat16 stops growing at 256, one of booleans
     at 1. Anything else as it is.
     """
-    if not isinstance(value, torch.Tensor) or value.dtype in (torch.float32, torch.float64, torch.int64):
+    if not isinstance(value, torch.Tensor) or value.dtype in WIDE:
         return value
     return cast(Value, value.float() if value.is_floating_point() else value.long())
 
@@ -245,13 +248,13 @@ def check_metric_names(what: str, names: Iterable[str]) -> None:
 
 
 def of_step(loss: Any, device: torch.device) -> torch.Tensor:
-    """What a `training_step` returned, as a tensor. Raises a TypeError where it is no number."""
+    """What a `training_step` returned, as a tensor that can be added up. Raises a TypeError where it is no number."""
     if not isinstance(loss, (torch.Tensor, int, float)):
         raise TypeError(
             f"training_step returned {type(loss).__name__}; it must return the detached loss of the micro-batch, a "
             "tensor of shape ()."
         )
-    return scalar(loss, device)
+    return summable(scalar(loss, device))
 
 
 def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -391,24 +391,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names in `model` of the parameters of `optimizer`, group by group; empty where one is not in it."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-
-
-def difference(before: list[list[str]], now: list[list[str]]) -> str:
-    """How two different `parameter_names` differ, as a part of a sentence."""
-    old, new = ([name for group in groups for name in group] for groups in (before, now))
-    gone, added = [n for n in old if n not in {*new}], [n for n in new if n not in {*old}]
-    told = [
-        f"{when} alone {', '.join(names[:3])}{f' ({len(names)} in all)' if len(names) > 3 else ''}"
-        for when, names in (("then", gone), ("now", added))
-        if names
-    ]
-    return ", and ".join(told) or "the same ones in another order or in other groups"
-
-
 def named_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> dict[str, float]:
     """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all are equal.
 

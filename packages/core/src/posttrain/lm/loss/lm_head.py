@@ -228,7 +228,7 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     if type(linear) is not nn.Linear or {"forward", "_old_forward"} & set(vars(linear)):
         return contextlib.nullcontext()
     weight = linear.weight
-    if _is_sharded(model) or not gains_from_packing(weight, product_dtype(weight, weight), weight.numel()):
+    if not gains_from_packing(weight, product_dtype(weight, weight), weight.numel()) or _is_sharded(model):
         return contextlib.nullcontext()
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().float())
     bias = None if linear.bias is None else linear.bias.detach().float()
