@@ -96,7 +96,6 @@ def test_the_same_parameters_in_other_groups_are_not_taken_for_those_of_the_chec
 
 def test_a_checkpoint_without_the_names_of_its_parameters_goes_on(tmp_path, monkeypatch):
     with monkeypatch.context() as earlier:
-        earlier.setattr("posttrain.core.optim.builder.parameter_names", lambda *_: None)
         earlier.setattr("posttrain.core.checkpoint.manager.NAMES", "unknown")
         make(tmp_path, **SAVED).train()
     trainer = resume(tmp_path)
