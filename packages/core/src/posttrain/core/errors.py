@@ -67,8 +67,14 @@ def means_disk_full(error: BaseException) -> bool:
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 
+def name_file(error: BaseException, path: str | os.PathLike[str]) -> None:
+    """Let `error` name `path`, where it is of a failed write, which does not know its file; leave any other alone."""
+    if isinstance(error, OSError) and error.errno and not error.filename:
+        error.filename = str(path)
+
+
 class Naming:
-    """Around the code that writes `path`: a failed write does not know its file, and its `OSError` names it then."""
+    """Around the code that writes `path`: the error of a failed write names it (`name_file`)."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
@@ -76,8 +82,8 @@ class Naming:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(self.path)
+        if error is not None:
+            name_file(error, self.path)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -23,7 +23,7 @@ from posttrain.core.checkpoint.blocks import Digest
 from posttrain.core.checkpoint.disk import DiskFullError, directory_bytes, disk_full, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
-from posttrain.core.errors import CheckpointError, means_disk_full
+from posttrain.core.errors import CheckpointError, means_disk_full, name_file
 from posttrain.core.fields.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,7 @@ class Store:
             yield
         except Exception as error:
             if isinstance(error, DiskFullError) or not means_disk_full(error):
-                if isinstance(error, OSError) and error.errno and not error.filename:
-                    error.filename = str(temp)  # a failed write does not know its file
+                name_file(error, temp)
                 raise
             newest = self.checkpoints()[-1:]  # the best guess of what the next one needs
             raise disk_full(temp, sum(map(directory_bytes, newest))) from error

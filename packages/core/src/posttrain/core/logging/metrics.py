@@ -20,7 +20,7 @@ import torch
 
 from posttrain.core.data import accelerator
 from posttrain.core.errors import write_text
-from posttrain.core.losses.normalization import IN_EVERY_RECORD, WIDE, check_metric_names, summable
+from posttrain.core.losses.normalization import IN_EVERY_RECORD, WIDE, name_taken, summable
 from posttrain.core.state import strict
 
 # Metrics of the trainer itself: input tokens (without padding, and all), and operations done with them.
@@ -56,7 +56,7 @@ class Metrics:
     def log(self, name: str, value: Any, weight: Any, reduce: str, per_epoch: bool) -> None:
         """Add a value with the arguments of `Trainer.log_metric`."""
         if name in IN_EVERY_RECORD:
-            check_metric_names("log_metric got", [name])
+            raise name_taken("log_metric got", name)
         if reduce not in REDUCTIONS:
             raise ValueError(f"log_metric({name!r}): reduce={reduce!r} is not one of {', '.join(REDUCTIONS)}.")
         if isinstance(value, (np.ndarray, np.bool_)):

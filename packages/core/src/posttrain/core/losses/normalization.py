@@ -17,7 +17,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -238,13 +238,9 @@ def one_number(loss: torch.Tensor, by: str = "compute_loss") -> torch.Tensor:
     return loss.reshape(())
 
 
-def check_metric_names(what: str, names: Iterable[str]) -> None:
-    """Raise ValueError where one of `names` is that of a value which every record holds: `what` would not be logged, or
-    averaged with that value.
-    """
-    for name in names:
-        if name in IN_EVERY_RECORD:
-            raise ValueError(f"{what} {name!r}, a name that every record of the log holds already. Use another name.")
+def name_taken(what: str, name: str) -> ValueError:
+    """The error about `what`, whose `name` is in `IN_EVERY_RECORD`: it would not be logged, or averaged with that."""
+    return ValueError(f"{what} {name!r}, a name that every record of the log holds already. Use another name.")
 
 
 def of_step(loss: Any, device: torch.device) -> torch.Tensor:
@@ -289,7 +285,9 @@ def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict
             )
         terms[str(name)] = summable(value).reshape(())
     del terms["loss"]
-    check_metric_names(f"{by} returned a term", terms)
+    for name in terms:
+        if name in IN_EVERY_RECORD:
+            raise name_taken(f"{by} returned a term", name)
     return loss["loss"].reshape(()), terms
 
 
