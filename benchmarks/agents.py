@@ -140,6 +140,30 @@ def fastest(measured) -> list[float]:
     return [min(of_one) for of_one in zip(*([one() for one in measured] for _ in range(ROUNDS)), strict=True)]
 
 
+def learning(run, samples) -> float:
+    """Seconds of the forward and backward passes over a rollout."""
+    maker = run.rollout_maker
+    rollout = replace(maker.of(samples), advantages=torch.randn(len(samples)))
+    started = time.perf_counter()
+    for part in maker.parts_of(rollout):
+        inputs = run.prepare_inputs(part)
+        run.compute_loss(run.model, inputs, num_items_in_batch=run.count_items(inputs)).backward()
+    return time.perf_counter() - started
+
+
+def compare(what: str, run, samples, timed) -> None:
+    """The fastest of `timed`: a rollout, its slow episodes, the others, and the rollout in lock-step."""
+    ours, *parts, lock_step, learns = fastest([*timed, partial(learning, run, samples)])
+    tokens, bound = sum(one.num_chosen for one in samples), max(parts)
+    print(
+        f"{what:24} {ours:6.2f} s; in lock-step {lock_step:6.2f} s ({lock_step / ours:.2f}x); bound {bound:6.2f} s, of "
+        f"which this is {bound / ours:.2f}. With {learns:.2f} s of learning, tokens trained a second: "
+        f"{tokens / (ours + learns):.0f}, {tokens / (lock_step + learns):.0f} in lock-step, "
+        f"{tokens / (bound + learns):.0f} at the bound ({(bound + learns) / (ours + learns):.2f})",
+        flush=True,
+    )
+
+
 def slow_episodes() -> None:
     rows = [{"number": i, "slow": place == 0} for i in range(GROUPS) for place in range(GROUP)]
     slow, others = ([row for row in rows if row["slow"] is which] for which in (True, False))
@@ -148,13 +172,9 @@ def slow_episodes() -> None:
             policy, engine = (model(384, 4), None) if name == "local" else (model(64, 1), Server(PER_TOKEN))
             run = trainer(agent(which), folder, policy, engine)
             seconds(run, rows[:2])  # tries the model
+            samples = run.rollout_maker.sample(run.new_samples(rows))
             one_by_one = [partial(seconds, run, some) for some in (rows, slow, others)]
-            ours, *parts, lock_step = fastest([*one_by_one, partial(together, run, rows)])
-            print(
-                f"{name}, {which:12} {ours:6.2f} s; in lock-step {lock_step:6.2f} s ({lock_step / ours:.2f}x); bound "
-                f"{max(parts):6.2f} s, of which this is {max(parts) / ours:.2f}",
-                flush=True,
-            )
+            compare(f"{name}, {which}", run, samples, [*one_by_one, partial(together, run, rows)])
 
 
 class Room:
@@ -221,17 +241,6 @@ def talking(run, rows, together: bool = False) -> float:
     return conversations(run, rows, together)[0]
 
 
-def learning(run, samples) -> float:
-    """Seconds of the forward and backward passes over a rollout."""
-    maker = run.rollout_maker
-    rollout = replace(maker.of(samples), advantages=torch.randn(len(samples)))
-    started = time.perf_counter()
-    for part in maker.parts_of(rollout):
-        inputs = run.prepare_inputs(part)
-        run.compute_loss(run.model, inputs, num_items_in_batch=run.count_items(inputs)).backward()
-    return time.perf_counter() - started
-
-
 def slow_conversations() -> None:
     words = testing.tokenizer(chat_template=TOOLS)
     for which in ("slow tools", "long turns"):
@@ -253,15 +262,7 @@ def slow_conversations() -> None:
             done = conversations(run, rows)[1]
             parts = [[row for row in rows if row["slow"] is slow] for slow in (True, False)]
             timed = [partial(talking, run, *some) for some in ([rows], *([part] for part in parts), [rows, True])]
-            ours, *parts, lock_step, learns = fastest([*timed, partial(learning, run, done)])
-            tokens, bound = sum(one.num_chosen for one in done), max(parts)
-            print(
-                f"environments, {which:12} {ours:6.2f} s; in lock-step {lock_step:6.2f} s ({lock_step / ours:.2f}x); "
-                f"bound {bound:6.2f} s, of which this is {bound / ours:.2f}. With {learns:.2f} s of learning, tokens "
-                f"trained a second: {tokens / (ours + learns):.0f}, {tokens / (lock_step + learns):.0f} in lock-step, "
-                f"{tokens / (bound + learns):.0f} at the bound ({(bound + learns) / (ours + learns):.2f})",
-                flush=True,
-            )
+            compare(f"environments, {which}", run, done, timed)
 
 
 class Ends(GRPOTrainer):

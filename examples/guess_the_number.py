@@ -30,7 +30,7 @@ async def agent(episode, row):
     return 0.0
 
 
-def main(folder=None, out="out/guess_the_number", **changes):
+def trainer(folder=None, out="out/guess_the_number", **changes):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -46,13 +46,16 @@ def main(folder=None, out="out/guess_the_number", **changes):
     )
     rows = [{"number": number} for number in range(7)]
     args = GRPOConfig(output_dir=out, **(options | changes))
-    trainer = GRPOTrainer(model, None, args, rows, rows, tokenizer, agent=agent)
-    before = trainer.evaluate()["eval_reward"]
+    return GRPOTrainer(model, None, args, rows, rows, tokenizer, agent=agent)
+
+
+def main(folder=None):
+    run = trainer(folder)
+    before = run.evaluate()["eval_reward"]
     if folder is None:
-        trainer.train()
-        trainer.save_model()
-        print(f"Games won: {before:.0%} before training, {trainer.evaluate()['eval_reward']:.0%} after")
-    return before
+        run.train()
+        run.save_model()
+        print(f"Games won: {before:.0%} before training, {run.evaluate()['eval_reward']:.0%} after")
 
 
 if __name__ == "__main__":

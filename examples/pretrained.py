@@ -73,5 +73,13 @@ def folder() -> Path | None:
     return FOLDER
 
 
+def needed() -> str:
+    """`folder()`, or an end of the script that says what to run first."""
+    found = folder()
+    if found is None:
+        raise SystemExit("SmolLM2-135M-Instruct is not installed: run make quickstart once.")
+    return str(found)
+
+
 if __name__ == "__main__":
     print(folder() or __doc__)
