@@ -3,10 +3,9 @@
 A model reads a `Decoding` as a keyword of its forward, which transformers hands down to the attention function:
 
     with decoding_attention(model):
-        decoding, options = Decoding(device), {"use_cache": False}
-        with decoding.read(lengths=[5, 3], copies=4) as block:                                   # row: (1, 8)
-            logits = model(input_ids=row, position_ids=..., decoding=decoding, **options).logits
-        logits = model(input_ids=tokens, position_ids=..., decoding=decoding, **options).logits  # tokens: (8, 1)
+        decoding = Decoding(device)
+        block, logits = decoding.read(model, ([5, 3], {"input_ids": row, "position_ids": ...}), copies=4)  # row: (1, 8)
+        logits = model(input_ids=tokens, position_ids=..., use_cache=False, decoding=decoding).logits  # tokens: (8, 1)
         block.advance()
 
 Rows that were admitted together are a `Block`; on a GPU a `FixedBlock`, with the same shapes for each token. Many
@@ -99,23 +98,33 @@ class Decoding:
         """Tokens that the caches of all blocks have room for when they are as large as they can become."""
         return sum(block.reserved for block in self.blocks)
 
-    @contextlib.contextmanager
     def read(
-        self, lengths: Sequence[int], copies: int, max_new: int = sys.maxsize, known: Sequence[Known] = ()
-    ) -> Iterator[Block]:
-        """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens, less
-        those that are `known` of each. A row gets `max_new` tokens at most; the cache never has room for more.
+        self,
+        model: nn.Module,
+        prompts: tuple[list[int], dict[str, torch.Tensor]],
+        copies: int,
+        max_new: int = sys.maxsize,
+        known: Sequence[Known] = (),
+    ) -> tuple[Block, torch.Tensor]:
+        """Read `prompts`, as `local_steps.PromptsRead.inputs` has them, less those of their tokens that are `known`:
+        (a block with `copies` rows of each, (P, V) logits behind their last tokens). A row gets `max_new` tokens at
+        most; the cache never has room for more.
         """
-        kind = FixedBlock if self.is_fixed else Block
-        self.reading = kind(lengths, copies, self.device, max_new)
-        self._segments = Segments.documents(lengths)
+        lengths, inputs = prompts
+        last, inputs = to_device((torch.tensor(lengths).cumsum(0) - 1, inputs), self.device, non_blocking=True)
         if any(before for before, _ in known):
-            self._known, self._behind = [text for _, text in known], _behind([before for before, _ in known], lengths)
-        try:
-            yield self.reading
-            self.blocks.append(self.reading)
-        finally:
-            self.reading, self._behind, self._known = None, None, []
+            before, self._known = map(list, zip(*known, strict=True))
+            lengths = [one + own for one, own in zip(before, lengths, strict=True)]
+            self._behind = _behind(before, lengths)
+        block = self.reading = (FixedBlock if self.is_fixed else Block)(lengths, copies, self.device, max_new)
+        self._segments = Segments.documents(lengths)
+        options = {}
+        if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+            options["logits_to_keep"] = last
+        logits = model(**inputs, use_cache=False, decoding=self, **options).logits[0]
+        self.blocks.append(block)
+        self.reading, self._behind, self._known = None, None, []
+        return block, logits if options else logits[last]
 
     def attend(self, layer: int, query, key, value, scale, window, softcap, sinks) -> torch.Tensor:
         """(B, H, T, D) of (1, H, N, D) of prompts or (R, H, 1, D) of rows -> (B, T, H, E)."""
@@ -149,18 +158,6 @@ class Decoding:
         out = torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
         return nn.functional.pad(out, (0, 0, 0, self.filler)) if self.filler else out
 
-    def read_prompts(self, model: nn.Module, prompts: tuple[list[int], dict[str, torch.Tensor]]) -> torch.Tensor:
-        """(P, V) logits behind the last token of each prompt, as `local_steps.PromptsRead.inputs` has them. Within
-        `read`.
-        """
-        lengths, inputs = prompts
-        last, inputs = to_device((torch.tensor(lengths).cumsum(0) - 1, inputs), self.device, non_blocking=True)
-        options = {}
-        if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
-            options["logits_to_keep"] = last
-        logits = model(**inputs, use_cache=False, decoding=self, **options).logits[0]
-        return logits if options else logits[last]
-
     def next_logits(
         self, model: nn.Module, step: DecoderStep | StepGraph | None, tokens: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
@@ -168,7 +165,7 @@ class Decoding:
         if step is None:
             ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
             return model(input_ids=ids, position_ids=places, use_cache=False, decoding=self).logits[:, -1]
-        step.prepare(max(block.width + block.step for block in self.blocks))
+        step.prepare(max(block.longest for block in self.blocks))
         is_one = len(self.blocks) == 1 and not self.filler
         with torch.autocast(tokens.device.type, enabled=False):
             return step(tokens, positions, self.blocks[0].attend if is_one else self.attend_rows)
