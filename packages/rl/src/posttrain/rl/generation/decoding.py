@@ -165,7 +165,7 @@ class Decoding:
         if step is None:
             ids, places = tokens.unsqueeze(1), positions.unsqueeze(1)
             return model(input_ids=ids, position_ids=places, use_cache=False, decoding=self).logits[:, -1]
-        step.prepare(max(block.longest for block in self.blocks))
+        step.prepare(max(block.width + block.step for block in self.blocks))
         is_one = len(self.blocks) == 1 and not self.filler
         with torch.autocast(tokens.device.type, enabled=False):
             return step(tokens, positions, self.blocks[0].attend if is_one else self.attend_rows)

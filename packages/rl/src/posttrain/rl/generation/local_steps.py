@@ -331,7 +331,9 @@ class Call:
                     if self.finished[row] or len(ids) >= self.most[row]:
                         self.ended.append(row)
                         self.unread.append(row)
-                        self._keep(part.block, place, row)
+                        if self.texts is not None and self.most[row]:  # else no one waits for it
+                            step = min(part.block.step, len(ids))
+                            self.texts[(*self.prompts[row // self.n], *ids[:step])] = part.block.text(place, step)
                         break
                 else:
                     left.append(place)
@@ -341,12 +343,6 @@ class Call:
         if len(self.ended) > before:
             self.parts = [part for part in self.parts if part.rows]
             self._place()
-
-    def _keep(self, block: Block, place: int, row: int) -> None:
-        """Keep in `texts` what the completion in this place of the block has read."""
-        if self.texts is not None and self.most[row]:  # else no one waits for it
-            step = min(block.step, len(self.ids[row]))
-            self.texts[(*self.prompts[row // self.n], *self.ids[row][:step])] = block.text(place, step)
 
     def _place(self) -> None:
         index = torch.tensor([row for part in self.parts for row in part.rows], dtype=torch.long)
