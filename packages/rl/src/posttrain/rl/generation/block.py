@@ -31,7 +31,7 @@ class Block:
         lengths: (P,) tokens of each prompt.
         owners: (R,) the prompt of each row.
         width: tokens of the longest prompt. step: generated tokens of each row that are in the cache.
-        steps, positions: (R,) `step` for each row, and the position of the token that it reads next.
+        steps, positions: (R,) `step` for each row, and the position of the token that it reads next; both in place.
         room: rows that the cache has room for; some of them may have left.
         max_new: tokens that a row gets at most.
     """
@@ -247,7 +247,8 @@ class Block:
     def advance(self) -> None:
         """The model has read one more token of each row."""
         self.step += 1
-        self.steps, self.positions = self.steps + 1, self.positions + 1
+        self.steps += 1
+        self.positions += 1
         self._biases.clear()
 
 
@@ -339,8 +340,8 @@ class FixedBlock(Block):
             self.room = shape[0] * shape[1]
         self._grids, self._biases = {}, {}
         placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, lengths[owners]))
-        self.lengths, self.owners, self._first = placed
-        self.steps, self.positions = self._written.expand(len(owners)), self._first + self._written
+        self.lengths, self.owners, first = placed
+        self.steps, self.positions = self._written.expand(len(owners)), first + self._written
 
     def _move(self, copies: int, cells: torch.Tensor) -> None:
         """Bring the tokens of rows that were in these `cells` of a grid with so many `copies` to where they are now."""
@@ -454,7 +455,7 @@ class FixedBlock(Block):
         self.step += 1
         self._biases.clear()
         self._written += bool(self.own)  # and so `steps`, a view of it
-        self.positions = self._first + self._written
+        self.positions += bool(self.own)
         slots = self._unwritten.shape[2]
         if self.step < slots:
             self._unwritten.index_fill_(2, self._written, 0)

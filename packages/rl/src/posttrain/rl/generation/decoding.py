@@ -322,7 +322,7 @@ class DecoderStep:
 
     def _joined(self, *linears: Any, norm: torch.Tensor | None = None) -> _Projection:
         weights = [_weight(linear).to(self.dtype) for linear in linears]
-        biases = [_plain(linear).bias for linear in linears]
+        biases = [linear.bias for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         weight = weight if norm is None else weight * norm
         weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packs else weight.t()
@@ -457,13 +457,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
-def _plain(linear: Any) -> Any:
-    """The layer itself, or the one that an adapter is put around."""
-    return linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
-
-
 def _can_be_read(linear: Any) -> bool:
-    plain = _plain(linear)
+    plain = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
     if type(plain) is not nn.Linear or "forward" in vars(plain) or hasattr(plain.weight, "placements"):
         return False
     if plain is linear or type(plain.weight) is not nn.Parameter:
@@ -474,8 +469,8 @@ def _can_be_read(linear: Any) -> bool:
 
 
 def _weight(linear: Any) -> torch.Tensor:
-    weight = _plain(linear).weight.detach()
-    if _plain(linear) is linear or linear.merged or linear.disable_adapters:
+    weight = linear.weight.detach()  # of an adapter, that of the layer below it
+    if not hasattr(linear, "get_base_layer") or linear.merged or linear.disable_adapters:
         return weight
     for name in linear.active_adapters:
         if name in linear.lora_A:
