@@ -29,7 +29,7 @@ class Scripted(Rollouts):
         sampler = SimpleNamespace(synced_at=None, can=SimpleNamespace(has_own_weights=False))
         owner = SimpleNamespace(
             layout=Layout(group_size=2, per_process=4, chunk=4), credits_turns=credits_turns, sampler=sampler,
-            dist=ALONE, metrics=Metrics(), clock=Clock(),
+            dist=ALONE, metrics=Metrics(), clock=Clock(), train_batch_size=2,
             new_samples=lambda rows: [Sample(row, row["prompt"], [row["number"]]) for row in rows],
         )  # fmt: skip
         super().__init__(owner, args)
@@ -119,8 +119,8 @@ def test_rollouts_go_on_where_others_stood(used):
     made = Scripted()
     running = stream(made, iter([rollout]))
     begun = [next(running)["part"] for _ in range(used)]
-    state, other = made.state_dict([4, 1, 2]), Scripted()
-    other.load_state_dict(state, [4, 1, 2], step=0)
+    state, other = made.state_dict(), Scripted()
+    other.load_state_dict(state)
     assert begun + [part["part"] for part in stream(other, iter([]))] == whole
     assert ("rollout" in state) == (used < 4)
 
@@ -130,5 +130,6 @@ def test_a_rollout_that_was_distributed_otherwise_is_skipped(caplog):
     made.parts_of, made.owner.make_rollout = (lambda _: [{}, {}]), (lambda read: next(read, None))
     next(made.micro_batches(iter([Rollout.of([Sample({}, "", [1], [2])])])))
     other = Scripted()
-    other.load_state_dict(made.state_dict([4, 1, 2]), [2, 2, 2], step=0)
+    other.owner.layout = Layout(group_size=2, per_process=2, chunk=2, world_size=2)
+    other.load_state_dict(made.state_dict())
     assert other.rollout is None and "distributed differently" in caplog.text

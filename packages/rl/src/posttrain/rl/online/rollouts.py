@@ -415,22 +415,26 @@ class Rollouts:
 
     # ------------------------------------------------------------------------------------------------ ledger and state
 
-    def state_dict(self, dealt: list[int]) -> dict[str, Any]:
-        """The rollout that is being gone through, the counts, and how completions are `dealt`: on each process,
-        processes, in a micro-batch.
-        """
-        state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
+    @property
+    def how_dealt(self) -> list[int]:
+        """Completions on each process, processes, and completions in a micro-batch."""
+        return [self.owner.layout.per_process, self.owner.dist.world_size, self.owner.train_batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout that is being gone through, the counts, and how completions are dealt."""
+        state = {"rollouts": self.num_rollouts, "dealt": self.how_dealt, "num_tokens": self.num_tokens}
         state |= {} if self.background is None else self.background.position()
         state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
         if self.rollout is not None and self.used < self._length:
             state |= {"rollout": self.rollout.state_dict(), "used": self.used}
         return state
 
-    def load_state_dict(self, state: dict[str, Any], dealt: list[int], step: int) -> None:
-        """The inverse of `state_dict`, from the checkpoint of the optimizer step `step`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, from the checkpoint of the optimizer step at which the trainer is."""
         self.forget()
+        dealt = self.how_dealt
         if self.ledger is not None:
-            self.ledger.resumed(step, self.args.max_staleness)
+            self.ledger.resumed(self.owner.state.global_step, self.args.max_staleness)
         self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])
