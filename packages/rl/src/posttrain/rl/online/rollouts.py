@@ -189,8 +189,8 @@ class Rollouts:
         with self._scoring, clock("score"):
             scores: Scores = owner.dist.on_first(partial(owner.score, samples))
         scores = replace(scores, names=owner.rewards.names, weights=owner.rewards.weights)
-        if owner.sampler.environments.factories:
-            owner.sampler.environments.give_back(samples)
+        if owner.environments.factories:
+            owner.environments.give_back(samples)
         for name, seconds in zip(scores.names, scores.seconds, strict=True):
             clock.add(f"reward_{name}", seconds)
         for name, values in scores.metrics.items():
@@ -329,7 +329,7 @@ class Rollouts:
         if self.args.log_completions:
             owner.reporter.report_rollout(samples, scores, advantages, step)
         if self.args.log_trajectories:
-            owner.reporter.store(samples, scores, advantages, step + 1, owner.sampler.codec.tokenizer)
+            owner.reporter.store(samples, scores, advantages, step + 1, owner.codec.tokenizer)
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
@@ -374,7 +374,7 @@ class Rollouts:
         owner, multiple = self.owner, self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
         positions = None if owner.image_prompts is None else owner.image_prompts.positions
-        pad = owner.sampler.codec.tokenizer.pad_token_id
+        pad = owner.codec.tokenizer.pad_token_id
         return rollout.micro_batches(owner.train_batch_size, owner.shares_prompts, pad, multiple, positions)
 
     # ------------------------------------------------------------------------------------------------ evaluation

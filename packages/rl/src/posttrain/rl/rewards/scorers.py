@@ -27,6 +27,8 @@ from posttrain.rl.rewards.scoring import PASSED, RESERVED, RewardArguments, aske
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, same_images
 from posttrain.rl.samples.prompts import PromptCodec
 
+NO_REWARDS = "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+
 
 class RewardModel:
     """A sequence classifier with one output, as a reward function. Reads prompt and completion, in one chat if they are
@@ -223,9 +225,7 @@ def reward_problems(
     if environment_factory is not None:
         return  # whose get_reward may be one more
     if not functions:
-        yield ValueError(
-            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
-        )
+        yield ValueError(NO_REWARDS)
     elif weights is not None and len(weights) != len(functions):
         named = (os.fspath(f) if isinstance(f, (str, os.PathLike)) else background.name_of(f) for f in functions)
         yield ValueError(
