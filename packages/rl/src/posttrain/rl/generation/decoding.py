@@ -458,7 +458,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 def _can_be_read(linear: Any) -> bool:
-    plain = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
+    plain = linear if isinstance(linear, nn.Linear) else linear.get_base_layer()  # below an adapter
     if type(plain) is not nn.Linear or "forward" in vars(plain) or hasattr(plain.weight, "placements"):
         return False
     if plain is linear or type(plain.weight) is not nn.Parameter:
