@@ -71,7 +71,7 @@ def test_a_step_gives_the_logits_of_torchs_operations(dtype, arch, device, monke
         with torch.no_grad():
             for token in range(4):
                 tokens = torch.arange(4, device=device) + 4 * token
-                found.append(decoding.next_logits(model, step, tokens, block.newest[1]).float().cpu())
+                found.append(decoding.next_logits(model, step, tokens, block.positions).float().cpu())
                 block.advance()
     for expected, one in zip(found[:4], found[4:], strict=True):
         assert (one - expected).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.norm()

@@ -466,14 +466,13 @@ def test_a_step_is_one_graph_that_stays_the_same_for_32_tokens(prompts):
 
     def logits(compiled):
         decoding, found = Decoding(torch.device("cpu"), is_fixed=True), []
-        with decoding.read(list(prompts), 2) as block:
-            read = local_steps.PromptsRead([SeenPrompt([5 + i for i in range(length)]) for length in prompts])
-            decoding.read_prompts(model, read.inputs([0, 1]))
+        read = local_steps.PromptsRead([SeenPrompt([5 + i for i in range(length)]) for length in prompts])
+        block, _ = decoding.read(model, read.inputs([0, 1]), 2)
         step = DecoderStep.of(model)
         step.prepare(64)
         step = torch.compile(step, backend=backend, fullgraph=True) if compiled else step
         for token in range(32):
-            found.append(step(torch.arange(4) + token, block.newest[1], decoding.attend_rows))
+            found.append(step(torch.arange(4) + token, block.positions, decoding.attend_rows))
             block.advance()
         return torch.stack(found)
 

@@ -29,14 +29,14 @@ class Scripted(Rollouts):
         sampler = SimpleNamespace(synced_at=None, can=SimpleNamespace(has_own_weights=False))
         owner = SimpleNamespace(
             layout=Layout(group_size=2, per_process=4, chunk=4), credits_turns=credits_turns, sampler=sampler,
-            dist=ALONE, metrics=Metrics(), clock=Clock(),
+            dist=ALONE, metrics=Metrics(), clock=Clock(), train_batch_size=2,
             new_samples=lambda rows: [Sample(row, row["prompt"], [row["number"]]) for row in rows],
         )  # fmt: skip
         super().__init__(owner, args)
 
-    def sample_to_score(self, samples):
-        self.begun_samples.append(samples)
-        return samples
+    def sample_to_score(self, rows, number):
+        self.begun_samples.append(self.begin(rows, number))
+        return self.begun_samples[-1]
 
     def sync(self):
         raise AssertionError("the weights are those of the trainer")
@@ -45,6 +45,12 @@ class Scripted(Rollouts):
         rewards = torch.tensor(next(self.rewards), dtype=torch.float32)[:, None]
         turns = self.turns.pop() if self.turns else []
         return Scores(rewards, torch.zeros_like(rewards, dtype=torch.bool), [0.0], turns=turns)
+
+
+def replaced(rollouts):
+    """The samples of the next rollout, with others in the place of groups that teach nothing."""
+    read = batches(3)
+    return rollouts.with_signal(*rollouts.next_scored(read), read)
 
 
 def batches(count):
@@ -65,8 +71,8 @@ def test_a_seed_depends_on_the_rollout_and_the_place_in_it_alone():
 
 def test_an_engine_of_the_trainers_weights_is_asked_once():
     class Gone(Scripted):
-        def sample_to_score(self, samples):
-            super().sample_to_score(samples)
+        def sample_to_score(self, rows, number):
+            super().sample_to_score(rows, number)
             raise ConnectionError("it is gone")
 
     rollouts = Gone()
@@ -77,7 +83,7 @@ def test_an_engine_of_the_trainers_weights_is_asked_once():
 
 def test_groups_that_teach_nothing_are_replaced():
     rollouts = Scripted([1, 1, 0, 1], [0, 1, 5, 5], dynamic_sampling=True)
-    samples, scores = rollouts.next_scored(batches(3))
+    samples, scores = replaced(rollouts)
     assert [sample.prompt for sample in samples] == ["0.1", "0.1", "1.0", "1.0"]
     assert scores.rewards[:, 0].tolist() == [0, 1, 0, 1] and len(rollouts.begun_samples) == 2
 
@@ -86,14 +92,14 @@ def test_groups_that_teach_nothing_are_replaced():
 def test_a_group_whose_turns_were_rewarded_differently_teaches(credits_turns):
     given = dict(turns=[[1, 0], [0, 1], [1, 0], [1, 0]], credits_turns=credits_turns)
     rollouts = Scripted([1, 1, 1, 1], [0, 1, 5, 5], dynamic_sampling=True, **given)
-    samples, _ = rollouts.next_scored(batches(3))
+    samples, _ = replaced(rollouts)
     prompts = ["0.0", "0.0", "1.0", "1.0"]  # those that teach, then the rest
     assert [sample.prompt for sample in samples] == (prompts if credits_turns else [*prompts[2:], *prompts[:2]])
 
 
 def test_the_rounds_of_dynamic_sampling_end():
     rollouts = Scripted([1, 1, 1, 1], [2, 2, 2, 3], dynamic_sampling=True)
-    samples, scores = rollouts.next_scored(batches(3))
+    samples, scores = replaced(rollouts)
     assert [sample.prompt for sample in samples] == ["1.1", "1.1", "0.0", "0.0"]  # those that teach, then the rest
     assert scores.rewards[:, 0].tolist() == [2, 3, 1, 1] and len(rollouts.begun_samples) == 2
 
@@ -113,8 +119,8 @@ def test_rollouts_go_on_where_others_stood(used):
     made = Scripted()
     running = stream(made, iter([rollout]))
     begun = [next(running)["part"] for _ in range(used)]
-    state, other = made.state_dict([4, 1, 2]), Scripted()
-    other.load_state_dict(state, [4, 1, 2], step=0)
+    state, other = made.state_dict(), Scripted()
+    other.load_state_dict(state)
     assert begun + [part["part"] for part in stream(other, iter([]))] == whole
     assert ("rollout" in state) == (used < 4)
 
@@ -124,5 +130,6 @@ def test_a_rollout_that_was_distributed_otherwise_is_skipped(caplog):
     made.parts_of, made.owner.make_rollout = (lambda _: [{}, {}]), (lambda read: next(read, None))
     next(made.micro_batches(iter([Rollout.of([Sample({}, "", [1], [2])])])))
     other = Scripted()
-    other.load_state_dict(made.state_dict([4, 1, 2]), [2, 2, 2], step=0)
+    other.owner.layout = Layout(group_size=2, per_process=2, chunk=2, world_size=2)
+    other.load_state_dict(made.state_dict())
     assert other.rollout is None and "distributed differently" in caplog.text

@@ -93,7 +93,7 @@ def samples_of(*numbers):
 
 
 def scores_of(rewards, groups, ended):
-    found = GroupScores(lambda some: rewards.of(some, None, is_whole=False), groups, 2)
+    found = GroupScores(lambda some: rewards.of_part(some, None), groups, 2)
     for place in reversed(range(len(ended))):
         found.ended(place, ended[place])
     rewards.groups = found
@@ -132,7 +132,7 @@ def test_a_failure_that_stops_the_run_does_so_before_all_is_written():
     def reward(completions):
         raise OSError("the judge is away")
 
-    found = GroupScores(lambda some: Rewards([reward]).of(some, None, is_whole=False), [0, 1, 1], 1)
+    found = GroupScores(lambda some: Rewards([reward]).of_part(some, None), [0, 1, 1], 1)
     one, *others = samples_of(1, 2, 3)
     found.ended(0, one)
     found._threads.shutdown(wait=True)

@@ -119,9 +119,14 @@ def opt(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def other_default(config: type, name: str, default: Any) -> Any:
-    """The field `name` of the dataclass `config`, with its help, bounds and names, for one with another default."""
-    return dataclasses.field(default=default, metadata=vars(config)["__dataclass_fields__"][name].metadata)
+def other_default(config: type, name: str, default: Any, aliases: Iterable[str] = ()) -> Any:
+    """The field `name` of the dataclass `config`, with its help, bounds and names, for one with another default, and
+    with further `aliases`.
+    """
+    metadata = dict(vars(config)["__dataclass_fields__"][name].metadata)
+    if aliases:
+        metadata["aliases"] = [*metadata.get("aliases", ()), *(f"--{alias}" for alias in aliases)]
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class OldFlags(argparse.Action):

@@ -9,13 +9,6 @@ from posttrain.cli.source import made, sets_for, train
 from posttrain.core.registry import Method, Run, load
 
 
-def train_with(trainer: str, reads_prompts: bool = False) -> Callable[[Run], None]:
-    """A method's `run`: train with the class at `trainer`, ``"module:Class"``, and leave the model in ``output_dir``.
-    If it `reads_prompts`, its rows need a prompt alone, which may be in a column of another name.
-    """
-    return lambda run: train(run, load(trainer), *_sets(run, reads_prompts))
-
-
 def _sets(run: Run, reads_prompts: bool) -> tuple[Any, Any]:
     train_rows, eval_rows = sets_for(run)
     if reads_prompts:
@@ -96,10 +89,20 @@ def _cached_tokens(config: Any, size: int) -> int:
     return groups * each
 
 
+def _lazily(function: str, *more: Any) -> Callable[..., Any]:
+    """A function of this package, ``"module:name"``, which is imported when called. `more`: its last arguments."""
+    return lambda *given: load(f"posttrain.rl.{function}")(*given, *more)
+
+
 def _named(name: str, trainer: str, help: str, reads_prompts: bool = False, **others: Any) -> Method:
-    """The method `name`, by ``"module:Prefix"`` of its config and its trainer."""
+    """The method `name`, by ``"module:Prefix"`` of its config and its trainer. If it `reads_prompts`, its rows need a
+    prompt alone, which may be in a column of another name.
+    """
     path = f"posttrain.rl.algorithms.{trainer}"
-    run = train_with(f"{path}Trainer", reads_prompts)
+
+    def run(run: Run) -> None:
+        train(run, load(f"{path}Trainer"), *_sets(run, reads_prompts))
+
     return Method(name=name, help=help, config=f"{path}Config", run=run, **others)
 
 
@@ -109,23 +112,12 @@ def _preference(
     """A method that reads preferences, `rows` of that kind (see `posttrain.rl.preview`); `reference` and `loss` as for
     `of_preferences`.
     """
-
-    def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
-        from posttrain.rl.preview import of_preferences
-
-        return of_preferences(run, count, rows)
-
     workload = of_preferences(2 if rows == "preference" else 1, reference, loss)
-    return _named(name, trainer, help, workload=workload, preview=preview)
+    return _named(name, trainer, help, workload=workload, preview=_lazily("preview:of_preferences", rows))
 
 
 def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool = True) -> Method:
     """A method that samples, and is taught by what it `needs` (see `posttrain.core.registry.Method.needs`)."""
-
-    def preview(run: Run, count: int) -> tuple[list[Any], list[str]]:
-        from posttrain.rl.preview import of_prompts
-
-        return of_prompts(run, count)
 
     def replay(run: Run, trajectory: dict[str, Any]) -> str:
         from posttrain.rl.online.trajectories import replayed
@@ -133,7 +125,7 @@ def _online(name: str, trainer: str, help: str, needs: str, reads_prompts: bool 
         made_by = load(f"posttrain.rl.algorithms.{trainer}Trainer")
         return replayed(made(run, made_by, *_sets(run, reads_prompts)), trajectory)
 
-    others = {"workload": of_rollouts, "preview": preview, "replay": replay}
+    others = {"workload": of_rollouts, "preview": _lazily("preview:of_prompts"), "replay": replay}
     return _named(
         name, trainer, help, reads_prompts, needs=("model_name_or_path", "dataset_name|datasets", needs), **others
     )

@@ -18,7 +18,7 @@ from posttrain.core.config import opt, other_default
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
-from posttrain.rl.online.arguments import SERVER
+from posttrain.rl.online.arguments import RolloutConfig
 
 
 @dataclass
@@ -27,24 +27,16 @@ class AsyncArguments:
     trained, and the settings of trl's loop that mean nothing here.
     """
 
-    logging_steps: float | str = opt(1, "Steps between records; below 1, a share of all steps.", min=0)
-    max_completion_length: int = opt(2048, "Tokens of a completion at most; longer ones are cut there.", min=1)
+    logging_steps: float | str = other_default(RolloutConfig, "logging_steps", 1)
+    max_completion_length: int = other_default(RolloutConfig, "max_completion_length", 2048)
     max_staleness: int = opt(
         4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
     )
     use_vllm: bool = opt(True, "Generate with vLLM.")
     vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
-    vllm_server_base_url: str | None = opt(
-        "http://localhost:8000",
-        "Address of the server; several with commas between them share the prompts.",
-        needs=SERVER,
-    )
-    vllm_request_timeout: float = opt(
-        600.0,
-        "Seconds within which the server must answer a request.",
-        above=0,
-        needs=SERVER,
-        aliases=("request_timeout",),
+    vllm_server_base_url: str | None = other_default(RolloutConfig, "vllm_server_base_url", "http://localhost:8000")
+    vllm_request_timeout: float = other_default(
+        RolloutConfig, "vllm_request_timeout", 600.0, aliases=("request_timeout",)
     )
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {

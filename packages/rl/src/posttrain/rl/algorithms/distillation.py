@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import JSONObject, opt, set_among, value_of
+from posttrain.core.config import JSONObject, opt, other_default, set_among, value_of
 from posttrain.core.data import pipeline
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.data.samplers import mix
@@ -73,9 +73,7 @@ class DistillationConfig(RolloutConfig):
     beta: float = opt(
         1.0, "0: the forward divergence KL(teacher || student); 1: the reverse; between: both.", min=0, max=1
     )
-    router_aux_loss_coef: float | None = opt(
-        0.0, "Weight of the load-balancing loss of a mixture of experts; None: as in its config; 0: none.", min=0
-    )
+    router_aux_loss_coef: float | None = other_default(RolloutConfig, "router_aux_loss_coef", 0.0)
     lmbda: float = opt(1.0, "Share of completions that the student writes; the rest are the dataset's.", min=0, max=1)
     seq_kd: bool = opt(False, "Let the teacher write the completions that the student does not.")
     max_length: int | None = opt(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from posttrain.core.config import opt, value_of
+from posttrain.core.config import opt, other_default, value_of
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.losses.policy_losses import Policy, of_trajectory
 from posttrain.rl.online.reporting import log_clipping
@@ -32,9 +32,7 @@ class GMPOConfig(GRPOConfig):
         None, "Its upper bound: the ratio counts up to exp(epsilon_high); None: as epsilon.", min=0
     )
     loss_type: str = opt("grpo", "The average of the loss: over completions.", choices=("grpo",))
-    use_bias_correction_kl: bool = opt(
-        False, "Multiply the KL term by the importance ratio, which makes its gradient unbiased.", needs="beta"
-    )
+    use_bias_correction_kl: bool = other_default(GRPOConfig, "use_bias_correction_kl", False)
 
     def _problems(self) -> Iterator[str]:
         for name, usual in (("delta", None), ("importance_sampling_level", "token"), ("turn_credit", "outcome")):

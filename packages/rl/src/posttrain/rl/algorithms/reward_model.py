@@ -39,6 +39,7 @@ from posttrain.rl.preference.reference_free import ReferenceFreeTrainer, whole_t
 from posttrain.rl.preference.rows import LONG, PAIR
 from posttrain.rl.preference.trainer import Losses
 from posttrain.rl.rewards.score_heads import TASK, load_reward_model, set_pad_token
+from posttrain.rl.samples.prompts import rows_listed
 
 HOW_TO_READ = f"Load it by {TASK}.from_pretrained(..., num_labels=1)."
 HOW_TO_SEE = (
@@ -195,9 +196,8 @@ def _check_margins(dataset: Any, name: str) -> None:
     wrong = [at for at, value in enumerate(margins) if not isinstance(value, (int, float)) or not math.isfinite(value)]
     if wrong:
         raise DataError(
-            f"{name}: margin is no finite number in rows "
-            f"{', '.join(map(str, wrong[:5]))}{', ...' if len(wrong) > 5 else ''} (the first holds "
-            f"{margins[wrong[0]]!r}). Correct or filter those rows, or drop the column."
+            f"{name}: margin is no finite number in {rows_listed(wrong)} (the first holds {margins[wrong[0]]!r}). "
+            "Correct or filter those rows, or drop the column."
         )
 
 

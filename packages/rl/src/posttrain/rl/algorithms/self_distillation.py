@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.core.config import opt, value_of
+from posttrain.core.config import opt, other_default, value_of
 from posttrain.core.data.host_copies import host_copy, know, places_of
 from posttrain.core.errors import DataError
 from posttrain.core.evaluation.eval_loop import eval_mode
@@ -46,10 +46,8 @@ class SelfDistillationConfig(RolloutConfig):
     learning_rate: float = opt(5e-5, "Peak learning rate.", min=0)
     num_generations: int = opt(8, "Completions of each prompt.", min=1)
     max_completion_length: int = opt(256, "Tokens of a completion at most; longer ones are cut there.", min=1)
-    disable_dropout: bool = opt(True, "Switch dropout off, so that a completion has one probability.")
-    router_aux_loss_coef: float | None = opt(
-        0.0, "Weight of the load-balancing loss of a mixture of experts: none here.", min=0
-    )
+    disable_dropout: bool = other_default(RolloutConfig, "disable_dropout", True)
+    router_aux_loss_coef: float | None = other_default(RolloutConfig, "router_aux_loss_coef", 0.0)
     distillation_mode: str = opt(
         "topk_logits",
         "Compare whole distributions, those over the student's distillation_topk tokens, or the written token.",

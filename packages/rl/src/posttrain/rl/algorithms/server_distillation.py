@@ -59,11 +59,8 @@ class AsyncDistillationConfig(AsyncArguments, DistillationConfig):
     teacher_server_urls: JSONObject = opt(
         None, "{name: address} of the teachers; of several, the column teacher_id of a row names its own."
     )
-    loss_temperature: float | None = opt(
-        1.0,
-        "Both models' logits are divided by it in the divergence; None: temperature.",
-        above=0,
-        aliases=("teacher_temperature",),
+    loss_temperature: float | None = other_default(
+        DistillationConfig, "loss_temperature", 1.0, aliases=("teacher_temperature",)
     )
     loss_top_k: int = opt(8, TOP_K, min=0, needs=BEHIND_SERVERS, aliases=("teacher_top_k",))
     loss_add_tail: bool = opt(True, "Compare the rest of the vocabulary as one token.", aliases=("add_tail_bucket",))

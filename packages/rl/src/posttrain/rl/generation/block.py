@@ -31,6 +31,7 @@ class Block:
         lengths: (P,) tokens of each prompt.
         owners: (R,) the prompt of each row.
         width: tokens of the longest prompt. step: generated tokens of each row that are in the cache.
+        steps, positions: (R,) `step` for each row, and the position of the token that it reads next; both in place.
         room: rows that the cache has room for; some of them may have left.
         max_new: tokens that a row gets at most.
     """
@@ -60,11 +61,6 @@ class Block:
     def reserved(self) -> int:
         """Tokens that the cache has room for when it is as large as it can become: a prompt counts once."""
         return len(self._lengths) * self.width + self.room * self.max_new
-
-    @property
-    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(R,) `step` for each row, and the position of the token that it reads next."""
-        return torch.full_like(self.owners, self.step), self._first + self.step
 
     def keep(self, rows: list[int]) -> list[int]:
         """Keep only these rows; their new order: later rows fill the gaps, so that little is copied."""
@@ -127,7 +123,8 @@ class Block:
         sources[places] = steps
         self._biases: dict[int | None, torch.Tensor | None] = {}
         placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, places, sources, lengths[owners]))
-        self.lengths, self.owners, self._places, self._sources, self._first = placed
+        self.lengths, self.owners, self._places, self._sources, first = placed
+        self.steps, self.positions = torch.full_like(self.owners, self.step), first + self.step
 
     # ------------------------------------------------------------------------------------------------ in the forward
 
@@ -247,11 +244,12 @@ class Block:
         self._biases[window] = bias
         return bias
 
-    def advance(self) -> torch.Tensor:
-        """The model has read one more token of each row: (R,) `step`, for each."""
+    def advance(self) -> None:
+        """The model has read one more token of each row."""
         self.step += 1
+        self.steps += 1
+        self.positions += 1
         self._biases.clear()
-        return torch.full_like(self.owners, self.step)
 
 
 def _attention(
@@ -318,11 +316,6 @@ class FixedBlock(Block):
         self._unwritten = torch.zeros(1, 1, 0, device=device)  # (1, 1, slots) -inf where nothing is written yet
         super().__init__(lengths, copies, device, max_new)
 
-    @property
-    def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(R,) `step` for each row, and the position of the token that it reads next."""
-        return self._written.expand(self.num_rows), self._first + self._written
-
     # ----------------------------------------------------------------------------------------------- rows that leave
 
     def keep(self, rows: list[int]) -> list[int]:
@@ -347,7 +340,8 @@ class FixedBlock(Block):
             self.room = shape[0] * shape[1]
         self._grids, self._biases = {}, {}
         placed = (t.to(self.device, non_blocking=True) for t in (lengths, owners, lengths[owners]))
-        self.lengths, self.owners, self._first = placed
+        self.lengths, self.owners, first = placed
+        self.steps, self.positions = self._written.expand(len(owners)), first + self._written
 
     def _move(self, copies: int, cells: torch.Tensor) -> None:
         """Bring the tokens of rows that were in these `cells` of a grid with so many `copies` to where they are now."""
@@ -456,11 +450,12 @@ class FixedBlock(Block):
             self._biases[window] = bias
         return bias
 
-    def advance(self) -> torch.Tensor:
-        """The model has read one more token of each row: (R,) `step`, for each."""
+    def advance(self) -> None:
+        """The model has read one more token of each row."""
         self.step += 1
         self._biases.clear()
-        self._written += bool(self.own)
+        self._written += bool(self.own)  # and so `steps`, a view of it
+        self.positions += bool(self.own)
         slots = self._unwritten.shape[2]
         if self.step < slots:
             self._unwritten.index_fill_(2, self._written, 0)
@@ -469,7 +464,6 @@ class FixedBlock(Block):
             for layer, (keys, values) in self.own.items():
                 self.own[layer] = (nn.functional.pad(keys, (0, 0, 0, more)), nn.functional.pad(values, (0, 0, 0, more)))
             self._look_up()
-        return self._written.expand(self.num_rows)
 
 
 def _places(cells: torch.Tensor, groups: int, copies: int) -> torch.Tensor:

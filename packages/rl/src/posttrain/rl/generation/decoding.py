@@ -3,10 +3,9 @@
 A model reads a `Decoding` as a keyword of its forward, which transformers hands down to the attention function:
 
     with decoding_attention(model):
-        decoding, options = Decoding(device), {"use_cache": False}
-        with decoding.read(lengths=[5, 3], copies=4) as block:                                   # row: (1, 8)
-            logits = model(input_ids=row, position_ids=..., decoding=decoding, **options).logits
-        logits = model(input_ids=tokens, position_ids=..., decoding=decoding, **options).logits  # tokens: (8, 1)
+        decoding = Decoding(device)
+        block, logits = decoding.read(model, ([5, 3], {"input_ids": row, "position_ids": ...}), copies=4)  # row: (1, 8)
+        logits = model(input_ids=tokens, position_ids=..., use_cache=False, decoding=decoding).logits  # tokens: (8, 1)
         block.advance()
 
 Rows that were admitted together are a `Block`; on a GPU a `FixedBlock`, with the same shapes for each token. Many
@@ -99,23 +98,33 @@ class Decoding:
         """Tokens that the caches of all blocks have room for when they are as large as they can become."""
         return sum(block.reserved for block in self.blocks)
 
-    @contextlib.contextmanager
     def read(
-        self, lengths: Sequence[int], copies: int, max_new: int = sys.maxsize, known: Sequence[Known] = ()
-    ) -> Iterator[Block]:
-        """Within this context a forward reads prompts of these lengths, in one row of (1, sum of lengths) tokens, less
-        those that are `known` of each. A row gets `max_new` tokens at most; the cache never has room for more.
+        self,
+        model: nn.Module,
+        prompts: tuple[list[int], dict[str, torch.Tensor]],
+        copies: int,
+        max_new: int = sys.maxsize,
+        known: Sequence[Known] = (),
+    ) -> tuple[Block, torch.Tensor]:
+        """Read `prompts`, as `local_steps.PromptsRead.inputs` has them, less those of their tokens that are `known`:
+        (a block with `copies` rows of each, (P, V) logits behind their last tokens). A row gets `max_new` tokens at
+        most; the cache never has room for more.
         """
-        kind = FixedBlock if self.is_fixed else Block
-        self.reading = kind(lengths, copies, self.device, max_new)
-        self._segments = Segments.documents(lengths)
+        lengths, inputs = prompts
+        last, inputs = to_device((torch.tensor(lengths).cumsum(0) - 1, inputs), self.device, non_blocking=True)
         if any(before for before, _ in known):
-            self._known, self._behind = [text for _, text in known], _behind([before for before, _ in known], lengths)
-        try:
-            yield self.reading
-            self.blocks.append(self.reading)
-        finally:
-            self.reading, self._behind, self._known = None, None, []
+            before, self._known = map(list, zip(*known, strict=True))
+            lengths = [one + own for one, own in zip(before, lengths, strict=True)]
+            self._behind = _behind(before, lengths)
+        block = self.reading = (FixedBlock if self.is_fixed else Block)(lengths, copies, self.device, max_new)
+        self._segments = Segments.documents(lengths)
+        options = {}
+        if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+            options["logits_to_keep"] = last
+        logits = model(**inputs, use_cache=False, decoding=self, **options).logits[0]
+        self.blocks.append(block)
+        self.reading, self._behind, self._known = None, None, []
+        return block, logits if options else logits[last]
 
     def attend(self, layer: int, query, key, value, scale, window, softcap, sinks) -> torch.Tensor:
         """(B, H, T, D) of (1, H, N, D) of prompts or (R, H, 1, D) of rows -> (B, T, H, E)."""
@@ -148,18 +157,6 @@ class Decoding:
         parts = zip(self.blocks, query.split(counts), key.split(counts), value.split(counts), strict=False)
         out = torch.cat([block.attend(layer, *part, *rule) for block, *part in parts])
         return nn.functional.pad(out, (0, 0, 0, self.filler)) if self.filler else out
-
-    def read_prompts(self, model: nn.Module, prompts: tuple[list[int], dict[str, torch.Tensor]]) -> torch.Tensor:
-        """(P, V) logits behind the last token of each prompt, as `local_steps.PromptsRead.inputs` has them. Within
-        `read`.
-        """
-        lengths, inputs = prompts
-        last, inputs = to_device((torch.tensor(lengths).cumsum(0) - 1, inputs), self.device, non_blocking=True)
-        options = {}
-        if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
-            options["logits_to_keep"] = last
-        logits = model(**inputs, use_cache=False, decoding=self, **options).logits[0]
-        return logits if options else logits[last]
 
     def next_logits(
         self, model: nn.Module, step: DecoderStep | StepGraph | None, tokens: torch.Tensor, positions: torch.Tensor
@@ -325,7 +322,7 @@ class DecoderStep:
 
     def _joined(self, *linears: Any, norm: torch.Tensor | None = None) -> _Projection:
         weights = [_weight(linear).to(self.dtype) for linear in linears]
-        biases = [_plain(linear).bias for linear in linears]
+        biases = [linear.bias for linear in linears]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         weight = weight if norm is None else weight * norm
         weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packs else weight.t()
@@ -460,13 +457,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
-def _plain(linear: Any) -> Any:
-    """The layer itself, or the one that an adapter is put around."""
-    return linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
-
-
 def _can_be_read(linear: Any) -> bool:
-    plain = _plain(linear)
+    plain = linear if isinstance(linear, nn.Linear) else linear.get_base_layer()  # below an adapter
     if type(plain) is not nn.Linear or "forward" in vars(plain) or hasattr(plain.weight, "placements"):
         return False
     if plain is linear or type(plain.weight) is not nn.Parameter:
@@ -477,8 +469,8 @@ def _can_be_read(linear: Any) -> bool:
 
 
 def _weight(linear: Any) -> torch.Tensor:
-    weight = _plain(linear).weight.detach()
-    if _plain(linear) is linear or linear.merged or linear.disable_adapters:
+    weight = linear.weight.detach()  # of an adapter, that of the layer below it
+    if not hasattr(linear, "get_base_layer") or linear.merged or linear.disable_adapters:
         return weight
     for name in linear.active_adapters:
         if name in linear.lora_A:

@@ -278,14 +278,12 @@ def _written(model, trial: _Trial, device, step: DecoderStep | None = None) -> d
     """The logits of each (text, step) after that many tokens. The third text leaves after the first token."""
     decoding, rows = Decoding(device), [0, 1, 2, 3]
     found: dict[tuple[int, int], torch.Tensor] = {}
-    prompts, shifts = trial.read.inputs([0, 1]), trial.read.shifts(2, device)
-    with decoding.read(prompts[0], 2) as block:
-        logits = decoding.read_prompts(model, prompts)
+    block, logits = decoding.read(model, trial.read.inputs([0, 1]), 2)
+    shifts = trial.read.shifts(2, device)
     found |= {(row, 0): logits[row // 2].float() for row in rows}
     for place in range(_NEW):
         tokens = torch.tensor([trial.completions[row][place] for row in rows], device=device)
-        _, positions = block.newest
-        positions = positions if shifts is None else positions + shifts[rows]
+        positions = block.positions if shifts is None else block.positions + shifts[rows]
         logits = decoding.next_logits(model, step, tokens, positions)
         block.advance()
         found |= {(row, place + 1): logits[number].float() for number, row in enumerate(rows)}

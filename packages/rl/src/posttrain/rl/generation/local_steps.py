@@ -7,7 +7,7 @@ block of the cache, see `posttrain.rl.generation.decoding`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from posttrain.lm.images.image_positions import ImagePositions, SeenPrompt
 from posttrain.lm.images.vision import join_tensors
 from posttrain.rl.generation.decoding import DecoderStep, Decoding, Known, StepGraph
 from posttrain.rl.generation.protocol import Completions, Sampling
-from posttrain.rl.generation.sampling import check_logps, ends_with_stop, sample, stop_window, uniforms
+from posttrain.rl.generation.sampling import check_logps, ends_with_stop, sample, uniforms
 
 if TYPE_CHECKING:
     from posttrain.rl.generation.block import Block, Text
@@ -143,8 +143,7 @@ class LocalSteps:
         known = [self._known(call.prompts[number]) for number in numbers] if self.texts else []
         inputs = call.prompts_read.inputs(numbers, [before for before, _ in known])
         self.num_read += sum(inputs[0])
-        with self.decoding.read(lengths, call.n, call.sampling.max_new_tokens, known) as block:
-            logits = self.decoding.read_prompts(self.model, inputs)
+        block, logits = self.decoding.read(self.model, inputs, call.n, call.sampling.max_new_tokens, known)
         call.begin(numbers, lengths, block.rows() if self.tile else [block], logits)
         self._look()
 
@@ -191,20 +190,17 @@ class LocalSteps:
             for call in self._calls:
                 call.see([next(unseen) for _ in call.parts])
             if self.texts is not None:  # so that each is taken as it ends
-                _read_ended([call for call in self._calls if call.unread])
-            for call in self._calls:
-                call.leave()
+                _read_logps([call for call in self._calls if call.unread])
         self.decoding.blocks = [part.block for call in self._calls for part in call.parts]
 
 
 @dataclass
 class _Part:
-    """The rows of a block: which completions they are, how many of their tokens were checked, and those that go on."""
+    """The rows of a block: which completions they are, and how many of their tokens were looked at."""
 
     block: Block
     rows: list[int]
     looked: int = 0
-    left: list[int] = field(default_factory=list)
 
 
 class Call:
@@ -213,9 +209,8 @@ class Call:
     Attributes:
         waiting: numbers of the prompts that are not read yet; the last is the next.
         parts: the rows that are written, by their blocks. index: (R,) which completions they are.
-        ended: the completions that have ended since the last step.
-        window: tokens before those that were not looked at, in which a stop string may begin.
-        unread: the completions that have ended, and that `read` has no tokens and log-probabilities of.
+        ids: of each completion, the tokens that were looked at. ended: those that have ended since the last step.
+        read: log-probabilities of completions that have ended. unread: those that it lacks.
     """
 
     def __init__(
@@ -237,8 +232,8 @@ class Call:
         )
         self.tokens = torch.zeros(size, longest, dtype=torch.long, device=self.device)
         self.logps = torch.zeros(size, longest, device=self.device)
-        self.lengths, self.finished = [0] * size, [False] * size
-        self.window = stop_window(sampling.stop) if sampling.stop else 0
+        self.ids: list[list[int]] = [[] for _ in range(size)]
+        self.finished = [False] * size
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty != 1:
             vocabulary = base_model(steps.model).get_output_embeddings().weight.shape[0]
@@ -258,39 +253,38 @@ class Call:
         self.parts: list[_Part] = []
         self.ended: list[int] = []
         self.unread: list[int] = []
-        self.read: dict[int, tuple[list[Any], ...]] = {}
+        self.read: dict[int, list[float]] = {}
         self._place()
 
     def completions(self) -> Completions:
         """All of them, once they have ended."""
-        read = self.tokens.tolist(), self.logps.tolist()
-        ids, logps = ([row[:end] for row, end in zip(rows, self.lengths, strict=True)] for rows in read)
+        logps = [row[: len(ids)] for row, ids in zip(self.logps.tolist(), self.ids, strict=True)]
         check_logps(logps)
-        routes = None if self.routes is None else self.routes.of(self.lengths)
-        return Completions(ids, logps, self.finished, self.is_exact, routes=routes)
+        routes = None if self.routes is None else self.routes.of([*map(len, self.ids)])
+        return Completions(self.ids, logps, self.finished, self.is_exact, routes=routes)
 
     def completion(self, row: int) -> Completions:
         """One of them that has ended."""
-        _read_ended([self] if self.unread else [])
-        tokens, logps = self.read.pop(row)
+        _read_logps([self] if self.unread else [])
+        logps = self.read.pop(row)
         check_logps([logps])
-        return Completions([tokens], [logps], [self.finished[row]], self.is_exact)
+        return Completions([self.ids[row]], [logps], [self.finished[row]], self.is_exact)
 
     def begin(self, numbers: list[int], lengths: list[int], blocks: list[Block], logits: torch.Tensor) -> None:
         """Write the first tokens behind prompts that were read as `blocks`: (P, V) logits."""
         if self.routes is not None:
             self.routes.of_prompts(numbers, lengths)
         rows = iter([number * self.n + copy for number in numbers for copy in range(self.n)])
-        self.parts += [_Part(block, [*islice(rows, len(block.owners))]) for block in blocks]
+        parts = [_Part(block, [*islice(rows, len(block.owners))]) for block in blocks]
+        self.parts += parts
         self._place()
         owners = _joined([block.owners for block in blocks])
-        index = self.index[-len(owners) :]
-        self._draw(logits[owners], index, torch.zeros_like(index))
+        self._draw(logits[owners], self.index[-len(owners) :], parts)
 
     def newest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(R,) the newest token of each row, and its position."""
-        steps, places = zip(*(part.block.newest for part in self.parts), strict=True)
-        self._steps, positions = _joined(steps), _joined(places)
+        self._steps = _joined([part.block.steps for part in self.parts])
+        positions = _joined([part.block.positions for part in self.parts])
         if self.shifts is not None:
             positions = positions + self.shifts[self.index]
         return self.tokens[self.index, self._steps], positions
@@ -299,9 +293,12 @@ class Call:
         """Write the tokens behind the `newest`: (R, V) logits."""
         if self.routes is not None:
             self.routes.of_tokens(self.index, self._steps)
-        self._draw(logits, self.index, _joined([part.block.advance() for part in self.parts]))
+        for part in self.parts:
+            part.block.advance()
+        self._draw(logits, self.index, self.parts)
 
-    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, steps: torch.Tensor) -> None:
+    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, parts: list[_Part]) -> None:
+        steps = _joined([part.block.steps for part in parts])
         numbers = self.numbers[rows, steps] if self.sampling.temperature else None
         seen = None if self.seen is None else self.seen[rows]
         tokens, logps = sample(logits, numbers, self.sampling, seen)
@@ -317,64 +314,48 @@ class Call:
         return any(written > looked and (written >= longest or written - looked >= every) for written, looked in pairs)
 
     def unseen(self) -> list[torch.Tensor]:
-        """Of each part, (R, T) the tokens that were not looked at, behind those that a stop string may begin in."""
+        """Of each part, (R, T) the tokens that were not looked at."""
         pairs = zip(self.parts, torch.split(self.index, [len(part.rows) for part in self.parts]), strict=True)
-        return [self.tokens[rows, max(part.looked - self.window, 0) : part.block.step + 1] for part, rows in pairs]
+        return [self.tokens[rows, part.looked : part.block.step + 1] for part, rows in pairs]
 
     def see(self, unseen: list[list[list[int]]]) -> None:
-        """Find the rows that are done, and where they end, of what is `unseen`."""
-        stop, last = self.sampling.stop, self.sampling.eos_token_ids
+        """Take down what was `unseen`, and let the rows go that are done."""
+        stop, last, before = self.sampling.stop, self.sampling.eos_token_ids, len(self.ended)
         for part, new in zip(self.parts, unseen, strict=True):
-            before, part.left = min(part.looked, self.window), []
-            for number, (row, tokens) in enumerate(zip(part.rows, new, strict=True)):
-                for place in range(before, len(tokens)):
-                    self.lengths[row] = part.looked + place - before + 1
-                    is_last = tokens[place] in last
-                    if stop and not is_last:
-                        is_last = ends_with_stop(self.tokenizer, tokens[: place + 1], stop)
-                    self.finished[row] = is_last
-                    if is_last or self.lengths[row] >= self.most[row]:
+            left: list[int] = []
+            for place, (row, tokens) in enumerate(zip(part.rows, new, strict=True)):
+                ids = self.ids[row]
+                for token in tokens:
+                    ids.append(token)
+                    self.finished[row] = token in last or (bool(stop) and ends_with_stop(self.tokenizer, ids, stop))
+                    if self.finished[row] or len(ids) >= self.most[row]:
                         self.ended.append(row)
                         self.unread.append(row)
+                        if self.texts is not None and self.most[row]:  # else no one waits for it
+                            step = min(part.block.step, len(ids))
+                            self.texts[(*self.prompts[row // self.n], *ids[:step])] = part.block.text(place, step)
                         break
                 else:
-                    part.left.append(number)
+                    left.append(place)
             part.looked = part.block.step + 1
-
-    def leave(self) -> None:
-        """Let them go."""
-        changed = [part for part in self.parts if len(part.left) < len(part.rows)]
-        for part in changed:
-            if self.texts is not None:
-                self._keep(self.texts, part)
-            part.rows = [part.rows[i] for i in part.block.keep(part.left)] if part.left else []
-        if changed:
+            if len(left) < len(part.rows):
+                part.rows = [part.rows[i] for i in part.block.keep(left)] if left else []
+        if len(self.ended) > before:
             self.parts = [part for part in self.parts if part.rows]
             self._place()
-
-    def _keep(self, texts: dict[tuple[int, ...], Text], part: _Part) -> None:
-        """Keep in `texts` what the completions that leave have read."""
-        for place in sorted({*range(len(part.rows))} - {*part.left}):
-            row = part.rows[place]
-            if self.most[row]:  # else no one waits for it
-                step = min(part.block.step, self.lengths[row])
-                read = (*self.prompts[row // self.n], *self.read[row][0][:step])
-                texts[read] = part.block.text(place, step)
 
     def _place(self) -> None:
         index = torch.tensor([row for part in self.parts for row in part.rows], dtype=torch.long)
         self.index = index.to(self.device, non_blocking=True)
 
 
-def _read_ended(calls: Sequence[Call]) -> None:
-    """Read the completions of `calls` that have ended and are unread."""
+def _read_logps(calls: Sequence[Call]) -> None:
+    """Read the log-probabilities of the completions of `calls` that have ended and are unread."""
     rows = [send(torch.tensor(call.unread), call.device) for call in calls]
-    ends = [max(call.lengths[row] for row in call.unread) for call in calls]
-    tokens = _lists([call.tokens[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
-    logps = _lists([call.logps[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
-    for call, *parts in zip(calls, tokens, logps, strict=True):
-        for row, *own in zip(call.unread, *parts, strict=True):
-            call.read[row] = tuple(part[: call.lengths[row]] for part in own)
+    ends = [max(len(call.ids[row]) for row in call.unread) for call in calls]
+    found = _lists([call.logps[own, :end] for call, own, end in zip(calls, rows, ends, strict=True)])
+    for call, logps in zip(calls, found, strict=True):
+        call.read |= {row: own[: len(call.ids[row])] for row, own in zip(call.unread, logps, strict=True)}
         call.unread = []
 
 

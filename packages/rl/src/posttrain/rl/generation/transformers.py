@@ -108,7 +108,7 @@ class TransformersGenerator:
         inputs = {"input_ids": ids, "attention_mask": mask}
         more: dict[str, Any] = {}
         if images is not None:
-            more = images.inputs(ids.cpu(), mask.cpu(), [row // n for row in rows])
+            more = images.inputs({name: own.cpu() for name, own in inputs.items()}, [row // n for row in rows])
             inputs |= {name: tensor.to(device) for name, tensor in more["image_inputs"].items()}
         processed = not self.kwargs.keys() <= {*CHANGE_NO_LOGITS}
         raw = base_model(model).register_forward_hook(drawing.look) if processed else contextlib.nullcontext()

@@ -19,6 +19,7 @@ from posttrain.rl.generation.continuous import sampling_problem
 from posttrain.rl.generation.engines import ENDS, FOLDED, REFUSED, refused
 from posttrain.rl.generation.protocol import MAX_ROWS
 from posttrain.rl.online.curriculum import CurriculumArguments
+from posttrain.rl.policy.reference import SyncArguments
 from posttrain.rl.rewards.scoring import RewardArguments
 
 OLD_NAMES: dict[str, Renamed | Removed] = {
@@ -207,7 +208,9 @@ class GenerationArguments:
 
 
 @dataclass
-class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, LanguageModelArguments):
+class RolloutConfig(
+    ImageArguments, RewardArguments, GenerationArguments, CurriculumArguments, SyncArguments, LanguageModelArguments
+):
     """Arguments of `RolloutTrainer`."""
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES
@@ -312,16 +315,6 @@ class RolloutConfig(ImageArguments, RewardArguments, GenerationArguments, Curric
     epsilon_high: float | None = opt(
         None, "The same above 1; None: epsilon. DAPO takes 0.28, CISPO 5.", min=0, max=math.inf
     )
-    sync_ref_model: bool = opt(
-        False, "Move the reference towards the policy every ref_model_sync_steps optimizer steps (TR-DPO)."
-    )
-    ref_model_mixup_alpha: float = opt(
-        0.6, "Share of the policy in the reference after it was moved.", min=0, max=1, needs="sync_ref_model"
-    )
-    ref_model_sync_steps: int = opt(
-        512, "Optimizer steps between two syncs of the reference.", min=1, needs="sync_ref_model"
-    )
-
     log_completions: bool = opt(False, "Print some completions, and write all of them to files in the output folder.")
     log_multimodal: bool = opt(
         True, "Keep the images of prompts, in a column of files; off, they are left out.", needs="log_completions"

@@ -150,12 +150,14 @@ class Rollouts:
             self.sync()
             return self.complete(samples, temperature)
 
-    def sample_to_score(self, samples: list[Sample]) -> list[Sample]:
-        """As `sample`; where ``reward_concurrency`` is above 1, the scores of each group begin when it has ended."""
-        owner, size = self.owner, self.owner.num_generations
+    def sample_to_score(self, rows: list[dict[str, Any]], number: int) -> list[Sample]:
+        """The completed samples of rollout `number`; where ``reward_concurrency`` is above 1, the scores of each group
+        begin when it has ended.
+        """
+        owner, size, samples = self.owner, self.owner.num_generations, self.begin(rows, number)
         if self.args.reward_concurrency == 1 or owner.dist.peers > 1:
             return self.sample(samples)
-        score = partial(owner.rewards.of, trainer_state=owner.state, is_whole=False)
+        score = partial(owner.rewards.of_part, trainer_state=owner.state)
         groups = GroupScores(score, [one.place // size for one in samples], self.args.reward_concurrency)
         owner.sampler.ended = groups.ended
         try:
@@ -187,8 +189,8 @@ class Rollouts:
         with self._scoring, clock("score"):
             scores: Scores = owner.dist.on_first(partial(owner.score, samples))
         scores = replace(scores, names=owner.rewards.names, weights=owner.rewards.weights)
-        if owner.sampler.environments.factories:
-            owner.sampler.environments.give_back(samples)
+        if owner.environments.factories:
+            owner.environments.give_back(samples)
         for name, seconds in zip(scores.names, scores.seconds, strict=True):
             clock.add(f"reward_{name}", seconds)
         for name, values in scores.metrics.items():
@@ -197,15 +199,9 @@ class Rollouts:
 
     # ------------------------------------------------------------------------------------------------ scored samples
 
-    def next_scored(self, batches: Iterator[list[dict[str, Any]]]) -> Scored | None:
-        """The samples of the next rollout; None where the epoch has no more prompts."""
-        owner, dist, metrics, found = self.owner, self.owner.dist, self.owner.metrics, self._scored(batches)
-        if found is not None and self.curriculum is not None:
-            metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
-        if found is None or not self.args.dynamic_sampling:
-            return found
-        samples, scores = found
-        layout = owner.layout
+    def with_signal(self, samples: list[Sample], scores: Scores, batches: Iterator[list[dict[str, Any]]]) -> Scored:
+        """`samples` with others in the place of groups that teach nothing, of the prompts that come next."""
+        owner, dist, layout = self.owner, self.owner.dist, self.owner.layout
         size, wanted = layout.group_size, len(samples) * dist.world_size
         kept: list[One] = []
         spare: list[One] = []
@@ -220,10 +216,10 @@ class Rollouts:
                 members = everyone[group * size : (group + 1) * size]
                 is_equal = is_equal and not (owner.credits_turns and _differ_in_turns(members))
                 (spare if is_equal else kept).extend(members)
-            metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
+            owner.metrics.add("dynamic_sampling/kept", len(kept) / (len(kept) + len(spare)))
             more = None
             if len(kept) < wanted and number < self.args.dynamic_sampling_rounds:
-                more = self._scored(batches)
+                more = self.next_scored(batches)
             if more is None:
                 break
             samples, scores = more
@@ -236,7 +232,7 @@ class Rollouts:
         scores = replace(scores, rewards=rewards, failed=failed, columns={}, turns=turns)
         return [sample for sample, *_ in mine], scores
 
-    def _scored(self, batches: Iterator[list[dict[str, Any]]]) -> Scored | None:
+    def next_scored(self, batches: Iterator[list[dict[str, Any]]]) -> Scored | None:
         """Completions of the next batch of prompts; None where the epoch has no more."""
         sampler, clock = self.owner.sampler, self.owner.clock
         if self.background is not None:
@@ -255,11 +251,7 @@ class Rollouts:
         else:
             if (read := next(batches, None)) is None:
                 return None
-            begun = self.begun(read)
-
-            def sample() -> list[Sample]:
-                return self.sample_to_score(self.begin(*begun))
-
+            sample = partial(self.sample_to_score, *self.begun(read))
             if sampler.can.has_own_weights:
                 self.sync()  # not below: an engine that stays away is waited for once
                 samples = sampler.with_attempts(sample, self.sync)
@@ -307,7 +299,9 @@ class Rollouts:
         step, size = owner.state.global_step, owner.num_generations
         if (scored := self.next_scored(batches)) is None:
             return None
-        samples, scores = scored
+        if self.curriculum is not None:
+            metrics.update({name: (value, 1) for name, value in self.curriculum.metrics().items()})
+        samples, scores = self.with_signal(*scored, batches) if self.args.dynamic_sampling else scored
         rollout, kl = self.with_logps(self.of(samples), samples)
         if kl is not None:
             kl = torch.stack([*map(rollout.of_trajectories, (kl, rollout.loss_mask.sum(1).to(kl.dtype)))])
@@ -335,7 +329,7 @@ class Rollouts:
         if self.args.log_completions:
             owner.reporter.report_rollout(samples, scores, advantages, step)
         if self.args.log_trajectories:
-            owner.reporter.store(samples, scores, advantages, step + 1, owner.sampler.codec.tokenizer)
+            owner.reporter.store(samples, scores, advantages, step + 1, owner.codec.tokenizer)
         return owner.complete_scored(replace(rollout, advantages=at_tokens), samples, scores)
 
     def of(self, samples: list[Sample]) -> Rollout:
@@ -380,7 +374,7 @@ class Rollouts:
         owner, multiple = self.owner, self.args.pad_to_multiple_of
         multiple = None if multiple == "auto" else multiple
         positions = None if owner.image_prompts is None else owner.image_prompts.positions
-        pad = owner.sampler.codec.tokenizer.pad_token_id
+        pad = owner.codec.tokenizer.pad_token_id
         return rollout.micro_batches(owner.train_batch_size, owner.shares_prompts, pad, multiple, positions)
 
     # ------------------------------------------------------------------------------------------------ evaluation
@@ -421,22 +415,26 @@ class Rollouts:
 
     # ------------------------------------------------------------------------------------------------ ledger and state
 
-    def state_dict(self, dealt: list[int]) -> dict[str, Any]:
-        """The rollout that is being gone through, the counts, and how completions are `dealt`: on each process,
-        processes, in a micro-batch.
-        """
-        state = {"rollouts": self.num_rollouts, "dealt": dealt, "num_tokens": self.num_tokens}
+    @property
+    def how_dealt(self) -> list[int]:
+        """Completions on each process, processes, and completions in a micro-batch."""
+        return [self.owner.layout.per_process, self.owner.dist.world_size, self.owner.train_batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout that is being gone through, the counts, and how completions are dealt."""
+        state = {"rollouts": self.num_rollouts, "dealt": self.how_dealt, "num_tokens": self.num_tokens}
         state |= {} if self.background is None else self.background.position()
         state |= {} if self.curriculum is None else {"curriculum": self.curriculum.state_dict()}
         if self.rollout is not None and self.used < self._length:
             state |= {"rollout": self.rollout.state_dict(), "used": self.used}
         return state
 
-    def load_state_dict(self, state: dict[str, Any], dealt: list[int], step: int) -> None:
-        """The inverse of `state_dict`, from the checkpoint of the optimizer step `step`."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, from the checkpoint of the optimizer step at which the trainer is."""
         self.forget()
+        dealt = self.how_dealt
         if self.ledger is not None:
-            self.ledger.resumed(step, self.args.max_staleness)
+            self.ledger.resumed(self.owner.state.global_step, self.args.max_staleness)
         self.num_tokens, self.num_rollouts = state["num_tokens"], state["rollouts"]
         if self.curriculum is not None and "curriculum" in state:
             self.curriculum.load_state_dict(state["curriculum"])

@@ -221,11 +221,11 @@ class Sampler:
             return
         make = getattr(self.generator, "steps", None)
         opened = None if make is None or self.dist.cp_size > 1 else make()
-        if opened is None:
-            yield TurnsTogether(self.generate_turn, self.context)
-            return
-        with opened as steps:
-            yield OpenTurns(lambda sample, done: self.completed(sample, done, 0, self.version), steps)
+        with opened or contextlib.nullcontext() as steps:
+            if steps is None:
+                yield TurnsTogether(self.generate_turn, self.context)
+            else:
+                yield OpenTurns(lambda sample, done: self.completed(sample, done, 0, self.version), steps)
 
     def _ask(self, samples: list[Sample], size: int, sampling: Sampling, seeds: list[int]) -> Completions:
         """`size` completions of each prompt of `samples` by the engine."""

@@ -21,7 +21,7 @@ from posttrain.rl.online.arguments import RolloutConfig
 from posttrain.rl.online.sampler import encode
 from posttrain.rl.policy.logprobs import sharing_problem
 from posttrain.rl.rewards.process import RolloutProcess
-from posttrain.rl.rewards.scorers import RewardModel, reward_functions, reward_problems
+from posttrain.rl.rewards.scorers import NO_REWARDS, RewardModel, reward_functions, reward_problems
 from posttrain.rl.rewards.scoring import Rewards
 from posttrain.rl.samples.prompts import PromptCodec, image_problems, prompt_problems, rows_listed
 from posttrain.rl.samples.samples import Sample
@@ -107,9 +107,7 @@ def make_rewards(args: RolloutConfig, parts: Parts, learns: bool) -> tuple[Envir
     own = environments.reward_functions + ([] if agent is None else [agent.reward_function()])
     functions += own
     if not functions and learns:
-        raise ValueError(
-            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
-        )
+        raise ValueError(NO_REWARDS)
     if args.curriculum and not functions:
         raise ValueError("curriculum=True counts what passes by a reward function, and there is none: pass one.")
     return environments, Rewards(functions, args, len(own))

@@ -544,24 +544,21 @@ class RolloutTrainer(LanguageModelTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As the core's, with the rollout that is being gone through, and a reference that has moved."""
-        state = super().state_dict() | self.rollout_maker.state_dict(self._how_dealt())
+        state = super().state_dict() | self.rollout_maker.state_dict()
         state |= {"recomputes": True} if self.old_logps.recomputes else {}
         return state if self.reference is None else state | {"reference": self.reference.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.rollout_maker.load_state_dict(state, self._how_dealt(), self.state.global_step)
+        self.rollout_maker.load_state_dict(state)
         self.old_logps.recomputes = state.get("recomputes", False)
         if self.reference is not None and "reference" in state:
             self.reference.load_state_dict(state["reference"], self.args.output_dir)
 
-    def _how_dealt(self) -> list[int]:
-        return [self.layout.per_process, self.dist.world_size, self.train_batch_size]
-
     def batches_left(self, loader: Any, saved: dict[str, Any]) -> int:
         """As the core's, with those left of the present rollout, which goes on if it is distributed as before."""
         each = self.rollout_maker.per_rollout
-        goes_on = "rollout" in saved and saved["dealt"] == self._how_dealt()
+        goes_on = "rollout" in saved and saved["dealt"] == self.rollout_maker.how_dealt
         left = super().batches_left(loader, saved) - len(saved.get("used_parts", ())) // saved.get("parts", 1)
         return left * each + (each - saved["used"] if goes_on else 0)
 

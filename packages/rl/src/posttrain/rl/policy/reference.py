@@ -36,7 +36,26 @@ ADAPTER = "reference"
 
 
 @dataclass
-class ReferenceArguments:
+class SyncArguments:
+    """How the reference follows the policy."""
+
+    sync_ref_model: bool = opt(
+        False, "Move the reference towards the policy every ref_model_sync_steps optimizer steps (TR-DPO)."
+    )
+    ref_model_mixup_alpha: float = opt(
+        0.6,
+        "Share of the policy in the reference after a move; at 1 the reference becomes the policy.",
+        above=0,
+        max=1,
+        needs="sync_ref_model",
+    )
+    ref_model_sync_steps: int = opt(
+        512, "Optimizer steps between syncs of the reference.", min=1, needs="sync_ref_model"
+    )
+
+
+@dataclass
+class ReferenceArguments(SyncArguments):
     """Where the reference log-probabilities come from."""
 
     precompute_ref_log_probs: bool = opt(
@@ -47,17 +66,6 @@ class ReferenceArguments:
         "Rows at a time when they are computed before training; None: as in training.",
         min=1,
         needs="precompute_ref_log_probs",
-    )
-    sync_ref_model: bool = opt(False, "Move the reference towards the policy every ref_model_sync_steps (TR-DPO).")
-    ref_model_mixup_alpha: float = opt(
-        0.6,
-        "Share of the policy in the reference after a move; at 1 the reference becomes the policy.",
-        above=0,
-        max=1,
-        needs="sync_ref_model",
-    )
-    ref_model_sync_steps: int = opt(
-        512, "Optimizer steps between syncs of the reference.", min=1, needs="sync_ref_model"
     )
 
     def _problems(self) -> Iterator[str]:

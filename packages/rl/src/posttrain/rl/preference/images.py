@@ -214,12 +214,9 @@ class ImageCollator:
         return {"prompt_ids": draft.prompt, **ids} | ({} if draft.label is None else {"label": draft.label})
 
     def _add_images(self, batch: dict[str, Any], images: RolloutImages, number: int) -> None:
-        ids = batch["input_ids"]
-        if "segments" in batch:  # one row, with each prompt once
-            found = images.shared_inputs(ids, range(number))
-        else:
-            once = self.once and self.prepare.vision.image_token_id is not None
-            found = images.inputs(ids, batch["attention_mask"], [row % number for row in range(len(ids))], once)
+        sides = 1 if "segments" in batch else len(batch["input_ids"]) // number  # one row has each prompt once
+        once = self.once and self.prepare.vision.image_token_id is not None
+        found = images.inputs(batch, [*range(number)] * sides, once)
         batch |= found.pop("image_inputs") | found
 
 

@@ -92,13 +92,10 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call(function: Callable[[], Any], timeout: float | None = None, slow: tuple[str, str] | None = None) -> Any:
+def call(function: Callable[[], Any], timeout: float | None = None) -> Any:
     """``function()``, awaited where it is async. Raises TimeoutError after so many seconds: in the main thread, the
-    function is interrupted; elsewhere it keeps running, and its result is dropped. `slow`: as for `naming_slow`.
+    function is interrupted; elsewhere it keeps running, and its result is dropped.
     """
-    if slow is not None:
-        with naming_slow(*slow):
-            return call(function, timeout)
     if timeout is None:
         result = function()
     elif threading.current_thread() is threading.main_thread() and sys.platform != "win32":

@@ -27,6 +27,8 @@ from posttrain.rl.rewards.scoring import PASSED, RESERVED, RewardArguments, aske
 from posttrain.rl.samples.images import ImagePrompts, RolloutImages, same_images
 from posttrain.rl.samples.prompts import PromptCodec
 
+NO_REWARDS = "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
+
 
 class RewardModel:
     """A sequence classifier with one output, as a reward function. Reads prompt and completion, in one chat if they are
@@ -120,13 +122,12 @@ class ImageRewardModel(RewardModel):
 
     def _score(self, texts: Sequence[list[int]], read: Sequence[tuple[list[int], Shown]]) -> list[float]:
         device = next(self.model.parameters()).device
-        ids = pad_rows(texts, self.tokenizer.pad_token_id)
-        mask = pad_rows([[1] * len(text) for text in texts], 0)
+        masks = [[1] * len(text) for text in texts]
+        batch = {"input_ids": pad_rows(texts, self.tokenizer.pad_token_id), "attention_mask": pad_rows(masks, 0)}
         shown = [images for _, images in read]
         held = RolloutImages.of(shown, [tokens for tokens, _ in read], self.prompts.vision.image_token_id)
-        more = held.inputs(ids, mask, range(len(texts)))
-        inputs = {"input_ids": ids, "attention_mask": mask} | more["image_inputs"]
-        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+        more = held.inputs(batch, range(len(texts)))
+        inputs = {name: tensor.to(device) for name, tensor in (batch | more["image_inputs"]).items()}
         with features_once(self.model, more["image_copies"], inputs) as given:
             return self.model(**given).logits[:, 0].float().tolist()
 
@@ -223,9 +224,7 @@ def reward_problems(
     if environment_factory is not None:
         return  # whose get_reward may be one more
     if not functions:
-        yield ValueError(
-            "No reward source provided: pass reward_funcs, or an environment_factory whose class has get_reward()."
-        )
+        yield ValueError(NO_REWARDS)
     elif weights is not None and len(weights) != len(functions):
         named = (os.fspath(f) if isinstance(f, (str, os.PathLike)) else background.name_of(f) for f in functions)
         yield ValueError(

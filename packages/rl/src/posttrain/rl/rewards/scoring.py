@@ -129,7 +129,9 @@ class Rewards:
         from_environments: int = 0,
     ) -> None:
         self.functions, self.options = list(functions), options or RewardArguments()
-        self.names = distinct([background.name_of(function) for function in self.functions])
+        names = [background.name_of(function) for function in self.functions]
+        # Those that stand there several times have their places behind them, and so metrics of their own.
+        self.names = [f"{name}_{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
         self._waits = [background.is_async(function) for function in self.functions]
         timeout = self.options.reward_timeout  # functions of the rollout process have their own
         self._limits = [None if is_remote(function) else timeout for function in self.functions]
@@ -144,26 +146,22 @@ class Rewards:
         self.weights = torch.tensor(weights or [1.0] * len(self.functions), dtype=torch.float32)
         self._told: set[str] = set()
 
-    def of(self, samples: Sequence[Sample], trainer_state: Any = None, is_whole: bool = True) -> Scores:
+    def of(self, samples: Sequence[Sample], trainer_state: Any = None) -> Scores:
         """Score N completed samples; columns are those of their rows, and what a ``rollout_func`` returned.
-
-        Args:
-            is_whole: they are not a part of those that are learned from together.
 
         Raises:
             RewardError: a function failed and ``reward_on_error`` is "raise", or no function applied to any completion
                 and ``reward_on_none`` is "raise".
         """
-        scores = None
-        if is_whole and self.groups is not None:
-            groups, self.groups = self.groups, None
-            scores = groups.of(samples)
-        scores = self._scores(samples, trainer_state) if scores is None else scores
-        if is_whole and self.functions and (unknown := scores.rewards.isnan().all(1)).any():
+        groups, self.groups = self.groups, None
+        scores = None if groups is None else groups.of(samples)
+        scores = self.of_part(samples, trainer_state) if scores is None else scores
+        if self.functions and (unknown := scores.rewards.isnan().all(1)).any():
             self._report_nothing(unknown, samples)
         return scores
 
-    def _scores(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
+    def of_part(self, samples: Sequence[Sample], trainer_state: Any) -> Scores:
+        """As `of`, of some of the samples that are learned from together."""
         names = {name for sample in samples for name in (*sample.row, *sample.extra)} - RESERVED
         metrics: dict[str, list[float]] = {}
         table: dict[str, list[Any]] = {}
@@ -229,8 +227,9 @@ class Rewards:
         """What a function returned, `size` numbers, Nones or rewards of turns."""
         # Lists of their own, so that a function that changes them changes nothing here.
         own = {key: list(value) if isinstance(value, list) else value for key, value in arguments.items()}
-        slow = f"The reward function {self.names[number]!r}", f"reward_timeout={self.options.reward_timeout} bounds it."
-        returned = background.call(partial(self.functions[number], **own), self._limits[number], slow)
+        remedy = f"reward_timeout={self.options.reward_timeout} bounds it."
+        with background.naming_slow(f"The reward function {self.names[number]!r}", remedy):
+            returned = background.call(partial(self.functions[number], **own), self._limits[number])
         if hasattr(returned, "tolist"):  # a tensor or an array
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
@@ -322,11 +321,6 @@ def asked_for(function: Callable[..., Any], name: str, available: Mapping[str, A
             )
     takes_all, names = any(p.kind is p.VAR_KEYWORD for p in parameters), {p.name for p in named}
     return {name: value for name, value in available.items() if takes_all or name in names}
-
-
-def distinct(names: list[str]) -> list[str]:
-    """`names`, each that stands there several times with its place behind it, so that it has metrics of its own."""
-    return [f"{name}_{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
 
 
 READ = ("row", "prompt", "ids", "completion", "extra", "environment")

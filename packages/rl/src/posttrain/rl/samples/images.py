@@ -150,17 +150,21 @@ class RolloutImages:
             {name: sorted([token, number] for token, number in numbers.items()) for name, numbers in kinds.items()},
         )
 
-    def inputs(self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int], once: bool = True) -> dict[str, Any]:
-        """What a model reads besides (B, T) `ids` with their attention `mask`: the completions `rows`.
+    def inputs(self, batch: Mapping[str, Any], rows: Sequence[int], once: bool = True) -> dict[str, Any]:
+        """What a model reads besides the ``input_ids``, (B, T), of a `batch` and their mask: the completions `rows`.
 
         Returns:
             ``image_inputs``, and if `once`, ``image_copies`` for `posttrain.lm.images.image_features.features_once`;
-            else the images of a prompt stand there for each of its completions.
+            else the images of a prompt stand there for each of its completions. Of one row with ``segments``, in which
+            adjacent completions of a prompt stand behind one copy of it, ``image_inputs`` alone.
         """
+        numbers = self._numbers(batch["input_ids"])
+        if "segments" in batch:
+            return {"image_inputs": CountedBatch(numbers | self._tensors(self.runs(rows)))}
         each = [self.prompts[row] for row in rows]
         used = list(dict.fromkeys(each)) if once else each
         tensors = self._tensors(used)
-        inputs = {name: numbers * mask for name, numbers in self._numbers(ids).items()} | tensors
+        inputs = {name: own * batch["attention_mask"] for name, own in numbers.items()} | tensors
         if not once:
             return {"image_inputs": CountedBatch(inputs)}
         entries = {name: tuple(self.entries[name][prompt] for prompt in used) for name in tensors}
@@ -176,10 +180,6 @@ class RolloutImages:
         shown = {key: prompt.tolist() for key, prompt in zip(keys, prompts, strict=True)}
         seen = [self.prompt(key, shown[key]) for key in self.runs(rows)]
         return {"keys": keys, "positions": None if positions is None else list(map(positions, seen))}
-
-    def shared_inputs(self, ids: torch.Tensor, rows: Sequence[int]) -> dict[str, Any]:
-        """As `inputs`, for one row (1, N) in which adjacent completions of a prompt stand behind one copy of it."""
-        return {"image_inputs": CountedBatch(self._numbers(ids) | self._tensors(self.runs(rows)))}
 
     def runs(self, rows: Sequence[int]) -> list[int]:
         """The prompts of the completions `rows`, in order; of adjacent ones of the same prompt once."""

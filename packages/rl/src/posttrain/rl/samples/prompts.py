@@ -188,11 +188,10 @@ def with_room(
             raise DataError(f"{name}: {error} Filter such rows ({rows_listed(empty)}).") from error
     if context is None:
         return dataset
-    long: list[int] = []
     bytes_that_fit = context - len(tokens_of(dataset[0]))  # a template adds no more than the first prompt has
-    for number, prompt in enumerate(_prompts_of(dataset) or ()):
-        if len(repr(prompt).encode(errors="replace")) >= bytes_that_fit and len(tokens_of(dataset[number])) >= context:
-            long.append(number)
+    sizes = (len(repr(prompt).encode(errors="replace")) for prompt in _prompts_of(dataset) or ())
+    may_be_long = [number for number, size in enumerate(sizes) if size >= bytes_that_fit]
+    long = [number for number in may_be_long if len(tokens_of(dataset[number])) >= context]
     if not long:
         return dataset
     problem = (

@@ -375,10 +375,8 @@ class Rollout:
             seen = self.images.shared_layout(rows, prompts, positions) if self.images is not None and share else {}
             mask = self.loss_mask[start:stop, :width]
             part = lay_out(prompts, completions, mask, share, pad_token_id, multiple, **seen) | whole
-            if self.images is not None and share:
-                part |= self.images.shared_inputs(part["input_ids"], rows)
-            elif self.images is not None:
-                part |= self.images.inputs(part["input_ids"], part["attention_mask"], rows)
+            if self.images is not None:
+                part |= self.images.inputs(part, rows)
             if self.routes is not None:
                 routes = self.routes[start:stop]
                 part[ROUTES] = lay_out_values(routes, prompts, completions, share, part["input_ids"], OWN)
