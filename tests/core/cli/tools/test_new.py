@@ -13,6 +13,7 @@ from posttrain.cli.tools import new
 from posttrain.core import registry
 from tests import programs, tiny, tiny_vision
 
+ROOT = Path(__file__).resolve().parents[4]
 RECIPES = {recipe.name: recipe for recipe in new.recipes()}
 #: Their loss needs nothing but a small model, and they take the longest among those that are alike.
 QUICK = ["sft-chat", "sft-vision", "simpo"]
@@ -42,12 +43,18 @@ def test_there_are_recipes_for_what_people_train():
     assert all(family in families for family in ("Qwen3", "Llama-3", "gemma-3", "gpt-oss"))
 
 
+def test_the_first_recipe_of_the_readme_has_a_model_that_anybody_may_load():
+    named = re.findall(r"^posttrain new (\S+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert named and all("# Model:" not in (RECIPES[n].folder / "run.yaml").read_text() for n in named)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_it_is(name):
     recipe = RECIPES[name]
     text = (recipe.folder / "run.yaml").read_text(encoding="utf-8")
     head = [line.split(":")[0] for line in text.splitlines() if line.startswith("# ") and line[2].isupper()]
     assert {"# Run", "# Data", "# Expect", "# Memory"} <= set(head)
+    assert ("# Model" in head) == recipe.model.startswith(("meta-llama/", "google/gemma-")), "the Hub asks for consent"
     assert text.startswith(f"# {name}: ") and recipe.memory > 0
     rows = [json.loads(line) for line in (recipe.folder / "rows.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert len(rows) == 20 and len({tuple(sorted(row)) for row in rows}) == 1
