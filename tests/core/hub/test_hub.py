@@ -688,6 +688,13 @@ def test_the_program_of_a_card_loads_the_adapter_of_a_reward_model(tmp_path):
     assert torch.equal(*head) and head[0].shape[0] == 1
 
 
+def test_the_program_of_a_card_loads_an_encoder_decoder(tmp_path):
+    tiny.seq2seq_lm().save_pretrained(tmp_path)
+    loaded: dict = {}
+    exec(of_run(TrainingArguments(str(tmp_path), use_cpu=True), tiny.seq2seq_lm(), [], 1)["loading"], loaded)
+    assert type(loaded["model"]) is type(tiny.seq2seq_lm())
+
+
 def test_a_curve_needs_two_losses_and_leaves_out_those_that_are_not_finite():
     assert loss_picture([{"loss": 1.0, "step": 1}]) is None
     picture = loss_picture([{"loss": 2.0, "step": 1}, {"loss": math.nan, "step": 2}, {"loss": 1.0, "step": 3}])

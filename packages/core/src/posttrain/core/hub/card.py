@@ -20,7 +20,7 @@ from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
-from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_peft_model
+from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_encoder_decoder, is_peft_model
 
 logger = logging.getLogger(__name__)
 
@@ -319,14 +319,16 @@ def _loading(name: str, model: Any) -> str | None:
             'messages = [{"role": "user", "content": "Hello!"}]\n'
             'print(writer(messages, max_new_tokens=100)[0]["generated_text"])'
         )
-    for task in ("SequenceClassification", "Seq2SeqLM", "ConditionalGeneration"):
-        if kind.endswith(f"For{task}"):
-            auto = {"ConditionalGeneration": "ImageTextToText"}.get(task, task)
-            given = f'"{name}"'
-            if is_peft_model(model) and task == "SequenceClassification":  # the base has a head of another size
-                given += f", num_labels={whole.config.num_labels}"
-            return f"from transformers import AutoModelFor{auto}\n\nmodel = AutoModelFor{auto}.from_pretrained({given})"
-    return None
+    auto, given = "", f'"{name}"'
+    if kind.endswith("ForSequenceClassification"):
+        auto = "SequenceClassification"  # of an adapter, the base has a head of another size
+        given += f", num_labels={whole.config.num_labels}" if is_peft_model(model) else ""
+    elif is_encoder_decoder(whole):
+        auto = "Seq2SeqLM"
+    elif kind.endswith("ForConditionalGeneration"):
+        auto = "ImageTextToText"
+    load = f"from transformers import AutoModelFor{auto}\n\nmodel = AutoModelFor{auto}.from_pretrained({given})"
+    return load if auto else None
 
 
 def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = None) -> str | None:
