@@ -126,12 +126,12 @@ def test_the_page_lists_every_recipe():
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     memory = {r.name: f"{r.memory:.1f}" for r in RECIPES.values()}
     texts = {r.name: (r.folder / "run.yaml").read_text(encoding="utf-8").replace("\n#", "") for r in RECIPES.values()}
-    named = {name: re.search(r"card +of ([\d, or]+) +GB", text) for name, text in texts.items()}
-    cards = {name: re.findall(r"\d+", found[1]) if found else [] for name, found in named.items()}
-    for recipe in RECIPES.values():  # a tenth of a card is left free; a card of 16 GB has 16 * 1000**3 / 1024**3 GiB
-        fits = [card for card in ("16", "24", "80") if recipe.memory <= 0.9 * int(card) * 1000**3 / 1024**3]
-        assert cards[recipe.name] == fits, (recipe.name, recipe.memory)
+    named = {name: re.search(r"GPU +of ([\d, or]+) +GB", text) for name, text in texts.items()}
+    gpus = {name: re.findall(r"\d+", found[1]) if found else [] for name, found in named.items()}
+    for recipe in RECIPES.values():  # a tenth of a GPU is left free; one of 16 GB has 16 * 1000**3 / 1024**3 GiB
+        fits = [gpu for gpu in ("16", "24", "80") if recipe.memory <= 0.9 * int(gpu) * 1000**3 / 1024**3]
+        assert gpus[recipe.name] == fits, (recipe.name, recipe.memory)
     assert [re.sub(r" +", " ", row) for row in rows] == [
-        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} | {', '.join(cards[r.name])} |")
+        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} | {', '.join(gpus[r.name])} |")
         for r in RECIPES.values()
     ]
