@@ -607,6 +607,9 @@ def test_the_card_ends_its_results_with_the_last_metrics_of_training_evaluated_o
     ]
     said = "At the end of training: `reward` 0.25, `rewards/f/mean` 0.25, `kl` 0.5, `train_loss` 1.5.\n"
     assert said in model_card("m", log_history=history)
+    assert "reward by optimizer step" in loss_picture(history) and 'points="60.0,200.0 620.0,20.0"' in loss_picture(
+        history
+    )
 
 
 def test_a_run_without_any_record_has_a_card_too():

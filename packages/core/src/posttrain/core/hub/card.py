@@ -199,7 +199,7 @@ def model_card(
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
     step = -(-len(records) // _MAX_ROWS)
     shown = records[::-1][:: step or 1][::-1]  # thinned from the end, so that the last one stays
-    picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
+    picture = f"![Training by optimizer step]({curve})\n\n" if curve else ""
     arguments = [{"Argument": f"`{name}`", "Value": value} for name, value in (hyperparameters or {}).items()]
     sections = {
         "## Usage": f"```python\n{loading}\n```\n" if loading else "",
@@ -332,11 +332,14 @@ def _loading(name: str, model: Any) -> str | None:
 
 
 def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = None) -> str | None:
-    """The losses of training (line) and of evaluations (dashed) by optimizer step, as SVG; None of fewer than two."""
+    """The losses of training (line) and of evaluations (dashed) by optimizer step, as SVG; None of fewer than two. In
+    online training the rewards.
+    """
     width, height = 640, 240
+    what = "reward" if any("reward" in record for record in log_history) else "loss"
     curves = [
         [(r["step"], r[key]) for r in log_history if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
-        for key in ("loss", "eval_loss")
+        for key in (what, f"eval_{what}")
     ]
     points = [point for curve in curves for point in curve]
     if len(curves[0]) < 2:
@@ -353,7 +356,7 @@ def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = N
         for curve, color, dashes in zip(curves, ("#3b6fe0", "#e07b39"), ("", 'stroke-dasharray="6 4" '), strict=True)
         if curve
     ]
-    legend = title or "loss by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
+    legend = title or f"{what} by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
