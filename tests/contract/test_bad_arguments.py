@@ -167,3 +167,8 @@ def test_a_config_of_another_package_is_named_with_its_home_and_with_ours(traine
         trainer(model=tiny.causal_lm(), args=foreign, train_dataset=[{"prompt": "a"}], **rewards)
     with pytest.raises(TypeError, match="args is of type dict; pass"):
         trainer(model=tiny.causal_lm(), args={}, train_dataset=[{"prompt": "a"}], **rewards)
+
+
+def test_a_config_in_the_place_of_the_reference_is_named(tmp_path):
+    with pytest.raises(TypeError, match="DPOTrainer takes ref_model before args, as trl's does; pass args="):
+        DPOTrainer(tiny.causal_lm(), DPOTrainer.config_class(str(tmp_path), use_cpu=True))

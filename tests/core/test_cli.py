@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import help, main, parse
-from posttrain.cli.source import DataSource
+from posttrain.cli.source import DataSource, read
 from posttrain.core import registry
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt
@@ -464,12 +464,14 @@ def test_a_source_that_cannot_be_read_is_refused(kwargs, message):
         ("broken.jsonl", '{"text": "whole"}\n{"text": "hal', "JSON parse error: .* in row 1"),
         ("empty.jsonl", "", "it has no rows"),
         ("rows.parquet", "no parquet", "Parquet"),
+        ("absent.jsonl", None, "it does not exist"),  # and is not looked for on the Hub
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(name, text, said, tmp_path):
-    (tmp_path / name).write_text(text, encoding="utf-8")
+    if text is not None:
+        (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=f"{name} cannot be read: {said}"):
-        DataSource(dataset_name=str(tmp_path / name)).load()
+        read(str(tmp_path / name), None, streaming=False)
 
 
 def test_a_file_that_no_reader_takes_is_not_looked_for_on_the_hub(tmp_path):

@@ -97,11 +97,12 @@ def test_a_smoke_run_fails_where_the_saved_model_is_not_the_trained_one(run_file
     assert "read back, is not the one that was trained: different: ['model.norm.weight']" in capsys.readouterr().err
 
 
-def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys):
+def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO)
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main(["bench", "sft", "run.yaml", "--bench_steps", "2", "--bench_warmup", "1"]) == 0
     out = capsys.readouterr().out
-    assert "2 optimizer steps after 1: median" in out
+    assert "2 optimizer steps after 1: median" in out and "was read back" not in caplog.text
     number = r"([\d.,e+-]+)"
     numbers = {}  # median, least and most
     for title in ("seconds of an optimizer step", "tokens per second", "peak host memory, MiB", "seconds of forward",
@@ -355,8 +356,12 @@ def test_a_run_ends_with_its_folder_its_report_and_the_commands_that_fit(run_fil
         "posttrain chat out",
         "posttrain evaluate out --data rows.jsonl",
         "posttrain export out out.gguf --llama_cpp llama.cpp",
-        "posttrain sft run.yaml --resume_from_checkpoint true",
+        "posttrain sft run.yaml --resume_from_checkpoint true --max_steps 8",
     ]
+    assert main(commands[-1].split()[1:]) == 0  # as printed
+    again = capsys.readouterr().out.splitlines()
+    assert again[-6].startswith("The run finished after 8 of 8 steps.") and "--max_steps 16" in again[-1]
+    assert again[-1].count("--max_steps") == 1
 
 
 def test_an_adapter_can_be_merged_and_tokens_are_not_shown(run_file, capsys):
@@ -376,7 +381,9 @@ def test_what_was_saved_is_said_of_a_run_that_is_interrupted(run_file, at_step, 
 def test_that_nothing_was_saved_is_said_too(run_file, at_step, capsys):
     at_step(3, interrupt)
     assert main(["sft", "run.yaml", "--save_strategy", "no"]) == 130
-    assert "Nothing was saved: save_strategy is 'no'. Set save_strategy" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Nothing was saved: save_strategy is 'no'. Set save_strategy" in err
+    assert err.count("save_steps=2 has no effect") == 1  # the config is checked again and again
 
 
 def test_after_ctrl_c_the_checkpoint_is_named_and_after_an_error_a_note_names_it(run_file, at_step, capsys):
@@ -395,6 +402,17 @@ def test_after_ctrl_c_the_checkpoint_is_named_and_after_an_error_a_note_names_it
     with pytest.raises(RuntimeError) as raised:
         main(["sft", "run.yaml", "--output_dir", "other"])
     assert any("other/checkpoint-2 is saved" in note for note in raised.value.__notes__)
+
+
+def test_a_disk_that_is_full_at_the_end_is_said_in_a_sentence(run_file, monkeypatch, capsys):
+    def full(self, directory):
+        raise Exception("No space left on device (os error 28)")  # as the library of tokenizers says it
+
+    monkeypatch.setattr("posttrain.core.training.saving.Saving.beside", full)
+    assert main(["sft", "run.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert "The disk is full (No space left on device (os error 28)): the model in out is not whole." in err
+    assert "Nothing was saved: no checkpoint was written." in err and "Traceback" not in err
 
 
 def test_in_a_file_each_log_record_is_a_line_and_there_are_no_bars(run_file, capsys):

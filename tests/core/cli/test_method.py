@@ -60,6 +60,8 @@ def test_what_is_no_method_is_named_with_the_nearest(write):
         method.of_words(["run.yaml"], "train")
     with pytest.raises(ConfigError, match="name the method first, or a file"):
         method.of_words([], "plan")
+    with pytest.raises(ConfigError, match=r"absent.yaml: No such file or directory$"):  # and nothing is inferred
+        method.of_words(["absent.yaml"], "plan")
 
 
 HELP = """

@@ -22,6 +22,8 @@ from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
+import torch
+import transformers
 import yaml
 
 from posttrain.core import Trainer, TrainingArguments, config
@@ -32,6 +34,7 @@ from posttrain.core.hub.card import (
     hyperparameters,
     loss_picture,
     model_card,
+    of_run,
     results,
     write_model_card,
 )
@@ -596,6 +599,19 @@ def test_the_hub_library_reads_the_card_back():
     assert {r.dataset_name for r in data.eval_results} == {"unknown"}
 
 
+def test_the_card_ends_its_results_with_the_last_metrics_of_training_evaluated_or_not():
+    history = [
+        {"loss": 2.0, "reward": 0.1, "rewards/f/mean": 0.1, "kl": 0.5, "grad_norm": 1.0, "epoch": 0.5, "step": 5},
+        {"reward": 0.25, "rewards/f/mean": 0.25, "timing/forward": 1.0, "epoch": 1.0, "step": 10},
+        {"train_loss": 1.5, "train_runtime": 9.0, "epoch": 1.0, "step": 10},
+    ]
+    said = "At the end of training: `reward` 0.25, `rewards/f/mean` 0.25, `kl` 0.5, `train_loss` 1.5.\n"
+    assert said in model_card("m", log_history=history)
+    assert "reward by optimizer step" in loss_picture(history) and 'points="60.0,200.0 620.0,20.0"' in loss_picture(
+        history
+    )
+
+
 def test_a_run_without_any_record_has_a_card_too():
     assert front_matter(model_card("m"))["model-index"] == [{"name": "m", "results": []}]
 
@@ -648,9 +664,7 @@ def test_the_template_of_peft_is_replaced(tmp_path):
 
 def test_the_card_of_a_run_has_its_rows_its_adapter_its_machine_and_its_curve(tmp_path):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny.causal_lm(), peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
-    )
+    model = peft.get_peft_model(tiny.causal_lm(), peft.LoraConfig(r=4, target_modules=["q_proj"]))  # and no task_type
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 8
     args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, max_steps=3, logging_steps=1)
     trainer = Trainer(model, args, train_dataset=rows)
@@ -663,6 +677,25 @@ def test_the_card_of_a_run_has_its_rows_its_adapter_its_machine_and_its_curve(tm
     assert "<polyline" in (tmp_path / "training_loss.svg").read_text()
     assert front_matter(card)["library_name"] == "peft" and "trl" not in front_matter(card)["tags"]
     assert not (tmp_path / "checkpoint-3" / "README.md").exists()
+
+
+def test_the_program_of_a_card_loads_the_adapter_of_a_reward_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    tiny.causal_lm().save_pretrained(tmp_path / "base")  # whose head would be of two numbers
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "out")
+    loaded: dict = {}
+    exec(of_run(TrainingArguments(str(tmp_path / "out"), use_cpu=True), model, [], 1)["loading"], loaded)
+    head = [layer.modules_to_save.default.weight for layer in (model.score, loaded["model"].score)]
+    assert torch.equal(*head) and head[0].shape[0] == 1
+
+
+def test_the_program_of_a_card_loads_an_encoder_decoder(tmp_path):
+    tiny.seq2seq_lm().save_pretrained(tmp_path)
+    loaded: dict = {}
+    exec(of_run(TrainingArguments(str(tmp_path), use_cpu=True), tiny.seq2seq_lm(), [], 1)["loading"], loaded)
+    assert type(loaded["model"]) is type(tiny.seq2seq_lm())
 
 
 def test_a_curve_needs_two_losses_and_leaves_out_those_that_are_not_finite():

@@ -13,6 +13,7 @@ from posttrain.cli.tools import new
 from posttrain.core import registry
 from tests import programs, tiny, tiny_vision
 
+ROOT = Path(__file__).resolve().parents[4]
 RECIPES = {recipe.name: recipe for recipe in new.recipes()}
 #: Their loss needs nothing but a small model, and they take the longest among those that are alike.
 QUICK = ["sft-chat", "sft-vision", "simpo"]
@@ -42,12 +43,18 @@ def test_there_are_recipes_for_what_people_train():
     assert all(family in families for family in ("Qwen3", "Llama-3", "gemma-3", "gpt-oss"))
 
 
+def test_the_first_recipe_of_the_readme_has_a_model_that_anybody_may_load():
+    named = re.findall(r"^posttrain new (\S+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert named and all("# Model:" not in (RECIPES[n].folder / "run.yaml").read_text() for n in named)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_it_is(name):
     recipe = RECIPES[name]
     text = (recipe.folder / "run.yaml").read_text(encoding="utf-8")
     head = [line.split(":")[0] for line in text.splitlines() if line.startswith("# ") and line[2].isupper()]
     assert {"# Run", "# Data", "# Expect", "# Memory"} <= set(head)
+    assert ("# Model" in head) == recipe.model.startswith(("meta-llama/", "google/gemma-")), "the Hub asks for consent"
     assert text.startswith(f"# {name}: ") and recipe.memory > 0
     rows = [json.loads(line) for line in (recipe.folder / "rows.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert len(rows) == 20 and len({tuple(sorted(row)) for row in rows}) == 1
@@ -119,12 +126,12 @@ def test_the_page_lists_every_recipe():
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     memory = {r.name: f"{r.memory:.1f}" for r in RECIPES.values()}
     texts = {r.name: (r.folder / "run.yaml").read_text(encoding="utf-8").replace("\n#", "") for r in RECIPES.values()}
-    named = {name: re.search(r"card +of ([\d, or]+) +GB", text) for name, text in texts.items()}
-    cards = {name: re.findall(r"\d+", found[1]) if found else [] for name, found in named.items()}
-    for recipe in RECIPES.values():  # a tenth of a card is left free; a card of 16 GB has 16 * 1000**3 / 1024**3 GiB
-        fits = [card for card in ("16", "24", "80") if recipe.memory <= 0.9 * int(card) * 1000**3 / 1024**3]
-        assert cards[recipe.name] == fits, (recipe.name, recipe.memory)
+    named = {name: re.search(r"GPU +of ([\d, or]+) +GB", text) for name, text in texts.items()}
+    gpus = {name: re.findall(r"\d+", found[1]) if found else [] for name, found in named.items()}
+    for recipe in RECIPES.values():  # a tenth of a GPU is left free; one of 16 GB has 16 * 1000**3 / 1024**3 GiB
+        fits = [gpu for gpu in ("16", "24", "80") if recipe.memory <= 0.9 * int(gpu) * 1000**3 / 1024**3]
+        assert gpus[recipe.name] == fits, (recipe.name, recipe.memory)
     assert [re.sub(r" +", " ", row) for row in rows] == [
-        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} | {', '.join(cards[r.name])} |")
+        re.sub(r" +", " ", f"| `{r.name}` | {r.title} | {r.model} | {memory[r.name]} | {', '.join(gpus[r.name])} |")
         for r in RECIPES.values()
     ]

@@ -62,7 +62,7 @@ def test_rows_that_trainers_read_stay_as_they_are_and_plain_texts_of_a_chat_mode
     for other in ([{"text": "a"}], [{"messages": [turn("user", "a")]}], [{"conversations": []}], [], "name", 3):
         assert layouts.canonical(other, CHATS, SFT) is other and not caplog.messages
     assert layouts.canonical(rows, CHATS, SFT) is rows
-    assert "set as_messages on the command line" in caplog.text
+    assert "set as_messages: true in the file of the run (--as_messages)" in caplog.text
 
 
 def test_texts_and_dialogues_can_be_made_messages():

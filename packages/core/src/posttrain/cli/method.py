@@ -6,6 +6,7 @@ The method is the first word, `method:` in its file, or what its arguments and r
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import warnings
 from typing import Any
@@ -38,12 +39,14 @@ def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
         if first != TRAIN:
             return registry.method(first), words[1:]
         words = words[1:]
-    settings, _ = parse.read_words(words)
+    settings, problems = parse.read_words(words)
     if not any(word.endswith(FILES) for word in words):
         how = f"name the method first, or a file that describes the run, as in posttrain {command} run.yaml"
         raise ConfigError(f"posttrain {command}", [how])
     if "method" in settings:
         return registry.method(str(settings["method"].value)), words
+    if problems:  # of a file that cannot be read, nothing can be inferred
+        raise ConfigError(f"posttrain {command}", problems)
     return registry.method(_inferred(settings)), words
 
 
@@ -66,13 +69,15 @@ def settings_of(method: Method, words: list[str]) -> tuple[dict[str, Any], list[
 
 def made(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:
     """The run that `settings` make; `ConfigError` with their problems and those found before."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", FutureWarning)
-        try:
+    found: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", FutureWarning)
             return Run(*parse.configs(configs_of(method), settings, problems, method.needs))
-        finally:
-            for message in dict.fromkeys(str(each.message) for each in found):  # a config is checked more than once
-                print(message, file=sys.stderr)
+    finally:
+        for message in dict.fromkeys(str(each.message) for each in found):  # a config is checked more than once
+            print(message, file=sys.stderr)
+            warnings.filterwarnings("ignore", message=re.escape(message))
 
 
 def checked(method: Method, settings: dict[str, Any], problems: list[str]) -> Run:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
-from posttrain.core.errors import DataError, UnsavedError, did_you_mean, missing, require
+from posttrain.core.errors import DataError, UnsavedError, did_you_mean, means_disk_full, missing, require
 from posttrain.lm.text import layouts
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,15 @@ def train_and_save(trainer: Any) -> None:
         trainer.train()
     except UnsavedError as error:  # there may be room for the model without its optimizer
         logger.warning("%s", error)
-    trainer.save_model()
+    try:
+        trainer.save_model()
+    except Exception as error:
+        if not means_disk_full(error):
+            raise
+        folder = trainer.args.output_dir
+        raise UnsavedError(
+            f"The disk is full ({error}): the model in {folder} is not whole. Free some space."
+        ) from error
 
 
 def made(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> Any:
@@ -312,6 +320,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
 
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     names = [str(Path(name).expanduser()) if _is_file_name(name) else name for name in _as_list(path)]
+    for name in filter(_is_absent, names):
+        raise DataError(f"{name} cannot be read: it does not exist (looked in {Path.cwd()}).")
     saved = Path(names[0]).is_dir() and any(
         (Path(names[0]) / marker).exists() for marker in ("dataset_dict.json", "state.json")
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli import parse
 from posttrain.cli.method import checked
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields import durations
@@ -112,8 +113,10 @@ def _finished(config: Any, words: Sequence[str]) -> str:
     lines = [f"{_how(folder)}. {what} is in {folder}."]
     lines += [f"Report: {folder / REPORT}"] if (folder / REPORT).is_file() else []
     commands = [*_commands(folder, str(about.get("task_type") or about.get("architectures")), base is not None)]
-    if (goes_on := _go_on(config, words)) is not None:
-        commands += [(goes_on[1], f"go on from {goes_on[0].name}, with a larger max_steps or num_train_epochs")]
+    length = "max_steps" if config.max_steps > 0 else "num_train_epochs"
+    goes_on = _go_on(config, parse.take_flags(words, (length,))[0], f"--{length}", f"{2 * vars(config)[length]:g}")
+    if goes_on is not None and not config.max_duration:
+        commands += [(goes_on[1], f"train twice as long, from {goes_on[0].name}")]
     width = max((len(command) for command, _ in commands if len(command) <= 60), default=0)  # a longer one sticks out
     return "\n".join([*lines, *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands)])
 
@@ -152,19 +155,19 @@ def _stopped(config: Any, words: Sequence[str]) -> str:
     """What is left of a run that did not come to its end, and how it goes on."""
     if (goes_on := _go_on(config, words)) is not None:
         return f"{goes_on[0]} is saved. To go on from it:\n  {goes_on[1]}"
-    how = "save_strategy is 'no'" if config.save_strategy == "no" else "no step with a checkpoint was reached"
+    how = "save_strategy is 'no'" if config.save_strategy == "no" else "no checkpoint was written"
     return (
         f"Nothing was saved: {how}. Set save_strategy and save_steps, or save_on_signal, which saves a checkpoint at "
         "Ctrl-C."
     )
 
 
-def _go_on(config: Any, words: Sequence[str]) -> tuple[Path, str] | None:
-    """The newest checkpoint, and the command that resumes from it."""
+def _go_on(config: Any, words: Sequence[str], *more: str) -> tuple[Path, str] | None:
+    """The newest checkpoint, and the command that resumes from it, with `more` words."""
     from posttrain.core.checkpoint import Store
 
     if (newest := Store(config.output_dir).newest_whole()) is None:
         return None
     resumes = any(word.startswith("--resume_from_checkpoint") for word in words)
     resume = () if resumes else ("--resume_from_checkpoint", "true")
-    return newest, shlex.join(masked_words(["posttrain", *words, *resume]))
+    return newest, shlex.join(masked_words(["posttrain", *words, *resume, *more]))

@@ -16,7 +16,7 @@ from posttrain.core.fields import durations
 HELP = """usage: posttrain bench [<method>] run.yaml ... [--bench_steps N] [--bench_warmup N] [--name value ...]
 
 Makes some optimizer steps of a run, with its own model, rows and arguments, and prints seconds, tokens per second and
-peak memory. Takes all arguments of the method (posttrain <method> --help). Nothing is evaluated, saved or kept.
+peak memory. Takes all arguments of the method (posttrain <method> --help). Nothing is evaluated or kept.
 
   --bench_steps N   optimizer steps that are measured [default: 10]
   --bench_warmup N  optimizer steps before them [default: 3]
@@ -34,6 +34,7 @@ CHANGES: dict[str, Any] = {
     "save_strategy": "no",
     "load_best_model_at_end": False,
     "save_top_k": None,
+    "check_saved_model": False,
     "push_to_hub": False,
     "report_to": "none",
     "report": False,

@@ -16,7 +16,7 @@ HELP = """posttrain new                 list the recipes
 posttrain new NAME [FOLDER]   write one into FOLDER [default: NAME]
 
 A recipe is a starting config: run.yaml, with comments, and rows.jsonl, 20 made-up rows that show the format of the
-data; some have a train.py. Its first lines say how to run it, what to expect, and which card it needs."""
+data; some have a train.py. Its first lines say how to run it, what to expect, and which GPU it needs."""
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 #: Programs have this ending in the package, where they are no modules.
 PROGRAM = ".py.in"

@@ -20,13 +20,14 @@ from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.errors import CheckpointError, write_text
 from posttrain.core.fields.redaction import is_secret, masked
 from posttrain.core.hub.uploads import is_repo_id
-from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_peft_model
+from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_encoder_decoder, is_peft_model
 
 logger = logging.getLogger(__name__)
 
 MARK = "<!-- Written by posttrain. A card without this line is never overwritten. -->"
 _PERFORMANCE = re.compile(r"(.*_)?(runtime|samples_per_second|steps_per_second|epoch|step|num_input_tokens_seen)")
 _MAX_ROWS = 20
+_NOT_OF_MODELS = ("loss", "grad_norm", "learning_rate", "total_flos", "num_tokens")
 _COLUMNS = ("Epoch", "Step", "Training loss")
 
 # Always in the table, in this order; other arguments only where they were changed.
@@ -198,19 +199,29 @@ def model_card(
     parts = [f"---\n{front}---\n{MARK}\n\n# {_cell(model_name)}\n", f"{origin}, trained{how}{data}.\n"]
     step = -(-len(records) // _MAX_ROWS)
     shown = records[::-1][:: step or 1][::-1]  # thinned from the end, so that the last one stays
-    picture = f"![Loss by optimizer step]({curve})\n\n" if curve else ""
+    picture = f"![Training by optimizer step]({curve})\n\n" if curve else ""
     arguments = [{"Argument": f"`{name}`", "Value": value} for name, value in (hyperparameters or {}).items()]
     sections = {
         "## Usage": f"```python\n{loading}\n```\n" if loading else "",
         "## Evaluation": _table([{"Metric": name, "Value": value} for name, value in metrics.items()]),
         "## Training\n\n### Hyperparameters": _table(arguments),
         "### Data": "".join(f"- {_cell(line)}\n" for line in rows),
-        "### Training results": f"{picture}{_table(shown)}" if records else "",
+        "### Training results": f"{picture}{_table(shown)}{_at_the_end(log_history)}",
         "### Hardware": "".join(f"- {name}: {_cell(value)}\n" for name, value in (hardware or {}).items()),
         "### Framework versions": "".join(f"- {name} {value}\n" for name, value in (versions or {}).items()),
     }
     parts += [f"{title}\n\n{text}" for title, text in sections.items() if text]
     return "\n".join(parts)
+
+
+def _at_the_end(log_history: Sequence[Mapping[str, Any]]) -> str:
+    """A line of the last value of each metric of training, rewards among them; "" where nothing was logged."""
+    last: dict[str, str] = {}
+    for name, value in (metric for record in log_history for metric in record.items()):
+        aside = _PERFORMANCE.fullmatch(name) or name in _NOT_OF_MODELS or name.startswith("eval_")
+        if isinstance(value, numbers.Real) and not aside and ("/" not in name or name.startswith("rewards/")):
+            last[name] = f"`{name}` {_cell(value)}"
+    return f"\nAt the end of training: {', '.join(last.values())}.\n" if last else ""
 
 
 def results(log_history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -274,6 +285,7 @@ def write_model_card(directory: str | Path, model_name: str | None = None, **fie
 def of_run(args: Any, model: Any, log_history: Sequence[Mapping[str, Any]], world_size: int) -> dict[str, Any]:
     """The fields of `write_model_card` that follow from a run of `model`."""
     return {
+        "loading": _loading(args.hub_model_id or args.output_dir, model),
         "log_history": log_history,
         "base_model": base_name(model) or None,
         "hyperparameters": hyperparameters(args, world_size, model),
@@ -289,39 +301,45 @@ def _of_record(directory: Path) -> dict[str, Any]:
         record = read_json(directory / RECORD)["starts"][-1]
     except (CheckpointError, KeyError, IndexError, TypeError):  # no record, or a damaged one, which its reader reports
         return {}
-    settings, model = (record.get("asked") or {}).get("settings", {}), record.get("model") or {}
-    repo = (record.get("arguments") or {}).get("hub_model_id") or str(directory)
+    settings = (record.get("asked") or {}).get("settings", {})
     return {
         "datasets": [name if not os.path.exists(name) else f"./{name}" for name in names(settings.get("dataset_name"))],
         "rows": [line for lines in (record.get("data_reports") or {}).values() for line in lines],
         "hardware": record.get("hardware"),
-        "loading": _loading(repo, model.get("class") or ""),
     }
 
 
-def _loading(name: str, kind: str) -> str | None:
-    """A program that loads the model `name` of the class `kind`."""
+def _loading(name: str, model: Any) -> str | None:
+    """A program that loads `model`, or its adapter, by `name`."""
+    whole = base_model(model)
+    kind = type(whole).__name__
     if kind.endswith("ForCausalLM"):
         return (
             f'from transformers import pipeline\n\nwriter = pipeline("text-generation", "{name}")\n'
             'messages = [{"role": "user", "content": "Hello!"}]\n'
             'print(writer(messages, max_new_tokens=100)[0]["generated_text"])'
         )
-    for task in ("SequenceClassification", "Seq2SeqLM", "ConditionalGeneration"):
-        if kind.endswith(f"For{task}"):
-            auto = {"ConditionalGeneration": "ImageTextToText"}.get(task, task)
-            return (
-                f'from transformers import AutoModelFor{auto}\n\nmodel = AutoModelFor{auto}.from_pretrained("{name}")'
-            )
-    return None
+    auto, given = "", f'"{name}"'
+    if kind.endswith("ForSequenceClassification"):
+        auto = "SequenceClassification"  # of an adapter, the base has a head of another size
+        given += f", num_labels={whole.config.num_labels}" if is_peft_model(model) else ""
+    elif is_encoder_decoder(whole):
+        auto = "Seq2SeqLM"
+    elif kind.endswith("ForConditionalGeneration"):
+        auto = "ImageTextToText"
+    load = f"from transformers import AutoModelFor{auto}\n\nmodel = AutoModelFor{auto}.from_pretrained({given})"
+    return load if auto else None
 
 
 def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = None) -> str | None:
-    """The losses of training (line) and of evaluations (dashed) by optimizer step, as SVG; None of fewer than two."""
+    """The losses of training (line) and of evaluations (dashed) by optimizer step, as SVG; None of fewer than two. In
+    online training the rewards.
+    """
     width, height = 640, 240
+    what = "reward" if any("reward" in record for record in log_history) else "loss"
     curves = [
         [(r["step"], r[key]) for r in log_history if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
-        for key in ("loss", "eval_loss")
+        for key in (what, f"eval_{what}")
     ]
     points = [point for curve in curves for point in curve]
     if len(curves[0]) < 2:
@@ -338,7 +356,7 @@ def loss_picture(log_history: Sequence[Mapping[str, Any]], title: str | None = N
         for curve, color, dashes in zip(curves, ("#3b6fe0", "#e07b39"), ("", 'stroke-dasharray="6 4" '), strict=True)
         if curve
     ]
-    legend = title or "loss by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
+    legend = title or f"{what} by optimizer step" + ("; dashed: evaluation" if curves[1] else "")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',

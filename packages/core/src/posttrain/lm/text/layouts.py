@@ -38,7 +38,7 @@ WITHOUT_PROMPT = {"messages", "conversations", "text", "input_ids", "prompt_ids"
 #: Of rows that `canonical` leaves as they are.
 PLAIN = (
     "the rows are plain texts, and the model has a chat template, which chat and most servers apply: it is trained "
-    "without it. To train on conversations, set as_messages on the command line, or pass "
+    "without it. To train on conversations, set as_messages: true in the file of the run (--as_messages), or pass "
     "posttrain.lm.text.layouts.as_messages(dataset)."
 )
 _TEXTS = ("completion", "chosen", "rejected")

@@ -101,6 +101,8 @@ class PreferenceTrainer(LanguageModelTrainer):
         model_init: Callable[..., nn.Module] | None = None,
         **old_names: Any,
     ) -> None:
+        if isinstance(ref_model, TrainingArguments):
+            raise TypeError(f"{type(self).__name__} takes ref_model before args, as trl's does; pass args=...")
         args = as_config(type(self), args, old_names)
         optimizer_cls_and_kwargs = old_names.pop("optimizer_cls_and_kwargs", None)
         parts = checks.Parts.of(locals())
