@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -31,6 +32,7 @@ from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
 from posttrain.rl.online.ledger import audit
+from posttrain.rl.rewards import background
 from posttrain.rl.samples.prompts import PromptCodec
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
@@ -333,6 +335,35 @@ async def asks_elsewhere(episode, row):
 def test_an_agent_that_never_asks_the_policy_is_named(tmp_path, caplog):
     trainer(tmp_path, agent=asks_elsewhere, args=dict(max_steps=1)).train()
     assert "No episode has asked the policy" in caplog.text and "all rewards were equal" not in caplog.text
+
+
+async def hangs(episode, row):
+    await episode.generate(row["prompt"])
+    await asyncio.sleep(0.5 if row["sum"] == 2 else 0)
+    return 1.0
+
+
+def test_a_trajectory_that_hangs_is_named_with_what_it_waits_for(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(background, "SLOW", 0.2)
+    run = trainer(tmp_path, agent=hangs)
+    run.rollout_maker.sample([replace(one, place=5 + i) for i, one in enumerate(run.new_samples(ROWS[:3]))])
+    (said,) = [record.getMessage() for record in caplog.records if "has gone on" in record.getMessage()]
+    assert said.startswith(
+        "No trajectory of the agent 'hangs' has gone on for 0.2 seconds. 1 have not ended: 0/6 waits"
+    )
+    assert "waits for the agent after 1 turns (row {'prompt'" in said
+
+    class Hangs(LocalGenerator):
+        is_concurrent = has_own_weights = True
+
+        def generate(self, *given, **options):
+            time.sleep(0.5)
+            return super().generate(*given, **options)
+
+    caplog.clear()
+    run = trainer(tmp_path, agent=asks_once, generator=Hangs(TOKENIZER))
+    run.rollout_maker.sample(run.new_samples(ROWS[:1]))
+    assert "0/0 waits for the engine after 0 turns" in caplog.text
 
 
 async def slow_or_long(episode, row):

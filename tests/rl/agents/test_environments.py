@@ -302,7 +302,8 @@ def test_a_tool_that_hangs_is_named_while_the_rollout_waits_for_it(waits, monkey
     tool = hangs_async if waits else hangs
     converse(Environments([tool]), [sample(call(tool.__name__, a=1))], CODEC, writer("oh")[0], 500)
     (said,) = [record.getMessage() for record in caplog.records if "has been running" in record.getMessage()]
-    assert repr(tool.__name__) in said and "time limit of its own" in said
+    assert f"{tool.__name__!r}, which trajectory 0/0 has called with {{'a': 1}}, has been running" in said
+    assert "time limit of its own" in said
 
 
 def test_each_completion_has_an_environment_of_its_own():

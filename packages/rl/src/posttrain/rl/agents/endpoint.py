@@ -27,19 +27,22 @@ logger = logging.getLogger(__name__)
 PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
+MOST_FILES = 65536
+"""Open files and connections of a process."""
 GONE = 499
 """The status of a request whose client has closed the connection, as nginx has it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Access:
     """The way of one trajectory to the policy: `url` without a version, as Anthropic's clients take it; OpenAI's with
-    ``/v1``.
+    ``/v1``. So many of its requests are being answered as `running` says.
     """
 
     url: str
     key: str
     reply: Callable[[Request], Awaitable[Reply]]
+    running: int = 0
 
 
 class Endpoint:
@@ -47,21 +50,20 @@ class Endpoint:
 
     Args:
         host: the address to listen at. Programs on other machines, or in containers, reach no ``127.0.0.1``.
-        max_requests: that are answered at a time; others get the status 429 and may come again.
+        max_requests: of a trajectory that are answered at a time; others get the status 429 and may come again.
         max_bytes: of a request; larger ones get 413.
     """
 
-    def __init__(self, host: str = "127.0.0.1", max_requests: int = 1024, max_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, host: str = "127.0.0.1", max_requests: int = 256, max_bytes: int = 32 * 2**20) -> None:
         self.host, self.max_requests, self.max_bytes = host, max_requests, max_bytes
         self._open: dict[str, Access] = {}  # by key
-        self._running = 0
         self._server: Any = None
         self._address = ""
 
     def open(self, reply: Callable[[Request], Awaitable[Reply]]) -> Access:
         """A way to the policy for a trajectory whose requests are answered by `reply`."""
         if self._server is None:
-            self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
+            self._server, listening, self._address = serving(self.app(), self.host)
             asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
         key = f"sk-posttrain-{secrets.token_urlsafe(24)}"
         access = Access(f"{self._address}/t/{secrets.token_hex(8)}", key, reply)
@@ -87,6 +89,7 @@ class Endpoint:
         return Starlette(
             routes=[
                 Route("/t/{name}/v1/models", self._models, methods=["GET"]),
+                Route("/t/{name}/v1/models/{model}", self._models, methods=["GET"]),
                 Route("/t/{name}/v1/{path:path}", self._answer, methods=["POST"]),
             ]
         )
@@ -100,8 +103,8 @@ class Endpoint:
             self._access(http)
         except RequestError as error:
             return _refusal(CHAT, error)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "posttrain"}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = {"id": http.path_params.get("model", MODEL), "object": "model", "created": 0, "owned_by": "posttrain"}
+        return JSONResponse(model if "model" in http.path_params else {"object": "list", "data": [model]})
 
     async def _answer(self, http: Any) -> Any:
         from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -138,19 +141,31 @@ class Endpoint:
 
     async def _reply(self, http: Any, access: Access, request: Request) -> Reply | None:
         """The reply; None where the agent has hung up, whose place in the engine is then free."""
-        if self._running >= self.max_requests:
-            raise RequestError(
-                f"{self._running} requests are being answered, and no more are taken.", 429, "rate_limit_exceeded", 1
-            )
-        self._running += 1
+        if access.running >= self.max_requests:
+            what = f"{access.running} requests of this trajectory are being answered, and no more are taken."
+            raise RequestError(what, 429, "rate_limit_exceeded", 1)
+        access.running += 1
         answering, leaving = asyncio.ensure_future(access.reply(request)), asyncio.ensure_future(_left(http))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             return answering.result() if answering.done() else None
         finally:
-            self._running -= 1
+            access.running -= 1
             answering.cancel()
             leaving.cancel()
+
+
+def allow_connections() -> None:
+    """Let this process and those that it starts have as many connections as an administrator allows, at most
+    `MOST_FILES`: often it is 1,024, and an episode takes several.
+    """
+    if os.name == "posix":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[Any, socket.socket, str]:

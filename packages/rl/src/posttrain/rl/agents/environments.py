@@ -187,7 +187,7 @@ class Environments:
         tools, results = self.tools_of(sample), []
         for is_async, some in groupby(calls, lambda call: background.is_async(tools.get(call.name, len))):
             for part in [[*some]] if is_async else [[call] for call in some]:
-                made = [_begin(tools, call, example) for call in part]
+                made = [_begin(tools, call, sample.name, example) for call in part]
                 if waiting := [result for result in made if inspect.isawaitable(result)]:
                     done = iter((yield waiting))
                     made = [next(done) if inspect.isawaitable(result) else result for result in made]
@@ -282,8 +282,9 @@ def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
     """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
     engine's.
     """
+    slow = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}", "The rollout waits for it."
     try:
-        return background.call(partial(environment.reset, **row))
+        return background.call(partial(environment.reset, **row), slow=slow)
     except ConnectionError as error:
         raise RuntimeError(
             f"{type(environment).__name__}.reset() has failed: {type(error).__name__}: {error}. If it asks another "
@@ -305,7 +306,7 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) -> Any:
+def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, trajectory: str, example: str) -> Any:
     """The result of a call: (text, whether it failed), or an awaitable of it."""
     if call.arguments is None:
         return f"error: this call cannot be read{f'; a call is written {example}' if example else ''}", True
@@ -314,29 +315,30 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
         return f"error: there is no tool {call.name!r}{near}; there are {', '.join(tools)}", True
     tool = tools[call.name]
     if background.is_async(tool):
-        return _finish(call.name, tool, call.arguments)
+        return _finish(call, tool, trajectory)
     if is_remote(tool):  # it waits in another thread, and this one goes on
-        return _finish(call.name, partial(background.awaited, tool), call.arguments)
+        return _finish(call, partial(background.awaited, tool), trajectory)
     try:
-        with _naming_slow(call.name):
+        with _naming_slow(call, trajectory):
             result = tool(**call.arguments)
     except (Exception, SystemExit) as error:  # of code that the policy wrote, perhaps
         return _failure(error)
     return _as_text(call.name, result), False
 
 
-def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
+def _naming_slow(call: Call, trajectory: str) -> contextlib.AbstractContextManager[None]:
+    what = f"The tool {call.name!r}, which trajectory {trajectory} has called with {reprlib.repr(call.arguments)},"
     remedy = "The rollout waits for it: give what it waits for a time limit of its own, and return a text after that."
-    return background.naming_slow(f"The tool {name!r}", remedy)
+    return background.naming_slow(what, remedy)
 
 
-async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+async def _finish(call: Call, tool: Callable[..., Awaitable[Any]], trajectory: str) -> tuple[str, bool]:
     try:
-        with _naming_slow(name):
-            result = await background.outcome(tool(**arguments))
+        with _naming_slow(call, trajectory):
+            result = await background.outcome(tool(**(call.arguments or {})))
     except Exception as error:
         return _failure(error)
-    return _as_text(name, result), False
+    return _as_text(call.name, result), False
 
 
 def _as_text(name: str, result: Any) -> str:

@@ -67,6 +67,11 @@ class Sample:
     turns: tuple[int, ...] | None = None
 
     @property
+    def name(self) -> str:
+        """As `posttrain trajectories` names it."""
+        return f"{self.rollout}/{self.place}"
+
+    @property
     def turn_spans(self) -> list[tuple[int, tuple[int, int]]]:
         """Of each of its turns of the policy, the number in its trajectory, and where it begins and ends in `ids`."""
         learn = self.learn or [True] * len(self.ids)
