@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.lm.generate.trajectories import read
 from posttrain.rl import (
     Agent,
     AgentCommand,
@@ -247,6 +248,24 @@ def test_each_turn_learns_from_its_own_reward(tmp_path):
         assert advantages[start:stop].tolist() == pytest.approx([one.turns[0] + 1 - mean] * (stop - start), abs=1e-5)
         assert advantages[again:end].tolist() == pytest.approx([1 - mean] * (end - again), abs=1e-5)
         assert not advantages[stop:again].any()
+
+
+async def says_nothing(episode, row):
+    first = await episode.generate([{"role": "user", "content": "hint"}], max_tokens=3)
+    episode.reward(0.5)
+    said = [{"role": "user", "content": "hint"}, first, {"role": "user", "content": ""}]
+    await episode.generate(said, max_tokens=2)
+    episode.reward(0.25)
+
+
+def test_turns_with_nothing_between_them_are_two(tmp_path):
+    """A template that writes contents alone writes nothing for a message without one."""
+    words = tiny.tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    args = GRPOConfig(str(tmp_path), **QUICK | dict(turn_credit="returns", log_trajectories=1))
+    run = GRPOTrainer(tiny.causal_lm(), None, args, ROWS, processing_class=words, agent=says_nothing)
+    run.train()
+    (one, *_) = read(tmp_path)
+    assert (one["turns"], one["turn_rewards"]) == (2, [0.5, 0.25]) and one["sequences"][0]["learn"] == [1] * 5
 
 
 @pytest.mark.parametrize("how", ["raise", "value", "mask"])

@@ -245,6 +245,9 @@ def test_whose_key_opens_what(agents):
     assert made.post(one, "messages", body, key="no").json()["error"]["type"] == "authentication_error"
     models = httpx.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {one.key}"}).json()
     assert models["data"][0]["id"] == "policy"
+    root = one.url.partition("/t/")[0]  # of clients that take host and port alone
+    assert httpx.get(f"{root}/v1/models", headers={"x-api-key": one.key}).json() == models
+    assert httpx.get(f"{root}/v1/models", headers={"x-api-key": "sk-none"}).status_code == 401
     asked = httpx.get(f"{one.url}/v1/models/any", headers={"x-api-key": one.key}).json()
     assert asked["id"] == "any" and asked["object"] == "model"
     made.endpoint.shut(one)

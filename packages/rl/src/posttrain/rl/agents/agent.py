@@ -363,7 +363,7 @@ def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequ
             row = row.extended(turn.asked, [0.0] * len(turn.asked), chosen=False)
         row = row.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions)
     places = {id(turn): place for place, turn in enumerate(written)}
-    numbers = tuple(places[id(turn)] for turn in learned)
+    numbers = tuple((places[id(turn)], len(turn.ids)) for turn in learned)
     routes = [turn.routes for turn in turns if turn.routes is not None]
     row = replace(row, routes=torch.cat(routes) if len(routes) == len(turns) else None)
     return replace(row, is_exact=all(turn.is_exact for turn in learned), turns=numbers)

@@ -88,9 +88,13 @@ class Endpoint:
 
         return Starlette(
             routes=[
-                Route("/t/{name}/v1/models", self._models, methods=["GET"]),
-                Route("/t/{name}/v1/models/{model}", self._models, methods=["GET"]),
-                Route("/t/{name}/v1/{path:path}", self._answer, methods=["POST"]),
+                Route(at + path, call, methods=[method])
+                for at in ("/t/{name}", "")  # clients that take host and port alone have the key
+                for path, call, method in (
+                    ("/v1/models", self._models, "GET"),
+                    ("/v1/models/{model}", self._models, "GET"),
+                    ("/v1/{path:path}", self._answer, "POST"),
+                )
             ]
         )
 
@@ -135,7 +139,8 @@ class Endpoint:
             raise RequestError(
                 "This key is of no trajectory that goes on. Send the key of its environment (OPENAI_API_KEY).", 401
             )
-        if access.url.rpartition("/")[2] != http.path_params["name"]:
+        own = access.url.rpartition("/")[2]
+        if own != http.path_params.get("name", own):
             raise RequestError("This key is of another trajectory than this URL.", 403)
         return access
 
