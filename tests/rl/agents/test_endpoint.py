@@ -396,6 +396,26 @@ def test_who_hangs_up_frees_the_place(agents):
     assert ended and access.running == 0 and not made.recorders[0].turns
 
 
+def test_a_request_that_is_sent_again_has_the_answer_that_it_had(agents):
+    """SDKs do so where an answer did not reach them; it is sampled and learned from once."""
+    made = agents(lambda prompt: "Yes")
+    access = made.open()
+    url, ids = f"{access.url}/v1/chat/completions", []
+    with httpx.Client(headers={"authorization": f"Bearer {access.key}"}, timeout=20) as client:
+        for model, before in [
+            ("one", 0),
+            ("one", 1),
+            ("one", 0),
+            ("two", 1),
+            *((str(i), 0) for i in range(9)),
+            ("one", 2),
+        ]:
+            head = {"x-stainless-retry-count": str(before)}
+            ids.append(client.post(url, json={"messages": ASKED, "model": model}, headers=head).json()["id"])
+    assert ids[0] == ids[1] != ids[2] and len(set(ids)) == 13 == len(made.recorders[0].turns)
+    assert len(access.given) == 8  # and no more are kept
+
+
 def test_an_error_of_the_engine_is_one_of_the_server(agents):
     def fails(prompt):
         raise ConnectionError("the engine is gone")

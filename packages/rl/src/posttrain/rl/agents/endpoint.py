@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.errors import require
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
+KEPT = 8
+"""The last answers of a trajectory that may be asked for again."""
+RETRIES = "x-stainless-retry-count"
+"""The header in which the SDKs of OpenAI and Anthropic say how often they have sent a request before."""
 MOST_FILES = 65536
 """Open files and connections of a process."""
 GONE = 499
@@ -36,13 +40,15 @@ GONE = 499
 @dataclass
 class Access:
     """The way of one trajectory to the policy: `url` without a version, as Anthropic's clients take it; OpenAI's with
-    ``/v1``. So many of its requests are being answered as `running` says.
+    ``/v1``. So many of its requests are being answered as `running` says; `given` are the last answers, by what was
+    asked: clients ask again where an answer did not reach them.
     """
 
     url: str
     key: str
     reply: Callable[[Request], Awaitable[Reply]]
     running: int = 0
+    given: dict[int, Reply] = field(default_factory=dict)
 
 
 class Endpoint:
@@ -119,8 +125,9 @@ class Endpoint:
             access = self._access(http)
             if path not in PATHS:
                 raise RequestError(f"There is no /v1/{path} here; there are {', '.join(PATHS)}.", 404, "not_found")
-            request = _request(api, await body_of(http, self.max_bytes))
-            reply = await self._reply(http, access, request)
+            body = await body_of(http, self.max_bytes)
+            request = _request(api, body)
+            reply = await self._reply(http, access, request, hash((path, body)))
         except RequestError as error:
             return _refusal(api, error)
         except Exception as error:  # which ends the trajectory too, see `Recorder.error`
@@ -144,8 +151,10 @@ class Endpoint:
             raise RequestError("This key is of another trajectory than this URL.", 403)
         return access
 
-    async def _reply(self, http: Any, access: Access, request: Request) -> Reply | None:
+    async def _reply(self, http: Any, access: Access, request: Request, key: int) -> Reply | None:
         """The reply; None where the agent has hung up, whose place in the engine is then free."""
+        if key in access.given and http.headers.get(RETRIES, "0") != "0":
+            return access.given[key]
         if access.running >= self.max_requests:
             what = f"{access.running} requests of this trajectory are being answered, and no more are taken."
             raise RequestError(what, 429, "rate_limit_exceeded", 1)
@@ -153,7 +162,10 @@ class Endpoint:
         answering, leaving = asyncio.ensure_future(access.reply(request)), asyncio.ensure_future(_left(http))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return answering.result() if answering.done() else None
+            if not answering.done():
+                return None
+            access.given = dict([*access.given.items()][1 - KEPT :]) | {key: answering.result()}
+            return answering.result()
         finally:
             access.running -= 1
             answering.cancel()
