@@ -35,6 +35,8 @@ from posttrain.rl.tools.protocol import names_all
 logger = logging.getLogger(__name__)
 
 NOT_TOOLS = ("reset", "get_reward")
+CUT = ("turns", "tokens")
+COUNTED = ("calls", "failures", *CUT)
 
 
 class Environments:
@@ -80,8 +82,10 @@ class Environments:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tool calls and failed ones of conversations in this thread, since they were last set to 0."""
-        numbers: dict[str, int] = vars(self._counts).setdefault("numbers", {"calls": 0, "failures": 0})
+        """Tool calls and failed ones of conversations in this thread, and conversations that a bound has ended, since
+        they were last set to 0.
+        """
+        numbers: dict[str, int] = vars(self._counts).setdefault("numbers", dict.fromkeys(COUNTED, 0))
         return numbers
 
     @property
@@ -250,14 +254,16 @@ class Environments:
         turn = yield sample, replace(sampling, max_new_tokens=room_for(sample, most, context))
         sample, schemas, turns = replace(turn, learn=[True] * len(turn.ids)), self.schemas_of(sample), 0
         written = sample.ids
-        while schemas and turns != self.max_turns and sample.finished and room_left(sample, most, context) > 0:
+        while schemas and sample.finished and room_left(sample, most, context) > 0:
             protocol = codec.protocol(schemas)
             if not (calls := protocol.read(written, schemas, sample.prompt_ids).calls):
                 break
+            if turns == self.max_turns:
+                return self._cut(sample, "turns")
             answers = yield from self.answers(sample, calls, protocol.example)
             ids = protocol.answer_ids(sample.ids, answers, schemas)
             if len(ids) >= (room := room_left(sample, most, context)):
-                break
+                return self._cut(sample, "tokens")
             sample = replace(sample, completion=[*sample.completion, *answers])
             sample, room, turns = sample.extended(ids, [0.0] * len(ids), chosen=False), room - len(ids), turns + 1
             asking = replace(
@@ -266,6 +272,11 @@ class Environments:
             turn = yield asking, replace(sampling, max_new_tokens=room)
             sample, written = _joined(sample, turn), turn.ids
         return sample
+
+    def _cut(self, sample: Sample, why: str) -> Sample:
+        """`sample`, whose last calls a bound has left without answers."""
+        self.counts[why] += 1
+        return replace(sample, ending=why)
 
 
 def _joined(sample: Sample, turn: Sample) -> Sample:

@@ -181,7 +181,8 @@ def _new(asked: SimpleQueue[Any], waits: bool, quiet: float, stalled: Callable[[
     come close behind it, such as those of one group.
     """
     found: list[Any] = []
-    is_first, seconds = waits, background.SLOW if waits else 0.0
+    is_first = waits
+    seconds: float | None = background.SLOW if waits else 0.0
     while True:
         try:
             item = asked.get(timeout=seconds)
