@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +146,46 @@ def test_a_stored_trajectory_goes_through_the_loss_again(method, tmp_path, monke
     assert "9/9 is none of the" in capsys.readouterr().err
     assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert later["step"] == 2 and not (tmp_path / "out-rerun").exists()
+
+
+SCRIPT = """
+from posttrain.rl import GRPOConfig, GRPOTrainer
+from tests import tiny
+
+async def agent(episode, row):
+    said = [{"role": "user", "content": row["question"]}]
+    answer = await episode.generate(said, max_tokens=4)
+    await episode.generate([{"role": "user", "content": "another"}], max_tokens=3)
+    return float(len(answer["content"]))
+
+args = GRPOConfig("out", max_steps=1, num_generations=2, per_device_train_batch_size=2, max_completion_length=9,
+                  use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", log_trajectories=1)
+tokenizer, rows = tiny.tokenizer(chat_template=tiny.CHATML), [{"question": "the cat"}] * 2
+run = GRPOTrainer(tiny.causal_lm(initializer_range=0.1), args=args, train_dataset=rows, agent=agent,
+                  processing_class=tokenizer)
+run.train()
+run.save_model()
+"""
+
+
+def test_a_trajectory_of_an_agent_goes_through_the_loss_of_the_script_that_trained_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    subprocess.run([sys.executable, "train.py"], check=True)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    (one,) = read("out")
+    capfd.readouterr()
+    assert main(["rerun", "out", "--trajectory", "0/0"]) == 0
+    *lines, last = capfd.readouterr().out.splitlines()
+    lines = [line.split(maxsplit=6) for line in lines[lines.index(next(x for x in lines if "log-prob" in x)) + 1 :]]
+    assert [[int(line[1]) for line in lines if line[0] == str(n)] for n in (0, 1)] == [
+        s["ids"] for s in one["sequences"]
+    ]
+    assert float(last.split()[-1]) == pytest.approx(-one["advantage"], rel=1e-3)  # the policy is that of then
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert main(["rerun", "out", "--trajectory", "0/0", "--beta", "1"]) == 2
+    assert "started by another program" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.lm.generate.trajectories import read
 from posttrain.rl import (
     Agent,
     AgentCommand,
@@ -31,6 +33,7 @@ from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
 from posttrain.rl.online.ledger import audit
+from posttrain.rl.rewards import background
 from posttrain.rl.samples.prompts import PromptCodec
 from tests import tiny
 from tests.rl.agents.scripted import ScriptedEngine, call
@@ -247,6 +250,24 @@ def test_each_turn_learns_from_its_own_reward(tmp_path):
         assert not advantages[stop:again].any()
 
 
+async def says_nothing(episode, row):
+    first = await episode.generate([{"role": "user", "content": "hint"}], max_tokens=3)
+    episode.reward(0.5)
+    said = [{"role": "user", "content": "hint"}, first, {"role": "user", "content": ""}]
+    await episode.generate(said, max_tokens=2)
+    episode.reward(0.25)
+
+
+def test_turns_with_nothing_between_them_are_two(tmp_path):
+    """A template that writes contents alone writes nothing for a message without one."""
+    words = tiny.tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    args = GRPOConfig(str(tmp_path), **QUICK | dict(turn_credit="returns", log_trajectories=1))
+    run = GRPOTrainer(tiny.causal_lm(), None, args, ROWS, processing_class=words, agent=says_nothing)
+    run.train()
+    (one, *_) = read(tmp_path)
+    assert (one["turns"], one["turn_rewards"]) == (2, [0.5, 0.25]) and one["sequences"][0]["learn"] == [1] * 5
+
+
 @pytest.mark.parametrize("how", ["raise", "value", "mask"])
 def test_an_agent_that_fails_is_treated_as_a_reward_function_that_does(tmp_path, how, caplog):
     args = dict(reward_on_error=how) | (dict(reward_error_value=-1.0) if how == "value" else {})
@@ -333,6 +354,35 @@ async def asks_elsewhere(episode, row):
 def test_an_agent_that_never_asks_the_policy_is_named(tmp_path, caplog):
     trainer(tmp_path, agent=asks_elsewhere, args=dict(max_steps=1)).train()
     assert "No episode has asked the policy" in caplog.text and "all rewards were equal" not in caplog.text
+
+
+async def hangs(episode, row):
+    await episode.generate(row["prompt"])
+    await asyncio.sleep(0.5 if row["sum"] == 2 else 0)
+    return 1.0
+
+
+def test_a_trajectory_that_hangs_is_named_with_what_it_waits_for(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(background, "SLOW", 0.2)
+    run = trainer(tmp_path, agent=hangs)
+    run.rollout_maker.sample([replace(one, place=5 + i) for i, one in enumerate(run.new_samples(ROWS[:3]))])
+    (said,) = [record.getMessage() for record in caplog.records if "has gone on" in record.getMessage()]
+    assert said.startswith(
+        "No trajectory of the agent 'hangs' has gone on for 0.2 seconds. 1 have not ended: 0/6 waits"
+    )
+    assert "waits for the agent after 1 turns (row {'prompt'" in said
+
+    class Hangs(LocalGenerator):
+        is_concurrent = has_own_weights = True
+
+        def generate(self, *given, **options):
+            time.sleep(0.5)
+            return super().generate(*given, **options)
+
+    caplog.clear()
+    run = trainer(tmp_path, agent=asks_once, generator=Hangs(TOKENIZER))
+    run.rollout_maker.sample(run.new_samples(ROWS[:1]))
+    assert "0/0 waits for the engine after 0 turns" in caplog.text
 
 
 async def slow_or_long(episode, row):

@@ -10,7 +10,7 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from posttrain.rl.agents.endpoint import Endpoint  # noqa: E402
+from posttrain.rl.agents.endpoint import Endpoint, allow_connections  # noqa: E402
 from posttrain.rl.agents.recorder import Recorder, Written  # noqa: E402
 from posttrain.rl.generation.protocol import Sampling  # noqa: E402
 from posttrain.rl.rewards import background  # noqa: E402
@@ -167,6 +167,50 @@ def test_anthropics_messages_with_tools(agents, stream):
     assert len(goes_on(made.recorders[0])) == 2
 
 
+@pytest.mark.parametrize("path", ["responses", "messages"])
+@pytest.mark.parametrize(("told", "follows"), [("Be short.", 0), ("Be long.", None)])
+def test_instructions_stand_once_before_a_conversation_that_is_named_by_its_last_answer(agents, path, told, follows):
+    """Clients send them with each request: openai-agents, and the tool runner of Anthropic's SDK with its threads."""
+    made = agents(lambda prompt: "Yes")
+    access = made.open()
+    message = [{"role": "user", "content": "more"}]
+
+    def body(instructions, before):
+        if path == "responses":
+            return {"instructions": instructions, "input": message, "previous_response_id": before}
+        thread = {"type": "continue", "previous_message_id": before} if before else {"type": "create"}
+        return {"system": instructions, "messages": message, "max_tokens": 9, "thread": thread}
+
+    first = made.post(access, path, body("Be short.", None)).json()
+    assert made.post(access, path, body(told, first["id"])).status_code == 200
+    one, other = made.recorders[0].turns
+    assert other.before is (one if follows == 0 else None)
+    read = TOKENIZER.decode(other.tokens)
+    assert read.count("<|im_start|>system") == 1 and told in read and read.count("more") == 2
+    assert made.post(access, path, body(told, "msg_0")).status_code == 404
+
+
+def test_a_thread_of_anthropics_keeps_what_is_not_sent_again(agents):
+    made = agents(sums)
+    access = made.open()
+    body = {"max_tokens": 300, "system": "Be short.", "messages": ASKED[1:], "thread": {"type": "create"}}
+    tool = {"name": "add", "description": "Add.", "input_schema": FUNCTION["parameters"]}
+    first = made.post(access, "messages", body | {"tools": [tool]}).json()
+    result = {"type": "tool_result", "tool_use_id": first["content"][0]["id"], "content": "5"}
+    thread = {"type": "continue", "previous_message_id": first["id"]}
+    more = {"max_tokens": 300, "messages": [{"role": "user", "content": [result]}], "thread": thread}
+    assert made.post(access, "messages", more).json()["content"][0]["text"] == "It is 5."
+    assert len(goes_on(made.recorders[0])) == 2
+
+
+def test_anthropics_answer_names_the_text_that_ended_it(agents):
+    made = agents(lambda prompt: "<a>1</a> and more")
+    body = {"max_tokens": 90, "messages": ASKED[1:], "stop_sequences": ["more", "</a>"]}
+    found = made.post(made.open(), "messages", body).json()
+    assert found["content"][0]["text"] == "<a>1"
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "</a>")
+
+
 def test_a_changed_history_begins_a_branch(agents):
     made = agents(lambda prompt: f"answer {len(prompt)}")
     access = made.open()
@@ -201,6 +245,11 @@ def test_whose_key_opens_what(agents):
     assert made.post(one, "messages", body, key="no").json()["error"]["type"] == "authentication_error"
     models = httpx.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {one.key}"}).json()
     assert models["data"][0]["id"] == "policy"
+    root = one.url.partition("/t/")[0]  # of clients that take host and port alone
+    assert httpx.get(f"{root}/v1/models", headers={"x-api-key": one.key}).json() == models
+    assert httpx.get(f"{root}/v1/models", headers={"x-api-key": "sk-none"}).status_code == 401
+    asked = httpx.get(f"{one.url}/v1/models/any", headers={"x-api-key": one.key}).json()
+    assert asked["id"] == "any" and asked["object"] == "model"
     made.endpoint.shut(one)
     assert made.post(one, "chat/completions", body).status_code == 401
     assert not any(recorder.turns for recorder in made.recorders)
@@ -222,6 +271,7 @@ def test_what_a_request_may_not_be(agents):
     assert "text alone" in refused({"messages": image})[1]
     assert refused({"input": [], "previous_response_id": "resp_7"}, "responses")[0] == 400
     assert refused({"input": "2 and 3?", "previous_response_id": "resp_7"}, "responses")[0] == 404
+    assert "previous_response_id" in refused({"input": "2 and 3?", "conversation": "conv_1"}, "responses")[1]
     assert made.post(access, "chat/completions", {"messages": ASKED}).status_code == 200
     assert refused({"messages": ASKED}) == (400, "This trajectory has had its 1 turns.")
     assert made.recorders[0].cut == "turns"
@@ -301,20 +351,23 @@ def test_more_requests_than_are_taken_may_come_again(agents):
         return "late"
 
     made = agents(lambda prompt: waits(), max_requests=1)
-    access = made.open()
+    access, other = made.open(), made.open()
     headers = {"authorization": f"Bearer {access.key}"}
 
-    async def both():
+    async def all_three():
         async with httpx.AsyncClient(headers=headers, timeout=20) as client:
             url, body = f"{access.url}/v1/chat/completions", {"messages": ASKED}
             first = asyncio.ensure_future(client.post(url, json=body))
             await asyncio.sleep(0.3)
             second = await client.post(url, json=body)
+            head = {"authorization": f"Bearer {other.key}"}
+            third = asyncio.ensure_future(client.post(f"{other.url}/v1/chat/completions", json=body, headers=head))
+            await asyncio.sleep(0.3)
             begun.set()
-            return await first, second
+            return await first, second, await third
 
-    first, second = background.wait_for(both())
-    assert first.status_code == 200
+    first, second, third = background.wait_for(all_three())
+    assert first.status_code == third.status_code == 200  # the limit is of each trajectory, however many there are
     assert second.status_code == 429 and second.headers["retry-after"] == "1"
 
 
@@ -340,7 +393,27 @@ def test_who_hangs_up_frees_the_place(agents):
         if ended:
             break
         background.wait_for(asyncio.sleep(0.05))
-    assert ended and made.endpoint._running == 0 and not made.recorders[0].turns
+    assert ended and access.running == 0 and not made.recorders[0].turns
+
+
+def test_a_request_that_is_sent_again_has_the_answer_that_it_had(agents):
+    """SDKs do so where an answer did not reach them; it is sampled and learned from once."""
+    made = agents(lambda prompt: "Yes")
+    access = made.open()
+    url, ids = f"{access.url}/v1/chat/completions", []
+    with httpx.Client(headers={"authorization": f"Bearer {access.key}"}, timeout=20) as client:
+        for model, before in [
+            ("one", 0),
+            ("one", 1),
+            ("one", 0),
+            ("two", 1),
+            *((str(i), 0) for i in range(9)),
+            ("one", 2),
+        ]:
+            head = {"x-stainless-retry-count": str(before)}
+            ids.append(client.post(url, json={"messages": ASKED, "model": model}, headers=head).json()["id"])
+    assert ids[0] == ids[1] != ids[2] and len(set(ids)) == 13 == len(made.recorders[0].turns)
+    assert len(access.given) == 8  # and no more are kept
 
 
 def test_an_error_of_the_engine_is_one_of_the_server(agents):
@@ -352,3 +425,17 @@ def test_an_error_of_the_engine_is_one_of_the_server(agents):
     response = made.post(access, "chat/completions", {"messages": ASKED})
     assert response.status_code == 500 and "the engine is gone" in response.json()["error"]["message"]
     assert isinstance(made.recorders[0].error, ConnectionError)
+
+
+def test_more_episodes_connect_than_files_may_usually_be_open():
+    """1,024 is the usual limit of a process, and the connection of an agent in this one takes two."""
+    resource = pytest.importorskip("resource")
+    _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard <= 1024:
+        pytest.skip("the administrator allows no more")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

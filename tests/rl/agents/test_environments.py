@@ -111,20 +111,20 @@ def test_several_turns_until_nothing_is_asked_for():
     environments = Environments([add, slow])
     [one] = converse(environments, [one], CODEC, go_on, 500)
     assert [m["content"] for m in one.completion if m["role"] == "tool"] == ["2", "4", "-9"]
-    assert environments.counts == {"calls": 3, "failures": 0}
+    assert environments.counts == {"calls": 3, "failures": 0, "turns": 0, "tokens": 0}
 
 
 def test_turns_are_bounded():
     one, (go_on, _) = sample(call("add", a=1, b=1)), writer(call("add", a=2, b=2), "unreachable")
     [one] = converse(Environments([add], max_turns=1), [one], CODEC, go_on, 500)
-    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"]
+    assert [m["role"] for m in one.completion] == ["assistant", "tool", "assistant"] and one.ending == "turns"
 
 
 def test_an_answer_that_does_not_fit_is_left_out():
     one, (go_on, shown) = sample(call("add", a=1, b=1)), writer("x")
     before = list(one.ids)
     [one] = converse(Environments([add]), [one], CODEC, go_on, max_tokens=len(before) + 5)
-    assert one.ids == before and len(one.completion) == 1 and not shown
+    assert one.ids == before and len(one.completion) == 1 and not shown and one.ending == "tokens"
 
 
 def test_a_completion_is_cut_at_its_limit_after_a_tool():
@@ -185,7 +185,12 @@ def test_a_call_that_cannot_be_made_is_answered(text, says):
     one, (go_on, _) = sample(text), writer("oh")
     environments = Environments([add])
     [one] = converse(environments, [one], CODEC, go_on, 500)
-    assert says in one.completion[1]["content"] and environments.counts == {"calls": 1, "failures": 1}
+    assert says in one.completion[1]["content"] and environments.counts == {
+        "calls": 1,
+        "failures": 1,
+        "turns": 0,
+        "tokens": 0,
+    }
 
 
 async def leave(code: int):
@@ -302,7 +307,8 @@ def test_a_tool_that_hangs_is_named_while_the_rollout_waits_for_it(waits, monkey
     tool = hangs_async if waits else hangs
     converse(Environments([tool]), [sample(call(tool.__name__, a=1))], CODEC, writer("oh")[0], 500)
     (said,) = [record.getMessage() for record in caplog.records if "has been running" in record.getMessage()]
-    assert repr(tool.__name__) in said and "time limit of its own" in said
+    assert f"{tool.__name__!r}, which trajectory 0/0 has called with {{'a': 1}}, has been running" in said
+    assert "time limit of its own" in said
 
 
 def test_each_completion_has_an_environment_of_its_own():

@@ -56,8 +56,8 @@ def sample(*parts, **others):
 
 
 def test_tokens_have_the_advantage_of_their_turn_also_in_other_sequences():
-    other = sample(([4], True), turns=(1,))
-    two = sample(([1, 1], True), ([7], False), ([2], True), turns=(0, 2), others=(other,))
+    other = sample(([4], True), turns=((1, 1),))
+    two = sample(([1, 1], True), ([7], False), ([2], True), turns=((0, 2), (2, 1)), others=(other,))
     found = credit.of_tokens(torch.tensor([[1.0, 2.0, 3.0], [5.0, 0.0, 0.0]]), [two, Sample({}, "", [9], [3, 3])])
     close(found, [[1.0, 1.0, 0.0, 3.0], [2.0, 0.0, 0.0, 0.0], [5.0, 5.0, 0.0, 0.0]])
     assert two.num_turns == 3

@@ -238,11 +238,12 @@ def test_turns_with_tools_are_bounded_by_the_argument(tmp_path):
     asks = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
     engine = Scripted(asks, asks, asks, asks)
     run = trainer(
-        tmp_path, rows=CHATS, options={"generator": engine, "tools": [calculator]}, max_tool_calling_iterations=2,
+        tmp_path, rows=CHATS, options={"generator": engine, "tools": [calculator]}, max_tool_calling_iterations=1,
         max_completion_length=400, max_steps=1,
     )  # fmt: skip
     run.train()
-    assert len(engine.calls) == 3 and logged(run, "tools/call_frequency") == [2.0]
+    assert len(engine.calls) == 2 and logged(run, "tools/call_frequency") == [1.0]
+    assert logged(run, "tools/cut/turns") == [1.0] and logged(run, "tools/cut/tokens") == [0.0]
 
 
 def test_tools_can_be_set_between_two_rollouts(tmp_path):

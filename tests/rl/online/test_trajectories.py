@@ -73,7 +73,7 @@ def test_the_report_has_a_page_of_them(folder):
 
 
 def line(sample, **changes):
-    usual = {"step": 1, "rollout": 0, "prompt": "a", "completion": "b </script> c", "rewards": {}, "reward": 1.0}
+    usual = {"step": 1, "rollout": 0, "prompt": "a", "completion": 'b </script> "c"', "rewards": {}, "reward": 1.0}
     usual |= {"advantage": 0.0, "ending": "finished", "turns": 1, "tokens": 5, "sequences": []}
     return usual | {"sample": sample} | changes
 
@@ -89,4 +89,5 @@ def test_filters_and_lines_that_a_run_has_repeated(tmp_path):
 
     assert kept() == [0, 1, 2, 3] and kept(min_reward=0.5) == [2] and kept(max_reward=0.5) == [0]
     assert kept(unfinished=True) == [2] == kept(min_tokens=6) and kept(contains="script") == [0, 1, 2, 3]
-    assert "</script> c" not in trajectories.page(read(tmp_path), "t")
+    assert kept(contains='> "c"') == [0, 1, 2, 3] and not kept(contains="'c'")
+    assert "</script> " not in trajectories.page(read(tmp_path), "t")

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError, write_text
 from posttrain.core.logging.terminal import aligned
-from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, read
+from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, name_of, read
 
 PAGE = "trajectories.html"
 #: Trajectories on the page, and tokens of each of their sequences: a browser shows this many at once.
@@ -25,11 +25,6 @@ def calls_of(one: Trajectory) -> int:
     """Calls of tools in its messages."""
     messages = one["completion"] if isinstance(one["completion"], list) else []
     return sum(len(message.get("tool_calls") or ()) for message in messages)
-
-
-def name_of(one: Trajectory) -> str:
-    """How it is named: ``rollout/sample``."""
-    return f"{one['rollout']}/{one['sample']}"
 
 
 def named(name: str, folder: str | Path, wanted: Filter | None = None) -> Trajectory:

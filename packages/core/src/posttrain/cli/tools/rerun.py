@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from posttrain.core import registry
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
 from posttrain.lm.generate.samples import lines_of
+from posttrain.lm.generate.trajectories import REPLAYED
 
 HELP = """usage: posttrain rerun FOLDER [--name value ...]
 
@@ -24,7 +26,8 @@ Differences are reported: versions, hardware and processes at the start, rows an
 
   --trajectory NAME   do not train: put a trajectory that the run has stored, by its name in `posttrain trajectories`
                       such as 7/3, through the loss once more, and print what the loss reads of each token. The weights
-                      are those that the run began with, or --model_name_or_path"""
+                      are those that the run began with, or --model_name_or_path. A script that has started the run is
+                      run again, up to its training"""
 
 
 def run(words: list[str]) -> None:
@@ -39,6 +42,13 @@ def run(words: list[str]) -> None:
     if environment.rank() == 0:
         print("\n".join(f"  {line}" for line in found))
     asked, directory = first["asked"], first["directory"]
+    if asked is None and flags.keys() == {"trajectory"}:
+        name = str(flags["trajectory"].value)
+        trajectories.named(name, folders[0])
+        done = subprocess.run(first["command"], cwd=directory, env=os.environ | {REPLAYED: name})
+        if done.returncode:
+            raise ConfigError("rerun", [f"the program of the run has exited with {done.returncode}"])
+        return
     if asked is None:
         why = "the run was started by another program, which sets its own output folder"
         how = (

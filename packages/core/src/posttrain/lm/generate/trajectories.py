@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.lm.generate.samples import lines_of
 
 FINISHED = "finished"
+REPLAYED = "POSTTRAIN_REPLAYED"
+"""The variable with the name of a trajectory that a program puts through its loss, in place of training."""
 
 Trajectory = dict[str, Any]
 
@@ -32,6 +35,11 @@ def path_of(folder: str | Path, rank: int) -> Path:
 def files_of(folder: str | Path) -> list[Path]:
     """The files of all processes that are there."""
     return sorted(Path(folder).glob("trajectories-*.jsonl"))
+
+
+def name_of(one: Trajectory) -> str:
+    """How it is named: ``rollout/sample``."""
+    return f"{one['rollout']}/{one['sample']}"
 
 
 @dataclass(frozen=True)
@@ -52,14 +60,15 @@ class Filter:
 
     def takes(self, one: Trajectory) -> bool:
         """Whether it is shown."""
-        reward = one["reward"]
+        reward, as_json = one["reward"], partial(json.dumps, ensure_ascii=False)
+        said = as_json(one["completion"])
         return (
             (self.step is None or one["step"] == self.step)
             and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
             and (self.max_reward is None or (reward is not None and reward <= self.max_reward))
             and one["tokens"] >= self.min_tokens
             and not (self.unfinished and one["ending"] == FINISHED)
-            and (self.contains is None or self.contains in json.dumps(one["completion"], ensure_ascii=False))
+            and (self.contains is None or any(text in said for text in (self.contains, as_json(self.contains)[1:-1])))
         )
 
 

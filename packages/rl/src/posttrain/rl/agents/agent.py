@@ -9,7 +9,7 @@ import asyncio
 import logging
 import reprlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ import torch
 from posttrain.core.errors import require
 from posttrain.core.logging.metrics import Metrics
 from posttrain.rl.agents.command import AgentCommand
-from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint
+from posttrain.rl.agents.endpoint import MODEL, Access, Endpoint, allow_connections
 from posttrain.rl.agents.environments import schema_of
 from posttrain.rl.agents.messages import Message, Request, assistant
 from posttrain.rl.agents.openai_api import read_message
@@ -200,6 +200,7 @@ class Episodes:
     def __init__(self, agent: Agent, codec: PromptCodec, context: int | None, options: RewardArguments) -> None:
         self.agent, self.codec, self.context, self.options = agent, codec, context, options
         self.endpoint = Endpoint(agent.host)
+        allow_connections()
         self._places: Any = nullcontext() if agent.inflight is None else asyncio.Semaphore(agent.inflight)
 
     def run(
@@ -215,6 +216,7 @@ class Episodes:
         the place of each that has ended, and with the sample.
         """
         loop, found = background.event_loop(), list(samples)
+        going: dict[int, Recorder] = {}
         asked: SimpleQueue[Any] = SimpleQueue()
 
         def take(place: int, one: Ended) -> None:
@@ -229,22 +231,28 @@ class Episodes:
 
         async def one(place: int, sample: Sample) -> Ended:
             async with self._places:
-                done = await self._episode(sample, sampling, partial(generate, place))
+                call = partial(generate, place)
+                going[place] = Recorder(self.codec, call, sampling, sample.seed, self.context, self.agent.turns)
+                done = await self._episode(sample, going[place])
+                del going[place]
             asked.put(partial(take, place, done))
             return done
+
+        def stalled() -> None:
+            name_stalled(self.agent.name, [(samples[place], recorder) for place, recorder in list(going.items())])
 
         episodes = background.begin([one(*each) for each in enumerate(samples)])
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            serve(asked, open_turns, lambda *done: loop.call_soon_threadsafe(_answer, *done), asyncio.Future.cancelled)
+            answer = partial(loop.call_soon_threadsafe, _answer)
+            serve(asked, open_turns, answer, asyncio.Future.cancelled, stalled)
             log(metrics, episodes.result())
         except BaseException:
             episodes.cancel()
             raise
         return found
 
-    async def _episode(self, sample: Sample, sampling: Sampling, generate: Callable[..., Awaitable[Sample]]) -> Ended:
-        recorder = Recorder(self.codec, generate, sampling, sample.seed, self.context, self.agent.turns)
+    async def _episode(self, sample: Sample, recorder: Recorder) -> Ended:
         episode, started = Episode(recorder, self.endpoint), time.perf_counter()
         returned, failed = None, False
         try:
@@ -298,6 +306,22 @@ def _answer(future: asyncio.Future[Any], sample: Sample) -> None:
         future.set_result(sample)
 
 
+def name_stalled(agent: str, going: Sequence[tuple[Sample, Recorder]]) -> None:
+    """Warn that nothing has gone on for `background.SLOW` seconds, and of what each trajectory waits for."""
+    each = [
+        f"{sample.name} waits for {'the engine' if recorder.is_asking else 'the agent'} after {len(recorder.turns)} "
+        f"turns (row {reprlib.repr(sample.row)})"
+        for sample, recorder in going
+    ]
+    logger.warning(
+        "No trajectory of the agent %r has gone on for %g seconds. %d have not ended: %s. Agent(seconds=) bounds them.",
+        agent,
+        background.SLOW,
+        len(each),
+        "; ".join([*each[:3], *["..."] * (len(each) > 3)]),
+    )
+
+
 def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float | None, dict[str, Any]]:
     """(the reward that an agent `returned`, or has `given` on the way; its columns for reward functions). Raises
     TypeError where it returned something else.
@@ -339,7 +363,7 @@ def _row(sample: Sample, turns: Sequence[Written], seen: set[int], written: Sequ
             row = row.extended(turn.asked, [0.0] * len(turn.asked), chosen=False)
         row = row.extended(turn.ids, turn.logps, chosen=True, versions=turn.versions)
     places = {id(turn): place for place, turn in enumerate(written)}
-    numbers = tuple(places[id(turn)] for turn in learned)
+    numbers = tuple((places[id(turn)], len(turn.ids)) for turn in learned)
     routes = [turn.routes for turn in turns if turn.routes is not None]
     row = replace(row, routes=torch.cat(routes) if len(routes) == len(turns) else None)
     return replace(row, is_exact=all(turn.is_exact for turn in learned), turns=numbers)

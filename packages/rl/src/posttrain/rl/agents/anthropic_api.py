@@ -20,7 +20,7 @@ from posttrain.rl.agents.messages import (
     text_of,
 )
 
-READ = "model messages system tools tool_choice max_tokens stop_sequences stream metadata".split()
+READ = "model messages system tools tool_choice max_tokens stop_sequences stream metadata thread".split()
 NEUTRAL = {"thinking": {"type": "disabled"}, "service_tier": "auto"}
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -29,7 +29,7 @@ ERRORS |= {429: "rate_limit_error", 529: "overloaded_error"}
 
 def read(body: Mapping[str, Any]) -> Request:
     """The request of ``/v1/messages``."""
-    messages, tools = messages_of(body), body.get("tools") or ()
+    messages, tools, thread = messages_of(body), body.get("tools") or (), body.get("thread") or {}
     if named := [tool.get("name") for tool in tools if "input_schema" not in tool]:
         raise RequestError(f"The tool {named[0]!r} has no input_schema; the policy calls the agent's own tools alone.")
     system = text_of(body.get("system"))
@@ -44,6 +44,9 @@ def read(body: Mapping[str, Any]) -> Request:
         stop=tuple(body.get("stop_sequences") or ()),
         stream=bool(body.get("stream")),
         model=body.get("model") or "",
+        previous=thread.get("previous_message_id"),
+        instructed=bool(system),
+        same_tools=not tools,
         ignored=fields(body, READ, NEUTRAL),
     )
 
@@ -85,8 +88,8 @@ def answer(request: Request, reply: Reply) -> dict[str, Any]:
         "role": "assistant",
         "model": request.model,
         "content": _blocks(reply),
-        "stop_reason": STOPS[reply.finish],
-        "stop_sequence": None,
+        "stop_reason": STOPS[reply.finish] if reply.calls or reply.stop is None else "stop_sequence",
+        "stop_sequence": reply.stop,
         "usage": {"input_tokens": reply.num_read, "output_tokens": len(reply.tokens)},
     }
 
@@ -94,7 +97,12 @@ def answer(request: Request, reply: Reply) -> dict[str, Any]:
 def events(request: Request, reply: Reply) -> Iterator[Event]:
     """The events of a streamed answer."""
     whole = answer(request, reply)
-    begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
+    begun = whole | {
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": whole["usage"] | {"output_tokens": 0},
+    }
     made: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for place, block in enumerate(whole["content"]):
         if block["type"] == "text":
@@ -107,7 +115,7 @@ def events(request: Request, reply: Reply) -> Iterator[Event]:
             {"type": "content_block_delta", "index": place, "delta": delta},
             {"type": "content_block_stop", "index": place},
         ]
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     made += [{"type": "message_delta", "delta": delta, "usage": whole["usage"]}, {"type": "message_stop"}]
     for data in made:
         yield data["type"], data

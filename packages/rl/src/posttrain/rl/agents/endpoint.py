@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.errors import require
@@ -27,19 +27,28 @@ logger = logging.getLogger(__name__)
 PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
+KEPT = 8
+"""The last answers of a trajectory that may be asked for again."""
+RETRIES = "x-stainless-retry-count"
+"""The header in which the SDKs of OpenAI and Anthropic say how often they have sent a request before."""
+MOST_FILES = 65536
+"""Open files and connections of a process."""
 GONE = 499
 """The status of a request whose client has closed the connection, as nginx has it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Access:
     """The way of one trajectory to the policy: `url` without a version, as Anthropic's clients take it; OpenAI's with
-    ``/v1``.
+    ``/v1``. So many of its requests are being answered as `running` says; `given` are the last answers, by what was
+    asked: clients ask again where an answer did not reach them.
     """
 
     url: str
     key: str
     reply: Callable[[Request], Awaitable[Reply]]
+    running: int = 0
+    given: dict[int, Reply] = field(default_factory=dict)
 
 
 class Endpoint:
@@ -47,21 +56,20 @@ class Endpoint:
 
     Args:
         host: the address to listen at. Programs on other machines, or in containers, reach no ``127.0.0.1``.
-        max_requests: that are answered at a time; others get the status 429 and may come again.
+        max_requests: of a trajectory that are answered at a time; others get the status 429 and may come again.
         max_bytes: of a request; larger ones get 413.
     """
 
-    def __init__(self, host: str = "127.0.0.1", max_requests: int = 1024, max_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, host: str = "127.0.0.1", max_requests: int = 256, max_bytes: int = 32 * 2**20) -> None:
         self.host, self.max_requests, self.max_bytes = host, max_requests, max_bytes
         self._open: dict[str, Access] = {}  # by key
-        self._running = 0
         self._server: Any = None
         self._address = ""
 
     def open(self, reply: Callable[[Request], Awaitable[Reply]]) -> Access:
         """A way to the policy for a trajectory whose requests are answered by `reply`."""
         if self._server is None:
-            self._server, listening, self._address = serving(self.app(), self.host, backlog=self.max_requests)
+            self._server, listening, self._address = serving(self.app(), self.host)
             asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listening]), background.event_loop())
         key = f"sk-posttrain-{secrets.token_urlsafe(24)}"
         access = Access(f"{self._address}/t/{secrets.token_hex(8)}", key, reply)
@@ -86,8 +94,13 @@ class Endpoint:
 
         return Starlette(
             routes=[
-                Route("/t/{name}/v1/models", self._models, methods=["GET"]),
-                Route("/t/{name}/v1/{path:path}", self._answer, methods=["POST"]),
+                Route(at + path, call, methods=[method])
+                for at in ("/t/{name}", "")  # clients that take host and port alone have the key
+                for path, call, method in (
+                    ("/v1/models", self._models, "GET"),
+                    ("/v1/models/{model}", self._models, "GET"),
+                    ("/v1/{path:path}", self._answer, "POST"),
+                )
             ]
         )
 
@@ -100,8 +113,8 @@ class Endpoint:
             self._access(http)
         except RequestError as error:
             return _refusal(CHAT, error)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "posttrain"}
-        return JSONResponse({"object": "list", "data": [model]})
+        model = {"id": http.path_params.get("model", MODEL), "object": "model", "created": 0, "owned_by": "posttrain"}
+        return JSONResponse(model if "model" in http.path_params else {"object": "list", "data": [model]})
 
     async def _answer(self, http: Any) -> Any:
         from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -112,8 +125,9 @@ class Endpoint:
             access = self._access(http)
             if path not in PATHS:
                 raise RequestError(f"There is no /v1/{path} here; there are {', '.join(PATHS)}.", 404, "not_found")
-            request = _request(api, await body_of(http, self.max_bytes))
-            reply = await self._reply(http, access, request)
+            body = await body_of(http, self.max_bytes)
+            request = _request(api, body)
+            reply = await self._reply(http, access, request, hash((path, body)))
         except RequestError as error:
             return _refusal(api, error)
         except Exception as error:  # which ends the trajectory too, see `Recorder.error`
@@ -132,25 +146,43 @@ class Endpoint:
             raise RequestError(
                 "This key is of no trajectory that goes on. Send the key of its environment (OPENAI_API_KEY).", 401
             )
-        if access.url.rpartition("/")[2] != http.path_params["name"]:
+        own = access.url.rpartition("/")[2]
+        if own != http.path_params.get("name", own):
             raise RequestError("This key is of another trajectory than this URL.", 403)
         return access
 
-    async def _reply(self, http: Any, access: Access, request: Request) -> Reply | None:
+    async def _reply(self, http: Any, access: Access, request: Request, key: int) -> Reply | None:
         """The reply; None where the agent has hung up, whose place in the engine is then free."""
-        if self._running >= self.max_requests:
-            raise RequestError(
-                f"{self._running} requests are being answered, and no more are taken.", 429, "rate_limit_exceeded", 1
-            )
-        self._running += 1
+        if key in access.given and http.headers.get(RETRIES, "0") != "0":
+            return access.given[key]
+        if access.running >= self.max_requests:
+            what = f"{access.running} requests of this trajectory are being answered, and no more are taken."
+            raise RequestError(what, 429, "rate_limit_exceeded", 1)
+        access.running += 1
         answering, leaving = asyncio.ensure_future(access.reply(request)), asyncio.ensure_future(_left(http))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return answering.result() if answering.done() else None
+            if not answering.done():
+                return None
+            access.given = dict([*access.given.items()][1 - KEPT :]) | {key: answering.result()}
+            return answering.result()
         finally:
-            self._running -= 1
+            access.running -= 1
             answering.cancel()
             leaving.cancel()
+
+
+def allow_connections() -> None:
+    """Let this process and those that it starts have as many connections as an administrator allows, at most
+    `MOST_FILES`: often it is 1,024, and an episode takes several.
+    """
+    if os.name == "posix":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[Any, socket.socket, str]:

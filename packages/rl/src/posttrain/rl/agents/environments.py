@@ -35,6 +35,8 @@ from posttrain.rl.tools.protocol import names_all
 logger = logging.getLogger(__name__)
 
 NOT_TOOLS = ("reset", "get_reward")
+CUT = ("turns", "tokens")
+COUNTED = ("calls", "failures", *CUT)
 
 
 class Environments:
@@ -80,8 +82,10 @@ class Environments:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tool calls and failed ones of conversations in this thread, since they were last set to 0."""
-        numbers: dict[str, int] = vars(self._counts).setdefault("numbers", {"calls": 0, "failures": 0})
+        """Tool calls and failed ones of conversations in this thread, and conversations that a bound has ended, since
+        they were last set to 0.
+        """
+        numbers: dict[str, int] = vars(self._counts).setdefault("numbers", dict.fromkeys(COUNTED, 0))
         return numbers
 
     @property
@@ -187,7 +191,7 @@ class Environments:
         tools, results = self.tools_of(sample), []
         for is_async, some in groupby(calls, lambda call: background.is_async(tools.get(call.name, len))):
             for part in [[*some]] if is_async else [[call] for call in some]:
-                made = [_begin(tools, call, example) for call in part]
+                made = [_begin(tools, call, sample.name, example) for call in part]
                 if waiting := [result for result in made if inspect.isawaitable(result)]:
                     done = iter((yield waiting))
                     made = [next(done) if inspect.isawaitable(result) else result for result in made]
@@ -250,14 +254,16 @@ class Environments:
         turn = yield sample, replace(sampling, max_new_tokens=room_for(sample, most, context))
         sample, schemas, turns = replace(turn, learn=[True] * len(turn.ids)), self.schemas_of(sample), 0
         written = sample.ids
-        while schemas and turns != self.max_turns and sample.finished and room_left(sample, most, context) > 0:
+        while schemas and sample.finished and room_left(sample, most, context) > 0:
             protocol = codec.protocol(schemas)
             if not (calls := protocol.read(written, schemas, sample.prompt_ids).calls):
                 break
+            if turns == self.max_turns:
+                return self._cut(sample, "turns")
             answers = yield from self.answers(sample, calls, protocol.example)
             ids = protocol.answer_ids(sample.ids, answers, schemas)
             if len(ids) >= (room := room_left(sample, most, context)):
-                break
+                return self._cut(sample, "tokens")
             sample = replace(sample, completion=[*sample.completion, *answers])
             sample, room, turns = sample.extended(ids, [0.0] * len(ids), chosen=False), room - len(ids), turns + 1
             asking = replace(
@@ -266,6 +272,11 @@ class Environments:
             turn = yield asking, replace(sampling, max_new_tokens=room)
             sample, written = _joined(sample, turn), turn.ids
         return sample
+
+    def _cut(self, sample: Sample, why: str) -> Sample:
+        """`sample`, whose last calls a bound has left without answers."""
+        self.counts[why] += 1
+        return replace(sample, ending=why)
 
 
 def _joined(sample: Sample, turn: Sample) -> Sample:
@@ -282,8 +293,9 @@ def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
     """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
     engine's.
     """
+    slow = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}", "The rollout waits for it."
     try:
-        return background.call(partial(environment.reset, **row))
+        return background.call(partial(environment.reset, **row), slow=slow)
     except ConnectionError as error:
         raise RuntimeError(
             f"{type(environment).__name__}.reset() has failed: {type(error).__name__}: {error}. If it asks another "
@@ -305,7 +317,7 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) -> Any:
+def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, trajectory: str, example: str) -> Any:
     """The result of a call: (text, whether it failed), or an awaitable of it."""
     if call.arguments is None:
         return f"error: this call cannot be read{f'; a call is written {example}' if example else ''}", True
@@ -314,29 +326,30 @@ def _begin(tools: Mapping[str, Callable[..., Any]], call: Call, example: str) ->
         return f"error: there is no tool {call.name!r}{near}; there are {', '.join(tools)}", True
     tool = tools[call.name]
     if background.is_async(tool):
-        return _finish(call.name, tool, call.arguments)
+        return _finish(call, tool, trajectory)
     if is_remote(tool):  # it waits in another thread, and this one goes on
-        return _finish(call.name, partial(background.awaited, tool), call.arguments)
+        return _finish(call, partial(background.awaited, tool), trajectory)
     try:
-        with _naming_slow(call.name):
+        with _naming_slow(call, trajectory):
             result = tool(**call.arguments)
     except (Exception, SystemExit) as error:  # of code that the policy wrote, perhaps
         return _failure(error)
     return _as_text(call.name, result), False
 
 
-def _naming_slow(name: str) -> contextlib.AbstractContextManager[None]:
+def _naming_slow(call: Call, trajectory: str) -> contextlib.AbstractContextManager[None]:
+    what = f"The tool {call.name!r}, which trajectory {trajectory} has called with {reprlib.repr(call.arguments)},"
     remedy = "The rollout waits for it: give what it waits for a time limit of its own, and return a text after that."
-    return background.naming_slow(f"The tool {name!r}", remedy)
+    return background.naming_slow(what, remedy)
 
 
-async def _finish(name: str, tool: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+async def _finish(call: Call, tool: Callable[..., Awaitable[Any]], trajectory: str) -> tuple[str, bool]:
     try:
-        with _naming_slow(name):
-            result = await background.outcome(tool(**arguments))
+        with _naming_slow(call, trajectory):
+            result = await background.outcome(tool(**(call.arguments or {})))
     except Exception as error:
         return _failure(error)
-    return _as_text(name, result), False
+    return _as_text(call.name, result), False
 
 
 def _as_text(name: str, result: Any) -> str:

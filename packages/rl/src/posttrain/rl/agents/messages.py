@@ -36,7 +36,9 @@ class Request:
         max_tokens: of the answer at most; None: as many as the trajectory may still have.
         stop: texts that end the answer and are not part of it.
         stream: as events. wants_usage: the last of them has the number of tokens. wants_logprobs: of each token.
-        model: the name that the agent has for the policy. previous: the id of the answer that `history` follows.
+        model: the name that the agent has for the policy.
+        previous: the id of the answer that `history` follows. instructed: its first message is the instructions, which
+            stand in place of those of the conversation before. same_tools: the tools are those of that answer.
         ignored: arguments that were set and change nothing.
 
     Raises:
@@ -53,6 +55,8 @@ class Request:
     wants_logprobs: bool = False
     model: str = ""
     previous: str | None = None
+    instructed: bool = False
+    same_tools: bool = False
     ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -69,7 +73,7 @@ class Reply:
     Attributes:
         number: unique among all replies of a process, for the identifiers of the APIs. created: seconds since 1970.
         text: without thoughts and calls. thoughts: before it. calls: with ids, arguments as JSON.
-        finish: "stop", "length" or "tool_calls".
+        finish: "stop", "length" or "tool_calls". stop: the text of the request that ended it; None: none did.
         tokens: the text of each token. logps: of each. num_read: tokens that the policy has read.
     """
 
@@ -82,6 +86,7 @@ class Reply:
     tokens: tuple[str, ...]
     logps: tuple[float, ...] | None
     num_read: int
+    stop: str | None = None
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,11 @@ NEUTRAL = {"n": 1, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty"
 ROLES = {"developer": "system", "function": "tool"}
 OF_RESPONSES = (
     "model input instructions tools tool_choice parallel_tool_calls stream max_output_tokens previous_response_id "
-    "store include metadata user prompt_cache_key"
+    "store include metadata user prompt_cache_key background"
 ).split()
 UNSET = {
     "text": {"format": {"type": "text"}},
     "truncation": "disabled",
-    "background": False,
     "service_tier": "auto",
 }
 
@@ -182,6 +181,8 @@ def read_response(body: Mapping[str, Any]) -> Request:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not items or not isinstance(items, list):
         raise RequestError("input is missing or empty: send a text, or a list of items.")
+    if held := [name for name in ("conversation", "prompt", "background") if body.get(name)]:
+        raise RequestError(f"{held[0]} is kept by OpenAI's server alone; send the items, or previous_response_id.")
     own = ("name", "description", "parameters")
     return Request(
         history=[*([{"role": "system", "content": instructions}] if instructions else []), *_messages(items)],
@@ -191,6 +192,7 @@ def read_response(body: Mapping[str, Any]) -> Request:
         stream=bool(body.get("stream")),
         model=body.get("model") or "",
         previous=body.get("previous_response_id"),
+        instructed=bool(instructions),
         ignored=fields(body, OF_RESPONSES, UNSET),
     )
 

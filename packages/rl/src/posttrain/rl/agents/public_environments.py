@@ -79,8 +79,8 @@ def verifiers(taskset: Any, num_tasks: int | None = None) -> dict:
     for task in tasks[:1]:
         if task.NEEDS_CONTAINER or type(task).toolsets(task.config):
             raise ValueError(
-                f"{type(task).__name__} needs a container or tool servers, which its own runner provides. Write a "
-                "rollout_func that calls it, or pass its tools as an environment_factory."
+                f"{type(task).__name__} needs a container or tool servers, which its own harness provides: train that "
+                "as an agent, or pass its tools as an environment_factory."
             )
 
     def verifiers_reward(prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[int]) -> list[float]:

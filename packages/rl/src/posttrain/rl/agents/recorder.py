@@ -179,6 +179,11 @@ class Recorder:
         self._numbers[reply.number] = written
         return reply
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether the engine is writing a turn of it."""
+        return bool(self._open)
+
     def end(self) -> None:
         """Refuse requests from now on, those among them that are being answered: no one may be there to do it later."""
         self._ended = True
@@ -196,17 +201,18 @@ class Recorder:
     def _whole(self, request: Request) -> Request:
         """`request` with the conversation that it refers to, and names of tools in their answers."""
         history: Any = request.history
+        tools = request.tools
         if request.previous is not None:
             number = request.previous.rpartition("_")[2]
             earlier = self._numbers.get(int(number)) if number.isdigit() else None
             if earlier is None:
-                raise RequestError(
-                    f"previous_response_id={request.previous!r} is none of this trajectory.", 404, "not_found"
-                )
-            history = [*earlier.history, *history]
+                raise RequestError(f"{request.previous!r} is no answer of this trajectory.", 404, "not_found")
+            before, told = earlier.history, history[: int(request.instructed)]
+            history = [*told, *before[int(bool(told) and before[0]["role"] == "system") :], *history[len(told) :]]
+            tools = earlier.tools if request.same_tools else tools
         if not isinstance(history, str) and not are_ids(history):
             history = with_names(history)
-        return replace(request, history=history)
+        return replace(request, history=history, tools=tools)
 
     def _continued(self, request: Request) -> tuple[Written | None, list[int]]:
         """(the turn that `request` goes on from, the tokens behind it)."""
@@ -269,8 +275,10 @@ class Recorder:
         else:
             (message,) = self.codec.decode(request.history, done.ids, asked)
             text, thoughts = message.get("content") or "", message.get("reasoning_content") or ""
-        if places := [place for stop in request.stop if (place := text.find(stop)) >= 0]:
-            text = text[: min(places)]
+        place, stop = min(
+            ((place, stop) for stop in request.stop if (place := text.find(stop)) >= 0), default=(None, None)
+        )
+        text = text[:place]
         return Reply(
             number=next(REPLIES),
             created=int(time.time()),
@@ -281,6 +289,7 @@ class Recorder:
             tokens=tuple(tokenizer.batch_decode([[token] for token in done.ids])),
             logps=None if done.logps is None else tuple(done.logps),
             num_read=len(asked),
+            stop=stop,
         )
 
 

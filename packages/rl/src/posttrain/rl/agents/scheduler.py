@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from posttrain.rl.generation.protocol import Completions, Sampling
+from posttrain.rl.rewards import background
 from posttrain.rl.samples.samples import Sample, alike, complete_in_room
 
 if TYPE_CHECKING:
@@ -159,14 +160,15 @@ def serve(
     open_turns: Opening,
     answer: Callable[[Any, Sample], Any],
     is_unwanted: Callable[[Any], bool] | None = None,
+    stalled: Callable[[], None] = lambda: None,
 ) -> None:
     """Have the turns in `asked` written until there is None. They join those that are being written. Each is ``(place
     of the trajectory, key, sample with its prompt, how it is drawn)``, or a function without arguments. That is called
     in this thread, and so is ``answer(key, sample with its turn)``. A turn for whose key `is_unwanted` is true is
-    written no further.
+    written no further. `stalled` is called where nothing has been asked for or written for `background.SLOW` seconds.
     """
     with open_turns(lambda: asked.put(lambda: None)) as turns:
-        while (new := _new(asked, waits=not turns, quiet=turns.quiet)) is not None:
+        while (new := _new(asked, not turns, turns.quiet, stalled)) is not None:
             turns.begin([request[1:] for request in new])
             if is_unwanted is not None:
                 turns.drop(is_unwanted)
@@ -174,18 +176,23 @@ def serve(
                 answer(key, sample)
 
 
-def _new(asked: SimpleQueue[Any], waits: bool, quiet: float) -> list[Any] | None:
+def _new(asked: SimpleQueue[Any], waits: bool, quiet: float, stalled: Callable[[], None]) -> list[Any] | None:
     """The requests that there are, by their places; None after the last. It `waits` for the first, and for others that
     come close behind it, such as those of one group.
     """
     found: list[Any] = []
-    seconds = None if waits else 0.0
+    is_first = waits
+    seconds: float | None = background.SLOW if waits else 0.0
     while True:
         try:
             item = asked.get(timeout=seconds)
         except Empty:
+            if is_first:
+                stalled()
+                seconds = None
+                continue
             return None if None in found else sorted(found, key=lambda request: request[0])
-        seconds = quiet if waits else 0.0
+        is_first, seconds = False, quiet if waits else 0.0
         if callable(item):
             item()
         else:

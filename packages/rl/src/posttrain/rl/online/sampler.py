@@ -23,7 +23,7 @@ from posttrain.core.errors import DataError
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.core.models import wrapping
 from posttrain.lm.images.vision import Shown
-from posttrain.rl.agents.environments import Environments
+from posttrain.rl.agents.environments import CUT, Environments
 from posttrain.rl.agents.scheduler import OpenTurns, Turns, TurnsApart, TurnsTogether
 from posttrain.rl.generation import Completions, Generator, Sampling
 from posttrain.rl.generation.engines import FOLDED
@@ -173,11 +173,13 @@ class Sampler:
         else:  # one turn of each: prompts are asked for together
             samples = complete_in_room(samples, sampling, self.context, self.generate_turn)
         if has_tools:
-            calls, failures = environments.counts["calls"], environments.counts["failures"]
-            environments.counts.update(calls=0, failures=0)
-            metrics.add_sum("tools/call_frequency", calls, len(samples))
-            if calls:
-                metrics.add_sum("tools/failure_frequency", failures, calls)
+            counts = dict(environments.counts)
+            environments.counts.update(dict.fromkeys(counts, 0))
+            metrics.add_sum("tools/call_frequency", counts["calls"], len(samples))
+            if counts["calls"]:
+                metrics.add_sum("tools/failure_frequency", counts["failures"], counts["calls"])
+            for why in CUT:
+                metrics.add_sum(f"tools/cut/{why}", counts[why], len(samples))
         return samples
 
     def generate_turn(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:

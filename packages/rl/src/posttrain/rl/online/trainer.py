@@ -9,6 +9,7 @@ An algorithm is a subclass that overrides `compute_advantages` and `policy_loss`
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.plan import Plan, make_plan
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.lm.attention.document_positions import invocation_tokens
+from posttrain.lm.generate.trajectories import REPLAYED, name_of, read
 from posttrain.lm.images.images import IMAGE_COLUMNS, VIDEO_COLUMNS, ImageReader, has_images
 from posttrain.lm.images.vision import check_model, check_processor
 from posttrain.lm.loading import loading
@@ -49,6 +51,7 @@ from posttrain.rl.online.old_logps import OldLogps
 from posttrain.rl.online.reporting import Reporter
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.online.sampler import Sampler
+from posttrain.rl.online.trajectories import replayed
 from posttrain.rl.policy import bema_reference
 from posttrain.rl.policy.loading import cast_head, refuse_other_models
 from posttrain.rl.policy.logprobs import CompletionLogps, completion_logps
@@ -387,6 +390,10 @@ class RolloutTrainer(LanguageModelTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """As the core's; with ``max_staleness`` above 0, completions are sampled in the background."""
+        if name := os.environ.get(REPLAYED):  # of `posttrain rerun`: nothing after the training may run
+            (one,) = [one for one in read(self.args.output_dir) if name_of(one) == name]
+            print(replayed(self, one), flush=True)
+            raise SystemExit
         self.sampler.synced_at = None  # the weights may have changed since an evaluation
         self.old_logps.begin_run()
         with self.rollout_maker.running():

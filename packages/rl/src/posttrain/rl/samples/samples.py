@@ -39,7 +39,8 @@ class Sample:
         is_evaluated: whether it is of an evaluation, and not learned from.
         shown: the images of the prompt; None for a model of text alone.
         others: the further sequences of its trajectory, where an agent had several conversations.
-        turns: of each of its turns, the number in its trajectory; None: 0, 1, ...
+        turns: of each of its turns, the number in its trajectory and the number of its tokens; None: 0, 1, ..., each
+            up to a token that the policy did not choose.
         extra: further columns for reward functions. environment: the object with its tools.
     """
 
@@ -64,15 +65,26 @@ class Sample:
     is_evaluated: bool = False
     shown: Shown | None = None
     others: tuple[Sample, ...] = ()
-    turns: tuple[int, ...] | None = None
+    turns: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """As `posttrain trajectories` names it."""
+        return f"{self.rollout}/{self.place}"
 
     @property
     def turn_spans(self) -> list[tuple[int, tuple[int, int]]]:
         """Of each of its turns of the policy, the number in its trajectory, and where it begins and ends in `ids`."""
         learn = self.learn or [True] * len(self.ids)
         edges = [place for place, (one, next_) in enumerate(pairwise([False, *learn, False])) if one != next_]
-        spans = list(zip(edges[::2], edges[1::2], strict=True))
-        return list(zip(range(len(spans)) if self.turns is None else self.turns, spans, strict=True))
+        if self.turns is None:
+            return list(enumerate(zip(edges[::2], edges[1::2], strict=True)))
+        found, stop = [], 0
+        for number, size in self.turns:  # nothing may stand between two of them
+            start = learn.index(True, stop)
+            stop = start + size
+            found.append((number, (start, stop)))
+        return found
 
     @property
     def num_turns(self) -> int:
