@@ -15,10 +15,11 @@ import torch
 
 from posttrain.cli import source
 from posttrain.core import TrainerCallback
-from posttrain.core.checkpoint import blocks, disk
+from posttrain.core.checkpoint import blocks
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError, UnsavedError
+from posttrain.core.files import disk
 from posttrain.lm.loading.loading import load_causal_lm
 from tests import tiny
 from tests.contract.trainers import TRAINERS, causal_lm, weights
@@ -262,7 +263,7 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
 
     class Fill(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            while trainer.checkpoints.pending and not trainer.checkpoints.saver._written.done():
+            while trainer.checkpoints.saver.pending and not trainer.checkpoints.saver._written.done():
                 time.sleep(0.01)
             left["bytes"] = {1: 100_000, 2: 0}.get(state.global_step, 10**9)  # of the second, of the third
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 import xxhash
 
-from posttrain.core.checkpoint import blocks, disk, manifest, store
+from posttrain.core.checkpoint import blocks, manifest, store
 from posttrain.core.checkpoint.codec import load_tree, save_tree
-from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
 from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import disk
+from posttrain.core.files.disk import DiskFullError, check_space, directory_bytes
 
 
 def save(checkpoints, step, value=None, **kwargs):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from posttrain.core import registry
-from posttrain.core.checkpoint import disk
 from posttrain.core.checkpoint.arguments import CheckpointArguments
 from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
 from posttrain.core.data.pipeline import DataArguments
@@ -27,6 +26,7 @@ from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
+from posttrain.core.files import disk
 from posttrain.core.hub.uploads import HubArguments
 from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program

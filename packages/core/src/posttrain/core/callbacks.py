@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from posttrain.core.data.samplers import has_length
-from posttrain.core.errors import did_you_mean, means_disk_full
+from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
+from posttrain.core.files.disk import means_disk_full
 from posttrain.core.logging import terminal
 from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.durations import NEVER, as_steps
+from posttrain.core.files.disk import write_text
 
 TRACKER_RUNS = "tracker_runs.json"
 

@@ -21,8 +21,9 @@ from typing import Any
 
 from posttrain.cli.report import run_record, trajectories
 from posttrain.core.callbacks import ClosingCallback
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
+from posttrain.core.files.disk import write_text
 from posttrain.core.logging import terminal
 from posttrain.lm.generate import samples
 

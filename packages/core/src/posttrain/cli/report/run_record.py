@@ -27,8 +27,9 @@ from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
+from posttrain.core.files.disk import write_text
 from posttrain.core.hub import card
 from posttrain.core.models.wrapping import base_name
 from posttrain.core.state import strict

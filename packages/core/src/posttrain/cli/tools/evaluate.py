@@ -15,7 +15,8 @@ from posttrain.cli import parse
 from posttrain.cli.method import FILES, data_of
 from posttrain.cli.source import read
 from posttrain.cli.tools import load
-from posttrain.core.errors import ConfigError, DataError, require, write_text
+from posttrain.core.errors import ConfigError, DataError, require
+from posttrain.core.files.disk import write_text
 from posttrain.lm.text import layouts
 
 EXTRA = "posttrain-core[evaluate]"

@@ -15,7 +15,8 @@ from torch import nn
 
 from posttrain.cli import parse
 from posttrain.cli.tools import load
-from posttrain.core.errors import ConfigError, DataError, Naming, write_text
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.files.disk import naming, write_text
 
 HELP = f"""posttrain generate MODEL PROMPTS.jsonl OUTPUT.jsonl [--batch_size N] [--temperature T] ...
 
@@ -114,7 +115,7 @@ class KeptCompletions:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(self._beginning)
             self._beginning = b""
-        with Naming(self.path), self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             for number, completion in new.items():
                 file.write(json.dumps({"number": number, "completion": completion}, ensure_ascii=False) + "\n")
         self.found |= new

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.memory_mesh import local
+from posttrain.core.models import wrapping
 
 aten = torch.ops.aten
 #: Operations whose results are known without a tensor.
@@ -114,7 +115,7 @@ class LiveBytes(TorchDispatchMode):
             return result
 
         self._within = contextlib.ExitStack()
-        self._within.enter_context(memory_mesh.replaced(torch.UntypedStorage, "resize_", counted))
+        self._within.enter_context(wrapping.replaced(torch.UntypedStorage, "resize_", counted))
         self._within.enter_context(memory_mesh.shapes_within(self._pause))
         return super().__enter__()
 

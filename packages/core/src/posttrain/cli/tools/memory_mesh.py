@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core.distributed import division, shard_settings, sharding, tensor_parallel
 from posttrain.core.distributed.division import Division
 from posttrain.core.errors import ConfigError
+from posttrain.core.models.wrapping import replaced
 from posttrain.lm.attention import context_parallel
 
 
@@ -183,17 +184,6 @@ def shapes_within(context: Callable[[], contextlib.AbstractContextManager[Any]])
 
     with _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached"):
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this context the attribute `name` of `owner`, a class or a module, is `value`."""
-    before = vars(owner).get(name, getattr(owner, name))  # as it is written there, unbound
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _called_within(

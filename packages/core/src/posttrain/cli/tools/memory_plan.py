@@ -122,7 +122,7 @@ def measure(run: Run, work: Workload) -> Footprint:
             torch.device(device),
             memory_mesh.even_routes(mesh),
             _two_blocks(),
-            memory_mesh.replaced(rms_norm, "KERNEL", _Norm.apply),
+            wrapping.replaced(rms_norm, "KERNEL", _Norm.apply),
         ):
             _make_fake(model)
             precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
@@ -183,7 +183,7 @@ class _EqualRows(attention_blocks.Blocks):
 def _two_blocks() -> contextlib.AbstractContextManager[None]:
     """Of the blocks of a tile of logits, which need the same memory one after another, compute the first two."""
     blocks = tiles.Tiles.blocks
-    return memory_mesh.replaced(tiles.Tiles, "blocks", lambda self, tile: itertools.islice(blocks(self, tile), 2))
+    return wrapping.replaced(tiles.Tiles, "blocks", lambda self, tile: itertools.islice(blocks(self, tile), 2))
 
 
 class _Norm(torch.autograd.Function):
@@ -413,7 +413,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))
         if isinstance(head, nn.Linear) and in_tiles:
-            stack.enter_context(lm_head.forward_replaced(head, functools.partial(loss_in_tiles, head)))
+            stack.enter_context(wrapping.replaced(head, "forward", functools.partial(loss_in_tiles, head)))
         with torch.autocast(labels.device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=low):
             output = model(**inputs)
             loss = output.loss if "labels" in inputs else output.logits[0].sum()

@@ -15,8 +15,8 @@ from typing import Any
 
 from posttrain.core.checkpoint.blocks import BLOCK, KINDS, SHOWN, Digest, digests_of_files
 from posttrain.core.checkpoint.codec import read_json
-from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files.disk import sync_directory, sync_file
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
 #: The record of a run, in the folder of its checkpoints.

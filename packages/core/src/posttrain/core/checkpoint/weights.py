@@ -29,6 +29,7 @@ from posttrain.core.models.wrapping import (
     local_part,
     plain_class,
     plain_classes,
+    replaced,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ PARTS = "weights"  # the tree of weights that every process writes its part of
 _OF_ADAPTERS_BEGINNING = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"}
 _OF_ADAPTERS_BEGINNING |= {"peft_version", "init_lora_weights", "init_weights", "parent_library"}
 _Write = Callable[..., None]  # of tensors, a path and metadata
-_save_file = safetensors.torch.save_file  # as it is outside of `_written_by`
+_save_file = safetensors.torch.save_file  # as it is where `write_file` is not in its place
 
 
 def save_weights(
@@ -66,7 +67,7 @@ def save_weights(
     if state_dict is not None:
         codec.write_tensors(state_dict, directory / WEIGHTS, about)
     else:
-        with _written_by(write_file):
+        with replaced(safetensors.torch, "save_file", write_file):
             safetensors.torch.save_model(model, str(directory / WEIGHTS), metadata=about)
 
 
@@ -74,7 +75,15 @@ def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_siz
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
     if max_shard_size is not None and not adapters_of(model):
         given["max_shard_size"] = max_shard_size
-    with quiet(), _written_by(write), _as_we_ask(model), plain_classes(model):
+    # One function of theirs both chooses the names of the files and writes them. transformers saves on rank 0 alone,
+    # and peft writes a model card: its template has no facts, and would change the metadata of ours.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    patches = [(safetensors.torch, "save_file", write), (modeling, "safe_save_file", write)]
+    patches += [(model, "should_save_on_this_rank", bool), (model, "create_or_update_model_card", lambda folder: None)]
+    with quiet(), plain_classes(model), contextlib.ExitStack() as stack:
+        for owner, name, value in patches:
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, value))
         model.save_pretrained(str(directory), **given)
 
 
@@ -102,40 +111,6 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
         codec.write_tensors(tensors, path, metadata)
     else:
         _save_file(tensors, path, metadata)
-
-
-@contextlib.contextmanager
-def _written_by(write: _Write) -> Iterator[None]:
-    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors. They are
-    patched, because one function of theirs both chooses the names and writes the files.
-    """
-    places = [(safetensors.torch, "save_file")]
-    if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
-        places.append((modeling, "safe_save_file"))
-    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
-    try:
-        for module, name, _ in originals:
-            setattr(module, name, write)
-        yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
-
-
-@contextlib.contextmanager
-def _as_we_ask(model: Any) -> Iterator[None]:
-    """Let the model write on the process that asks, where transformers saves on rank 0 alone, and peft no model card:
-    its template has no facts, and would change the metadata of ours.
-    """
-    answers = {"should_save_on_this_rank": bool, "create_or_update_model_card": lambda folder: None}
-    known = [name for name in answers if hasattr(model, name)]
-    try:
-        for name in known:
-            setattr(model, name, answers[name])
-        yield
-    finally:
-        for name in known:
-            delattr(model, name)
 
 
 def save_description(model: nn.Module, directory: str | Path) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import is_secret, masked
+from posttrain.core.files.disk import write_text
 from posttrain.core.hub.uploads import is_repo_id
 from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_peft_model
 

@@ -57,6 +57,17 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this context the attribute `name` of `owner`, a class, a module or any other object, is `value`."""
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}  # as it is written there, unbound
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own[name]) if own else delattr(owner, name)
+
+
+@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within this context `model` has no dropout and no gradient checkpointing, with which it would keep no cache. Each
     module has its own mode again at the end.

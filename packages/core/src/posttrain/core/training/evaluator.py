@@ -151,7 +151,7 @@ class Evaluator:
             return False
         state.best_metric, state.best_global_step = value, state.global_step
         # Saved before it is evaluated, where steps are saved and epochs evaluated.
-        saved = state.global_step in (saves.saved_step, saves.pending)
+        saved = state.global_step in (saves.saved_step, saves.saver.pending)
         kept = saved or args.save_strategy == "best" or self.owner.control.should_save
         state.best_model_checkpoint = str(self.owner.store.path(state.global_step)) if kept else None
         return True

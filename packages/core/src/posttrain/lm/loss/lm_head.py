@@ -236,7 +236,7 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
 
-    return forward_replaced(linear, forward)
+    return wrapping.replaced(linear, "forward", forward)
 
 
 def gains_from_packing(weight: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
@@ -287,11 +287,11 @@ def _head_replaced(
             setattr(config, found.softcap_switch, None)
             stack.callback(setattr, config, found.softcap_switch, found.softcap)
 
-        def replaced(hidden: torch.Tensor) -> torch.Tensor:
+        def scored(hidden: torch.Tensor) -> torch.Tensor:
             part = [None if slicing is None else slicing.current] if by_slices else []
             return function(hidden, found, *part) / found.scale  # the model will multiply it by the scale
 
-        stack.enter_context(forward_replaced(found.linear, replaced, name))
+        stack.enter_context(wrapping.replaced(found.linear, name, scored))
         yield
 
 
@@ -405,7 +405,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
     body = wrapping.body_of(base)
-    skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
+    skipped = wrapping.replaced(body, "forward", lambda *args, **kwargs: _BodyOutput([hidden]))
     handle = linear.register_forward_hook(put, prepend=True)
     try:
         with eval_mode(base), whole_rows(), skipped if body is not base else contextlib.nullcontext():
@@ -416,17 +416,6 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
         raise ValueError(f"its head ran {len(given)} times in one forward")
     tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) and given[0].dtype == logits.dtype else 3e-2
     return given[0].float(), logits.float(), tolerance
-
-
-@contextlib.contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> Iterator[None]:
-    """Within this context the attribute `name` of `module` is `forward`."""
-    own = vars(module).get(name)
-    setattr(module, name, forward)
-    try:
-        yield
-    finally:
-        setattr(module, name, own) if own is not None else delattr(module, name)
 
 
 def _is_sharded(model: nn.Module) -> bool:
