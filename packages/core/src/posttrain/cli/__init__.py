@@ -49,10 +49,7 @@ EXPLAINED = ("data", "report", "rerun", "trajectories")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: the words after ``posttrain``; None: those of this process.
+    """Run the command line. `arguments`: the words after ``posttrain``; None: those of this process.
 
     Returns:
         the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the

@@ -18,11 +18,7 @@ inferred from the arguments and the columns of the rows, and printed. posttrain 
 
 
 def overview(commands: dict[str, str]) -> str:
-    """The text of ``posttrain --help``.
-
-    Args:
-        commands: ``{name: help}`` of the commands that are no training methods.
-    """
+    """The text of ``posttrain --help``. `commands`: ``{name: help}`` of the commands that are no training methods."""
     lines = [
         "usage: posttrain train run.yaml [--name value ...]",
         "       posttrain <method> [run.yaml ...] [--name value ...]",

@@ -102,7 +102,8 @@ def search(
     Each trial has a new model or the first weights, new callback states and its own folder. Every evaluation is
     reported; a trial that the study's pruner stops ends there, and its trackers are closed. A trial with a non-finite
     loss counts as failed, and the search continues. With several processes, the first one runs the study and all train;
-    then suggest everything in `hp_space`, nothing in ``model_init``.
+    then suggest everything in `hp_space`, nothing in ``model_init``. Raises a `ConfigError` where a suggested argument
+    does not exist, or cannot have that value, and a `RuntimeError` where no trial was completed.
 
     Args:
         trainer: its ``model_init``, which may take the trial, makes the model of each trial. Without one, each trial
@@ -122,10 +123,6 @@ def search(
 
     Returns:
         The best run; of several objectives, the list of those that no other run beats in all of them.
-
-    Raises:
-        ConfigError: a suggested argument does not exist, or cannot have that value.
-        RuntimeError: no trial was completed.
     """
     backend = getattr(backend, "value", backend) or "optuna"
     _check(trainer, compute_objective, direction, backend, kwargs)

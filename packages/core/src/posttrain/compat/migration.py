@@ -78,10 +78,8 @@ def homes(name: str) -> tuple[str, ...]:
 
 
 def migrate(source: str) -> Migration | None:
-    """The script `source` for posttrain; None: it uses none of the libraries.
-
-    Raises:
-        SyntaxError: it is no Python. ValueError: it holds null bytes.
+    """The script `source` for posttrain; None: it uses none of the libraries. Raises a `SyntaxError` where it is no
+    Python, and a `ValueError` where it holds null bytes.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the script's own strings

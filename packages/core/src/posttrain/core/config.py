@@ -369,10 +369,8 @@ def validate(config: Any) -> None:
     """Tidy `config`, fill in what follows from other fields, and report everything that is wrong at once.
 
     Each class in the method resolution order may define ``_normalize(self)``, which fills derived values, and
-    ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`.
-
-    Raises:
-        ConfigError: listing every problem.
+    ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`. Raises a
+    `ConfigError` that lists every problem.
     """
     problems = [*follow_old_fields(config), *tidy(config)]
     owners = [vars(owner) for owner in reversed(type(config).__mro__)]

@@ -77,7 +77,8 @@ class Packing:
 
 
 def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
-    """Distribute rows over bins of `capacity` tokens.
+    """Distribute rows over bins of `capacity` tokens. Raises a `ValueError` for an unknown strategy or a capacity below
+    1, and a `DataError` for "bfd" and a row that fits no bin.
 
     Args:
         lengths: (R,) tokens of each row. Rows of no tokens are left out.
@@ -88,10 +89,6 @@ def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
 
     Returns:
         The bins, in the order of their first row; deterministic.
-
-    Raises:
-        ValueError: an unknown strategy or a capacity below 1.
-        DataError: "bfd" and a row that fits no bin.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if strategy not in STRATEGIES:

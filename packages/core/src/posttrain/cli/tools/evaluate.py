@@ -184,15 +184,13 @@ def evaluate(
     batch_size: int = 8,
     chat: bool = False,
 ) -> dict[str, Any]:
-    """What ``lm_eval.simple_evaluate`` returns for a loaded model.
+    """What ``lm_eval.simple_evaluate`` returns for a loaded model. Raises an `ImportError` where lm-eval is not
+    installed, and a `ValueError` where there is no such task.
 
     Args:
         tasks: names of tasks of lm-eval. include_path: where the YAML files of other tasks are.
         num_fewshot: examples in the prompt; None: those of the task. limit: rows of each task; None: all.
         chat: ask through the chat template.
-
-    Raises:
-        ImportError: lm-eval is not installed. ValueError: there is no such task.
     """
     harness: Any = require("lm_eval", EXTRA, why="evaluate")
     from lm_eval.models.huggingface import HFLM

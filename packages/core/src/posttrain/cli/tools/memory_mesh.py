@@ -105,10 +105,8 @@ def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
 
 
 def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -> None:
-    """Divide `model`, of fake tensors, over the processes.
-
-    Args:
-        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
+    """Divide `model`, of fake tensors, over the processes. `precision`: of the products, ``"no"``, ``"bf16"`` or
+    ``"fp16"``.
     """
     if mesh.peers is not None:
         context_parallel.enable(model, mesh.peers)

@@ -40,11 +40,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is searched.
-
-    Args:
-        space: {argument: its values, or ``{"low", "high", "log"}``}.
-    """
+    """What is searched. `space`: {argument: its values, or ``{"low", "high", "log"}``}."""
 
     n_trials: int
     metric: str

@@ -63,14 +63,12 @@ def write_manifest(
 
 
 def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
-    """The validated manifest of a checkpoint; its files are not checked.
+    """The validated manifest of a checkpoint; its files are not checked. Raises a `CheckpointError` where it is missing
+    or damaged.
 
     Returns:
         ``{"step", "written": seconds since 1970, "block": bytes, "extra", "files": {name: {"size": bytes, "sha256":
         [one for each block], "xxh128": [likewise]}}}``
-
-    Raises:
-        CheckpointError: it is missing or damaged.
     """
     path = Path(checkpoint) / MANIFEST
     if not path.is_file():

@@ -278,7 +278,8 @@ def run(
 
     The mean of the loss weighs each batch by its items, so it is the same for every batch size, padding and number of
     processes. Stored predictions move to host memory batch by batch and are joined once at the end: time is linear, and
-    the peak is their size plus one batch, or `predictions.BLOCK` bytes for smaller batches.
+    the peak is their size plus one batch, or `predictions.BLOCK` bytes for smaller batches. Raises a `MemoryError`
+    where the outputs would exceed the free memory, estimated from the first batch.
 
     Args:
         predict: ``inputs -> (loss, logits, labels)``.
@@ -296,9 +297,6 @@ def run(
         order: the dataset's row of each row of `batches` over all processes, if reordered: outputs are restored to the
             dataset's order.
         fill: fills predictions of ragged width; labels are filled with -100.
-
-    Raises:
-        MemoryError: the outputs would exceed the free memory, estimated from the first batch.
     """
     keep = keep and (batch_metrics is None or keep_with_batch_metrics)
     kept, waiting, rows = Kept(concatenate, fill), [], 0
@@ -380,10 +378,8 @@ def metric_key(name: str) -> str:
 
 
 def named_metric(metrics: dict[str, float], name: str) -> float:
-    """The metric `name`, with or without its ``eval_`` prefix.
-
-    Raises:
-        KeyError: the evaluation gave no such metric; the message lists those it gave.
+    """The metric `name`, with or without its ``eval_`` prefix. Raises a `KeyError` where the evaluation gave no such
+    metric; the message lists those it gave.
     """
     key = metric_key(name)
     if key not in metrics:
@@ -395,10 +391,8 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
 
 
 def best_steps(log_history: list[dict[str, Any]], metric: str, greater_is_better: bool) -> list[int]:
-    """The optimizer steps that were evaluated, the best first; of two alike, the later.
-
-    Args:
-        metric: with or without ``eval_``.
+    """The optimizer steps that were evaluated, the best first; of two alike, the later. `metric`: with or without
+    ``eval_``.
     """
     name, sign = metric_key(metric), 1 if greater_is_better else -1
     scores = {record["step"]: record[name] for record in log_history if name in record}
@@ -409,10 +403,8 @@ def best_steps(log_history: list[dict[str, Any]], metric: str, greater_is_better
 
 def with_returned(measured: Mapping[str, Any], returned: Any, prefix: str = "eval") -> dict[str, Any]:
     """`measured` metrics of an evaluation and those that `compute_metrics` returned. Of one name, the returned one
-    counts, or with the `prefix` in its name the measured one, as in transformers' Trainer; a warning says so.
-
-    Raises:
-        TypeError: it is no dict, or a name is no text.
+    counts, or with the `prefix` in its name the measured one, as in transformers' Trainer; a warning says so. Raises a
+    `TypeError` where it is no dict, or a name is no text.
     """
     if not isinstance(returned, Mapping):
         raise TypeError(
@@ -449,10 +441,8 @@ def averages_in(optimizer: Any, otherwise: bool) -> Iterator[None]:
     """The weights that `optimizer` averages in place of those that it trains, which come back at the end.
 
     Nothing happens for an optimizer that averages none, nor where the averages are in place, as they are after
-    training, when the model itself may still be in training mode.
-
-    Args:
-        otherwise: whether an optimizer that keeps no ``train_mode`` is training.
+    training, when the model itself may still be in training mode. `otherwise`: whether an optimizer that keeps no
+    ``train_mode`` is training.
     """
     groups = getattr(optimizer, "param_groups", ())
     if not hasattr(optimizer, "eval") or not any(group.get("train_mode", otherwise) for group in groups):

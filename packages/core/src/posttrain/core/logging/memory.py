@@ -51,14 +51,9 @@ class CutsItself(Protocol):
 
 def halves(batch: Any) -> tuple[Any, Any]:
     """The first and second half of the rows of `batch`, with the same types; of one packed row, of its documents.
-
-    Args:
-        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves; or
-            a batch that cuts itself.
-
-    Raises:
-        ValueError: it has one row that is not packed or has one document, or its values have different numbers of
-            rows.
+    `batch` is a tensor, or a mapping, list or tuple of tensors (numbers, strings and None are in both halves), or a
+    batch that cuts itself. Raises a `ValueError` where it has one row that is not packed or has one document, or its
+    values have different numbers of rows.
     """
     if isinstance(batch, CutsItself):
         return batch.halves()

@@ -193,11 +193,9 @@ def _history_of(line: str) -> str:
 
 
 def tracker_callbacks(report_to: list[str]) -> list[Any]:
-    """The callbacks of the trackers named, from `transformers.integrations`, each kept `apart` from the run.
-
-    Raises:
-        ImportError: a tracker cannot be used; the message holds the pip command.
-        ValueError: there is no tracker of that name.
+    """The callbacks of the trackers named, from `transformers.integrations`, each kept `apart` from the run. Raises an
+    `ImportError` where a tracker cannot be used, with the pip command, and a `ValueError` where there is no tracker of
+    that name.
     """
     if not report_to:
         return []

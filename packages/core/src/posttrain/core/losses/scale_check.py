@@ -78,9 +78,7 @@ def loss_ratio(
 
 def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str | None:
     """``"sum"``, ``"mean"`` or ``"mixed"``, of a loss with this `loss_ratio` on each process; None if all are None.
-
-    Args:
-        moves_alone: any change with the count means a sum, because the other terms are known to be small.
+    `moves_alone`: any change with the count means a sum, because the other terms are known to be small.
     """
     shown = [ratio for ratio in ratios if ratio is not None]
     if not shown:

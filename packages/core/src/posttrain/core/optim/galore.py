@@ -17,9 +17,7 @@ SIDES = ("std", "reverse_std", "left", "right", "full")
 
 def split_groups(params: Iterable[Any], chosen: Iterable[torch.Tensor], **options: Any) -> list[dict[str, Any]]:
     """Parameter groups in which the parameters in `chosen` stand apart from the rest of their group, with `options`.
-
-    Args:
-        params: parameters, or parameter groups. Groups that end up empty are left out.
+    `params`: parameters, or parameter groups. Groups that end up empty are left out.
     """
     groups = list(params)
     if groups and not isinstance(groups[0], dict):

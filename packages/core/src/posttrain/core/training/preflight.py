@@ -151,11 +151,8 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
 
 def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:
     """The config of the trainer `owner`: `args`, or a `config_class` with the fields of plain ones, and the arguments
-    that were `moved` into it from the constructor, by field.
-
-    Raises:
-        TypeError: `args` is no config of posttrain.
-        ConfigError: an argument contradicts what was written in `args`, be it the default.
+    that were `moved` into it from the constructor, by field. Raises a `TypeError` where `args` is no config of
+    posttrain, and a `ConfigError` where an argument contradicts what was written in `args`, be it the default.
     """
     if args is None:
         return config_class(**moved)

@@ -44,10 +44,7 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None) -> No
     """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
     Registers an attention function with transformers and sets it as ``segments_<previous one>``, of a model that sees
-    for its decoder of text.
-
-    Raises:
-        ValueError: for a problem from `segments_problem`.
+    for its decoder of text. Raises a `ValueError` for a problem from `segments_problem`.
     """
     if problem := segments_problem(model, example):
         raise ValueError(problem)

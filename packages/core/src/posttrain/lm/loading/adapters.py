@@ -28,11 +28,9 @@ CLASSIFIERS = {
 
 
 def check_peft_config(peft_config: Any) -> Any:
-    """The module peft, after a check of `peft_config`.
-
-    Raises:
-        ImportError: it is not installed. TypeError: `peft_config` is none of its configs. ValueError: it begins in a
-            way that it alone cannot describe.
+    """The module peft, after a check of `peft_config`. Raises an `ImportError` where it is not installed, a `TypeError`
+    where `peft_config` is none of its configs, and a `ValueError` where it begins in a way that it alone cannot
+    describe.
     """
     peft = require("peft", "posttrain-core[peft]", why="peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
@@ -115,10 +113,8 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
 
 
 def with_task(model: nn.Module, peft_config: Any) -> Any:
-    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model.
-
-    Raises:
-        ConfigError: it is for classifiers, and `model` is a plain language model.
+    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model. Raises a
+    `ConfigError` where it is for classifiers, and `model` is a plain language model.
     """
     name = type(base_model(model)).__name__
     task = next((task for ending, task in CLASSIFIERS.items() if name.endswith(ending)), None)
@@ -165,10 +161,8 @@ def _tell_unmatched(model: Any) -> None:
 
 
 def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> nn.Module:
-    """`model` with the adapter of `peft_config` if there is one, and with what else shall not be trained frozen.
-
-    Raises:
-        ValueError: nothing of it can be trained, or it has no such parts.
+    """`model` with the adapter of `peft_config` if there is one, and with what else shall not be trained frozen. Raises
+    a `ValueError` where nothing of it can be trained, or it has no such parts.
     """
     if peft_config is not None:
         model = add_adapter(model, peft_config, train_parts)

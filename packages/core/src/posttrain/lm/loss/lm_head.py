@@ -91,16 +91,14 @@ def loss_in_head(
     labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, detached, the number of
     correctly predicted targets and the summed entropy in nats (`LossStats`); without `return_stats` only the loss.
     ``model(**inputs).loss`` does not exist: add its other terms, such as the auxiliary loss of a mixture of experts.
-    With `groups` 2 G more numbers follow: the summed loss and the targets of each group.
+    With `groups` 2 G more numbers follow: the summed loss and the targets of each group. Raises a `ValueError` for a
+    problem from `supports_loss_in_head`.
 
     Args:
         labels: (B, T), for the inputs of the forward.
         shifted: the labels are aligned with the logits already, as after `shift_labels`.
         dft: weight each loss as `posttrain.core.losses.logits.dynamic_weights` has it.
         groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
-
-    Raises:
-        ValueError: for a problem from `supports_loss_in_head`.
     """
     targets = labels if shifted else shift_labels(labels)
     if groups is not None and not shifted:
@@ -160,10 +158,8 @@ def logps_in_head(
 
 @contextlib.contextmanager
 def states_in_head(model: nn.Module, labels: torch.Tensor) -> Iterator[list[HeadStates]]:
-    """Within this context the model's head computes no logits. What they would come from is left in the list.
-
-    Args:
-        labels: (B, T), aligned with the logits; the M positions that have one are kept, in their order.
+    """Within this context the model's head computes no logits. What they would come from is left in the list. `labels`:
+    (B, T), aligned with the logits; the M positions that have one are kept, in their order.
     """
     found: list[HeadStates] = []
     shares = _is_sharded(model)  # the weight is whole during the forward alone
@@ -185,10 +181,7 @@ def divergence_in_head(
 ) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
     positions that have a label, with its graph; and the summed entropy in nats, detached. See
-    `posttrain.lm.loss.distillation.linear_divergence`.
-
-    Args:
-        labels: (B, T), aligned with the logits.
+    `posttrain.lm.loss.distillation.linear_divergence`. `labels`: (B, T), aligned with the logits.
     """
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:

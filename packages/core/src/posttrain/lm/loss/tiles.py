@@ -299,9 +299,7 @@ def _score_all(
 
 def spend_gradients(ctx, grad_loss: torch.Tensor, what: str, otherwise: str = "") -> tuple[torch.Tensor | None, ...]:
     """The gradients of a function of (hidden, weight, bias, and five more) whose forward made them, for one backward.
-
-    Raises:
-        RuntimeError: the second time, naming the function `what`, and what to do `otherwise`.
+    Raises a `RuntimeError` the second time, which names the function `what`, and what to do `otherwise`.
     """
     if ctx.gradients is None:
         raise RuntimeError(

@@ -47,10 +47,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")  # as in Anthropic's HH-RLHF
 
 def find(columns: Iterable[str], kind: str) -> dict[str, str] | None:
     """{column that trainers read: the column that holds it} of a layout with these `columns`; None where nothing has to
-    be changed, or nothing fits.
-
-    Args:
-        kind: the format that the trainer reads, one of `KINDS`.
+    be changed, or nothing fits. `kind`: the format that the trainer reads, one of `KINDS`.
     """
     columns, found = list(columns), {}
     names = {name.strip().lower(): name for name in columns} | {name: name for name in columns}
