@@ -485,6 +485,6 @@ def test_each_text_is_written_by_what_names_its_file_in_an_error():
     The files of a checkpoint are named by their folder, in `Store.writing` and `save_model`.
     """
     in_checkpoints = {f"core/checkpoint/{name}.py" for name in "codec manifest shares transaction".split()}
-    in_checkpoints |= {"core/files/disk.py", "core/training/saving.py"}
+    in_checkpoints |= {"core/files/__init__.py", "core/training/saving.py"}
     writers = {where for where, path in sources().items() if ".write_text(" in path.read_text(encoding="utf-8")}
-    assert writers == in_checkpoints, "write it by posttrain.core.files.disk.write_text"
+    assert writers == in_checkpoints, "write it by posttrain.core.files.write_text"

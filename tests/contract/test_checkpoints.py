@@ -19,7 +19,6 @@ from posttrain.core.checkpoint import blocks
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError, UnsavedError
-from posttrain.core.files import disk
 from posttrain.lm.loading.loading import load_causal_lm
 from tests import tiny
 from tests.contract.trainers import TRAINERS, causal_lm, weights
@@ -283,7 +282,8 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
 def test_a_disk_too_small_is_said_before_the_first_update(tmp_path, monkeypatch, caplog):
     size = sum(p.nbytes for p in tiny.causal_lm().parameters())
     arguments = ARGS | dict(save_steps=1, save_total_limit=2, optim="adamw_torch")
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 9 * size - 1)  # 3 checkpoints of weights and two moments
+    # 3 checkpoints of weights and two moments
+    monkeypatch.setattr("posttrain.core.files.free_bytes", lambda directory: 9 * size - 1)
     seen = []
 
     class Look(TrainerCallback):
@@ -293,11 +293,11 @@ def test_a_disk_too_small_is_said_before_the_first_update(tmp_path, monkeypatch,
     TRAINERS["causal-lm"](tmp_path, callbacks=[Look()], **arguments).train()
     (warning,) = seen
     assert str(tmp_path) in warning and "3 checkpoints" in warning and "save_total_limit" in warning
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 9 * size)
+    monkeypatch.setattr("posttrain.core.files.free_bytes", lambda directory: 9 * size)
     seen.clear(), caplog.clear()
     TRAINERS["causal-lm"](tmp_path, callbacks=[Look()], **arguments).train()
     assert seen == []
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: size - 1)
+    monkeypatch.setattr("posttrain.core.files.free_bytes", lambda directory: size - 1)
     with pytest.raises(CheckpointError, match="weights of one checkpoint alone"):
         TRAINERS["causal-lm"](tmp_path, **arguments).train()
     TRAINERS["causal-lm"](tmp_path, **arguments | dict(save_strategy="no", max_steps=1)).train()

@@ -95,10 +95,8 @@ class ScriptParser:
         return self._commands
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Let fields have these values, where neither a file nor a flag sets them; those of commands too.
-
-        Returns:
-            the names that no class has, with their values: ``["--name", "value"]``.
+        """Let fields have these values, where neither a file nor a flag sets them; those of commands too. Returns the
+        names that no class has, with their values: ``["--name", "value"]``.
         """
         parsers: list[ScriptParser] = [self, *(self._commands.parsers.values() if self._commands else ())]
         unknown = {name: parse.Setting(f"default of {name}", _as_text(value)) for name, value in values.items()}

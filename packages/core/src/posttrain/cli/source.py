@@ -160,12 +160,10 @@ class DataSource(metaclass=ConfigMeta):
         return {name: part.max_tokens for name, part in self.parts().items() if part.max_tokens is not None} or None
 
     def load(self) -> tuple[Any, Any | None]:
-        """Read the training rows and the evaluation rows. Raises a `DataError` where a split does not exist, which
-        names the existing ones.
-
-        Returns:
-            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None if it is not configured. Of a
-            mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
+        """Read the training rows and the evaluation rows. Returns two datasets (`datasets.Dataset` or
+        `IterableDataset`); the second is None if it is not configured. Of a mixture the first is a dict of datasets by
+        name, and with `eval_share` so is the second. Raises a `DataError` where a split does not exist, which names the
+        existing ones.
         """
         train, held_out = self._training_sets()
         return self._first(train), None if held_out is None else self._first(held_out)

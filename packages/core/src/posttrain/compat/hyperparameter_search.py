@@ -25,6 +25,7 @@ from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
 from posttrain.core.models.trainable import takes_trial
+from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.state import TrainerControl, TrainerState, has_state
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def search(
     Returns:
         The best run; of several objectives, the list of those that no other run beats in all of them.
     """
-    backend = getattr(backend, "value", backend) or "optuna"
+    backend = plain(backend or "optuna")
     _check(trainer, compute_objective, direction, backend, kwargs)
     several, by_ray = not isinstance(direction, str), backend == "ray"
     given_trial = ray_search.RayTrial if by_ray else _optuna().trial.FixedTrial

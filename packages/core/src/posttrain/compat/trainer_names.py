@@ -254,9 +254,7 @@ class TrainerNames:
         self.accelerator.end_training()
 
     def _renamed(self, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
-        """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``. Raises a `TypeError`
-        where `old` holds another name.
-        """
+        """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
         for name in old.keys() - self.OLD_ARGUMENTS.keys():
             base = next(c for c in type(self).__mro__ if c.__module__ == "posttrain.core.trainer")
             known = [*inspect.signature(base).parameters][:-1]

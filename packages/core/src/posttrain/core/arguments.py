@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from posttrain.core import registry
+from posttrain.core import files, registry
 from posttrain.core.checkpoint.arguments import CheckpointArguments
 from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
 from posttrain.core.data.pipeline import DataArguments
@@ -26,7 +26,6 @@ from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked, shown
-from posttrain.core.files import disk
 from posttrain.core.hub.uploads import HubArguments
 from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
@@ -174,7 +173,7 @@ class RunArguments:
             )
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if getattr(self, "should_save", True) and (problem := disk.folder_problem(self.output_dir)):
+        if getattr(self, "should_save", True) and (problem := files.folder_problem(self.output_dir)):
             yield f"output_dir={self.output_dir!r} {problem}; set another output_dir"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from posttrain.core.data.samplers import has_length
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
-from posttrain.core.files.disk import means_disk_full
+from posttrain.core.files import means_disk_full
 from posttrain.core.logging import terminal
-from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
+from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state, merit, metric_key
 
 logger = logging.getLogger(__name__)
 
@@ -397,8 +397,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        name = args.metric_for_best_model
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        value = metrics.get(metric_key(args.metric_for_best_model))
         if value is None:
             return  # another one of several datasets: its metrics have another prefix
         self.check_metric_value(args, state, control, value)
@@ -408,8 +407,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(self, args, state, control, metric_value: float) -> None:
         """Count an evaluation with the result `metric_value`. Override it for other criteria."""
         best = state.best_metric if self.best_metric is None else self.best_metric
-        sign = 1 if args.greater_is_better else -1
-        gain = math.inf if best is None else sign * (metric_value - best)
+        gain = math.inf if best is None else merit(metric_value - best, args.greater_is_better)
         counts = gain > self.early_stopping_threshold
         self.early_stopping_patience_counter = 0 if counts else self.early_stopping_patience_counter + 1
         if not math.isnan(metric_value):

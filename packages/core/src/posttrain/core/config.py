@@ -211,10 +211,7 @@ def has_type(value: Any, allowed: tuple[type, ...]) -> bool:
 
 @cache
 def _is_ours(config_class: type, name: str) -> bool:
-    """Whether a class that `config_class` inherits has declared the field `name` with `opt`.
-
-    Plain fields of user dataclasses are not checked, because their annotations are often informal.
-    """
+    """Whether a base declared the field `name` with `opt`: annotations of plain fields are often informal."""
     declared = (vars(owner).get("__dataclass_fields__", {}).get(name) for owner in config_class.__mro__)
     return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
 
@@ -252,7 +249,7 @@ def set_among(config: Any, *names: str) -> dict[str, Any]:
 
 def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     """Problems with one field's value, as sentences."""
-    value, bounds = getattr(config, field.name), bounds_of(field)
+    value, bounds = value_of(config, field.name), bounds_of(field)
     config_class: type = type(config)
     allowed = field_types(config_class).get(field.name, ())
     if value is None and (field.default is None or type(None) in allowed):
@@ -318,7 +315,7 @@ def tidy(config: Any) -> Iterator[str]:
     """
     config_class: type = type(config)
     for field in dataclasses.fields(config):
-        given = value = getattr(config, field.name)
+        given = value = value_of(config, field.name)
         allowed = field_types(config_class).get(field.name, ())
         if isinstance(value, enum.Enum) and type(value) not in allowed and str in allowed:
             value = str(value.value)
@@ -397,7 +394,7 @@ def unused(config: Any) -> Iterator[str]:
     for field in dataclasses.fields(config):
         needs = bounds_of(field).get("needs", "").split()
         missing = [need for need in needs if not _holds(config, need)]
-        if missing and (value := getattr(config, field.name)) != field.default:
+        if missing and (value := value_of(config, field.name)) != field.default:
             without = " and ".join(missing).replace("|", " or ")
             yield f"{field.name}={shown(field.name, value)} has no effect without {without}"
 

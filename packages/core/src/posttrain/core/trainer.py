@@ -31,7 +31,7 @@ from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
-from posttrain.core.files.disk import naming
+from posttrain.core.files import naming
 from posttrain.core.logging import trackers
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in

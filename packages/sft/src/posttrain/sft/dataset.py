@@ -166,16 +166,15 @@ def prepare_dataset(
     name: str = "train",
     **options: Any,
 ) -> tuple[Any, DataReport]:
-    """Tokenize and label a dataset. Raises a `DataError` as `prepare_rows`, or where the dataset has a transform.
+    """Tokenize and label a dataset. Returns what `prepare_rows` does, with the columns ``input_ids`` and ``labels``
+    (-100 where not trained on), and the report. Raises a `DataError` as `prepare_rows`, or where the dataset has a
+    transform.
 
     Args:
         dataset, num_proc, limits, on_bad_rows: as for `posttrain.lm.preparation.pipeline.prepare_rows`.
         tokenizer: or the processor that holds it.
         name: the dataset's, in the report.
         options: of `Preparation`.
-
-    Returns:
-        As `prepare_rows`, with the columns ``input_ids`` and ``labels`` (-100 where not trained on), and the report.
     """
     import datasets
 

@@ -73,12 +73,9 @@ def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
 
 def stages_of(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """The stages of a run, between which a weight changes. `weights`: by name, a number, or ``{share of the run: weight
-    from there on}``; before the first it is 0. Raises a `DataError` where a weight is missing, is for no dataset or is
-    no weight, or a stage has none above 0.
-
-    Returns:
-        ``(spans (S,), shares (S, G))``: the share of the run that each stage takes, and in each stage the weight of
-        each dataset divided by their sum.
+    from there on}``; before the first it is 0. Returns ``(spans (S,), shares (S, G))``: the share of the run that each
+    stage takes, and in each stage the weight of each dataset divided by their sum. Raises a `DataError` where a weight
+    is missing, is for no dataset or is no weight, or a stage has none above 0.
     """
     _check_names("dataset_weights", weights, names)
     changes = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import CheckpointError, ConfigError
-from posttrain.core.files.disk import write_text
+from posttrain.core.files import write_text
 from posttrain.core.logging.terminal import aligned
 from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, read
 

@@ -20,7 +20,7 @@ from posttrain.cli.mixture import CommandSource
 from posttrain.cli.source import read
 from posttrain.core.config import ConfigMeta, opt
 from posttrain.core.errors import DataError
-from posttrain.core.files.disk import write_text
+from posttrain.core.files import write_text
 
 HELP = """usage: posttrain data ROWS ... | run.yaml [--against ROWS ...] [--ngram N] [--output FILE] [--name value ...]
 

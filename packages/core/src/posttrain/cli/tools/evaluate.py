@@ -16,7 +16,7 @@ from posttrain.cli.method import FILES, data_of
 from posttrain.cli.source import read
 from posttrain.cli.tools import load
 from posttrain.core.errors import ConfigError, DataError, require
-from posttrain.core.files.disk import write_text
+from posttrain.core.files import write_text
 from posttrain.lm.text import layouts
 
 EXTRA = "posttrain-core[evaluate]"

@@ -19,7 +19,7 @@ from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.cli.tools.merge import TOLERANCE, merge
 from posttrain.core.errors import CheckpointError
-from posttrain.core.files.disk import write_text
+from posttrain.core.files import write_text
 from posttrain.lm.loading import loading
 
 HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--tolerance SHARE] ...

@@ -16,7 +16,7 @@ from torch import nn
 from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.files.disk import naming, write_text
+from posttrain.core.files import naming, write_text
 
 HELP = f"""posttrain generate MODEL PROMPTS.jsonl OUTPUT.jsonl [--batch_size N] [--temperature T] ...
 

@@ -167,11 +167,6 @@ def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     tensor_parallel.step(optimizer) if several else optimizer.step()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of `tensor`."""
-    return tensor.to_local() if sharding.is_piece(tensor) else tensor
-
-
 @contextlib.contextmanager
 def shapes_within(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.

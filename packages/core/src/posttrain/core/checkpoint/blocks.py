@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from posttrain.core.files.disk import free_bytes
+from posttrain.core.files import free_bytes
 
 BLOCK = 32 * 2**20
 """Bytes that one checksum is of."""
@@ -224,9 +224,10 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._direct = hasattr(os, "O_DIRECT")
+        past_cache = getattr(os, "O_DIRECT", 0)
+        self._direct = bool(past_cache)
         try:
-            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+            self._file = os.open(path, flags | past_cache, 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

@@ -19,7 +19,7 @@ from posttrain.core.checkpoint.store import number_of
 from posttrain.core.checkpoint.transaction import Saver
 from posttrain.core.data import rng
 from posttrain.core.errors import CheckpointError
-from posttrain.core.files.disk import check_space
+from posttrain.core.files import check_space
 from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy

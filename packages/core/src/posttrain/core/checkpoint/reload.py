@@ -101,9 +101,7 @@ def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folde
 
 @torch.no_grad()
 def _largest_difference(model: Any, twin: Any) -> float | None:
-    """How far the logits of two models are apart, relative to their size and standard deviation; None where they read
-    no text.
-    """
+    """How far two models' logits are apart, by their size and standard deviation; None where they read no text."""
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
     ids = torch.arange(2, 8).unsqueeze(0)

@@ -20,7 +20,7 @@ from torch import nn
 from posttrain.core.checkpoint import weights
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import CheckpointError
-from posttrain.core.files.disk import naming
+from posttrain.core.files import naming
 from posttrain.core.models.wrapping import adapters_of, is_pretrained
 
 _LARGEST = "50GB"  # file that transformers writes, if nothing is asked for

@@ -24,7 +24,7 @@ from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifes
 from posttrain.core.checkpoint.remote import Remote, is_url
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
-from posttrain.core.files.disk import (
+from posttrain.core.files import (
     DiskFullError,
     directory_bytes,
     disk_full,

@@ -30,6 +30,7 @@ from posttrain.core.models.wrapping import (
     plain_class,
     plain_classes,
     replaced,
+    setting,
 )
 
 logger = logging.getLogger(__name__)
@@ -165,6 +166,9 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             )
     _refuse(f"this {kind.__name__}", directory, misfits, missing, unexpected)
     model.load_state_dict(sharded.fitted_to(tensors, own), strict=False)
+    rope = {"rope_parameters": setting(config_of(model), "rope_parameters")}
+    remedy = "Load the model with the rope_parameters of that run to go on with it."
+    _tell_other_config(f"The {kind.__name__}", directory / "config.json", rope, remedy)
 
 
 def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], unexpected: list[str]) -> None:
@@ -230,7 +234,10 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
                     f"load the model from {directory} and begin a new run."
                 )
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.{whole}")
-        _tell_other_config(model, adapter, file.parent)
+        config = model.peft_config[adapter].to_dict()
+        config = {name: value for name, value in config.items() if name not in _OF_ADAPTERS_BEGINNING}
+        remedy = "Pass the peft_config of that run to go on with it."
+        _tell_other_config(f"The adapter {adapter!r}", file.parent / "adapter_config.json", config, remedy)
         tensors = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
@@ -244,23 +251,18 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
 
 
-def _tell_other_config(model: Any, adapter: str, folder: Path) -> None:
-    """Warn where the config of the adapter in `folder` is not that of `model`'s: with the same weights, such as another
-    ``lora_alpha`` makes another model.
-    """
-    path = folder / "adapter_config.json"
+def _tell_other_config(what: str, path: Path, now: dict[str, Any], remedy: str) -> None:
+    """Warn where the config of `what` in the file `path` is not `now`: with the same weights it is another model."""
     then = codec.read_json(path) if path.is_file() else {}
-    now = json.loads(json.dumps(model.peft_config[adapter].to_dict(), default=list))
     then, now = (
         {name: sorted(value, key=repr) if isinstance(value, list) else value for name, value in config.items()}
-        for config in (then, now)
+        for config in (then, json.loads(json.dumps(now, default=list)))
     )
-    changed = [name for name in now if name in then and then[name] != now[name] and name not in _OF_ADAPTERS_BEGINNING]
-    if changed:
+    if changed := [name for name in now if name in then and then[name] != now[name]]:
         listed = "; ".join(f"{name}: {then[name]!r} -> {now[name]!r}" for name in changed)
         logger.warning(
-            f"The adapter {adapter!r} in {folder} was trained with another config ({listed}), so this is not the model "
-            "that was saved. Pass the peft_config of that run to go on with it."
+            f"{what} in {path.parent} was trained with another config ({listed}), so this is not the model that was "
+            f"saved. {remedy}"
         )
 
 

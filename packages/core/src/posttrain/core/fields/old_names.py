@@ -97,10 +97,8 @@ def translate_old_names(
     config_class: type, kwargs: dict[str, Any], fields: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
     """Replace old names among `kwargs` by today's, with a `FutureWarning` each. `fields`: whether a name that
-    `config_class` has a field of is that field, even where it is an old name too.
-
-    Returns:
-        the arguments under today's names, and sentences on those that cannot be translated.
+    `config_class` has a field of is that field, even where it is an old name too. Returns the arguments under today's
+    names, and sentences on those that cannot be translated.
     """
     known, table = {field.name for field in dataclasses.fields(config_class)}, old_names(config_class)
     today = {name: value for name, value in kwargs.items() if (fields and name in known) or name not in table}

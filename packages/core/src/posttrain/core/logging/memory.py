@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from posttrain.core.data import accelerator
+from posttrain.core.data.pipeline import like
 from posttrain.core.models.wrapping import local_part
 
 #: Largest tensors that a report names.
@@ -112,8 +113,7 @@ def _cut(batch: Any, rows: slice) -> Any:
         cut = {name: _cut(value, rows) for name, value in batch.items()}
         return cut if kind is dict else kind(cut)
     if isinstance(batch, tuple) or (isinstance(batch, list) and any(isinstance(v, torch.Tensor) for v in batch)):
-        parts = [_cut(value, rows) for value in batch]
-        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
+        return like(batch, [_cut(value, rows) for value in batch])
     return batch[rows] if _has_rows(batch) else batch
 
 

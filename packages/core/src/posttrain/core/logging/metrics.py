@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from posttrain.core.data import accelerator
-from posttrain.core.files.disk import write_text
+from posttrain.core.files import write_text
 from posttrain.core.losses.normalization import IN_EVERY_RECORD, WIDE, name_taken, summable
 from posttrain.core.state import strict
 

@@ -17,7 +17,7 @@ from posttrain.core.callbacks import EVENTS, ClosingCallback, hears
 from posttrain.core.config import Resolved, opt
 from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.redaction import redact
-from posttrain.core.files.disk import naming, write_text
+from posttrain.core.files import naming, write_text
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import is_performance
 from posttrain.core.state import strict

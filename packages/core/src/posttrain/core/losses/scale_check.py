@@ -90,9 +90,7 @@ def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str 
 
 
 def _move(model: nn.Module) -> None:
-    """Change the small parameters that are trained, norms and adapters among them; not those that FSDP shards, which
-    may stay gathered, as they are now, until the next forward pass.
-    """
+    """Change small trained parameters, norms and adapters; none that FSDP shards, which may stay gathered."""
     if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         return
     for parameter in model.parameters():

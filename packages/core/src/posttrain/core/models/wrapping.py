@@ -36,6 +36,11 @@ def unwrap(model: nn.Module) -> PretrainedModel:
             return inner
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has `model`, in a wrapper around it or in its place."""
+    return hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None
+
+
 def plain_class(model: nn.Module) -> type[nn.Module]:
     """The class of `model` before FSDP changed it."""
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))

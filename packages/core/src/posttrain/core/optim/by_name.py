@@ -110,12 +110,7 @@ def _taking(make: Callable[..., ClassAndArguments], options: dict[str, Any]) -> 
 def _plain(
     kind: Any, base: Callable[[Any], dict[str, Any]], fixed: dict[str, Any] | None = None, **options: Any
 ) -> Factory:
-    """The factory of an optimizer class that gets `base` of the arguments, what is `fixed`, and `options`.
-
-    Args:
-        kind: the class, or a function that gives it.
-        options: the defaults.
-    """
+    """The factory of the class `kind`, or what that returns: it gets `base` of the arguments, `fixed` and `options`."""
 
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
         return kind if isinstance(kind, type) else kind(), base(args) | (fixed or {}) | options | given

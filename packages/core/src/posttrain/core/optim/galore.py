@@ -29,16 +29,14 @@ def split_groups(params: Iterable[Any], chosen: Iterable[torch.Tensor], **option
 
 
 def projection(grad: torch.Tensor, rank: int, side: str = "std") -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The leading singular vectors of a gradient.
+    """The leading singular vectors of a gradient. Returns (left, right) of shapes (m, r) and (r, n); None on a side
+    that is not projected. ``left.T @ grad @ right.T`` is the gradient in the subspace, and ``left @ that @ right``
+    brings it back.
 
     Args:
         grad: (m, n).
         rank: r; no more than min(m, n) vectors are returned.
         side: ``"left"``, ``"right"`` or ``"full"``, both; ``"std"`` is the shorter side, ``"reverse_std"`` the other.
-
-    Returns:
-        (left, right) of shapes (m, r) and (r, n); None on a side that is not projected. ``left.T @ grad @ right.T`` is
-        the gradient in the subspace, and ``left @ that @ right`` brings it back.
     """
     if side in ("std", "reverse_std"):
         side = "left" if (grad.shape[0] < grad.shape[1]) == (side == "std") else "right"

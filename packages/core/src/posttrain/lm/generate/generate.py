@@ -217,8 +217,10 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
             f"never be generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To "
             "cut outputs short on purpose, pass max_length=... to evaluate or predict."
         )
-    message = "The longest label of the evaluation set has %d tokens, so up to that many are generated, not %s. Set  "
-    logger.info(message + "generation_max_length to choose another length.", longest, who)
+    logger.info(
+        f"The longest label of the evaluation set has {longest} tokens, so up to that many are generated, not {who}. "
+        "Set generation_max_length to choose another length."
+    )
     return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.files.disk import naming
+from posttrain.core.files import naming
 
 SAMPLES = "samples.jsonl"
 #: The folder of rollouts, whose files end in their optimizer step: ``<name>_00010.parquet``, or ``.jsonl``.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import DataError
-from posttrain.core.files.disk import write_text
+from posttrain.core.files import write_text
 from posttrain.core.logging.trackers import show_table
 from posttrain.core.models.wrapping import is_peft_model, replaced, unwrap
 from posttrain.lm.generate.completion_callbacks import _Answers

@@ -79,8 +79,8 @@ def features_once(model: nn.Module, copies: ImageCopies | None, inputs: Mapping[
         args = tuple(once.get(name, value) for name, value in zip(names, args, strict=False))
         found = encode(*args, **{name: once.get(name, value) for name, value in kwargs.items()})
         for name in ("pooler_output", "deepstack_features"):
-            if getattr(found, name, None) is not None:
-                setattr(found, name, _expanded(getattr(found, name), copies, several=name != "pooler_output"))
+            if (features := getattr(found, name, None)) is not None:
+                setattr(found, name, _expanded(features, copies, several=name != "pooler_output"))
         return found
 
     with replaced(owner, "get_image_features", encode_once):

@@ -56,16 +56,13 @@ def check_peft_config(peft_config: Any) -> Any:
 
 
 def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = None) -> nn.Module:
-    """Freeze `model` and put the adapter that `peft_config` describes on it.
+    """Freeze `model` and put the adapter that `peft_config` describes on it. Returns the `peft.PeftModel`.
 
     Args:
         train_parts: of a vision-language model, the parts that get adapters; see `parts.adapter_config`.
 
     On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314),
     and modules trained whole in the dtype of the model.
-
-    Returns:
-        The `peft.PeftModel`.
     """
     peft = check_peft_config(peft_config)
     if is_peft_model(model):
@@ -196,10 +193,7 @@ def _with_old_name_of_cache(make: Callable[..., dict[str, Any]], *args: Any, **k
 
 
 def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a layer of LoRA reads: `x` itself where autocast casts it for each product, as in peft's 4-bit layers.
-
-    Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.
-    """
+    """What a LoRA layer reads: `x` under autocast, for which peft would copy it to float32 and autocast back."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 

@@ -288,7 +288,7 @@ def router_coefficient(model: nn.Module, given: float | None) -> float:
     base = base_model(model)
     config = wrapping.text_config(wrapping.config_of(base))
     if has_routers(config):
-        return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
+        return (wrapping.setting(config, "router_aux_loss_coef") or 0.0) if given is None else given
     if given:
         raise ValueError(
             f"router_aux_loss_coef={given} weighs the load-balancing loss of routers, and {type(base).__name__} has "

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.distributed.sharding import is_in_pieces
+from posttrain.core.distributed.sharding import is_in_pieces, is_piece
 from posttrain.core.distributed.world import whole_rows
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.losses.logits import shift_labels
@@ -52,7 +52,7 @@ class CausalHead:
         weight: torch.Tensor = self.linear.weight
         bias: torch.Tensor | None = self.linear.bias
         part: vocabulary_slices.Slice | None = None
-        if hasattr(weight, "full_tensor"):
+        if is_piece(weight):
             weight, part = vocabulary_slices.of_weight(weight)
             bias, part_of_bias = (None, part) if bias is None else vocabulary_slices.of_weight(bias)
             if part != part_of_bias:
@@ -300,13 +300,11 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
     softcap and a scale in its config. The trial is made once for each head.
     """
     wrapped = cast("PretrainedModel", model)
-    while wrapped is not unwrap(wrapped):
-        if hasattr(wrapped, "_orig_mod"):
-            return None, "The model is compiled: its head is part of the compiled graph."
+    while wrapped is not unwrap(wrapped) and not wrapping.is_compiled(wrapped):
         if type(wrapped) is nn.DataParallel:
             return None, "The model is in nn.DataParallel, which copies it for every forward."
         wrapped = wrapped.module
-    if getattr(wrapped, "_compiled_call_impl", None) is not None:
+    if wrapping.is_compiled(wrapped):
         return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:
@@ -412,8 +410,6 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
-    parallelism.
-    """
+    """Whether parameters are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor parallelism."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())

@@ -336,9 +336,7 @@ class Template:
         return start, stop + agreed
 
     def _ending(self, messages: Sequence[Message]) -> str:
-        """The text after the last message, whose content is the placeholder; empty if the messages do not render
-        alone.
-        """
+        """The text after the last message, a placeholder; empty if the messages do not render alone."""
         try:
             return self.render(messages).partition(PLACEHOLDER)[2]
         except DataError:

@@ -154,9 +154,7 @@ def _converted(layout: Mapping[str, str], chats: bool, row: Mapping[str, Any]) -
 
 
 def _as_text(value: Any) -> Any:
-    """A number as its text: columns of CSV that hold nothing else are read as numbers, and whole ones beside an empty
-    cell as floats.
-    """
+    """A number as its text: CSV columns of numbers are read as numbers, and beside an empty cell as floats."""
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     return str(value) if isinstance(value, (int, float)) else value
 

@@ -16,7 +16,7 @@ import torch
 
 from posttrain.core.config import value_of
 from posttrain.core.distributed.strategies.base import Distributed
-from posttrain.core.files.disk import run_goes_on, write_text
+from posttrain.core.files import run_goes_on, write_text
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
 from posttrain.core.logging.trackers import show_table

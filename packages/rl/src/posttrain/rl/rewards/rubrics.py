@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-from posttrain.core.files.disk import naming
+from posttrain.core.files import naming
 from posttrain.rl.generation.server import Server
 
 HIGHEST = 10
