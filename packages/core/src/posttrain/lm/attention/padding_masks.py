@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import host_copy
-from posttrain.core.models.wrapping import base_model, is_encoder_decoder, is_of_transformers, setting
+from posttrain.core.models.wrapping import base_model, is_encoder_decoder, is_of_transformers
 
 
 class Known(NamedTuple):
@@ -132,6 +132,6 @@ def _has_padding(known: Known, kwargs: dict[str, Any]) -> bool | None:
     shape, ones = known.masks.get(known.decoder and is_causal, (torch.Size(), False))
     if mask is None or mask.shape != shape or kwargs.get("kv_offset") or kwargs.get("kv_length") != shape[1]:
         return None
-    if setting(kwargs.get("config"), "model_type") != known.model_type:
+    if getattr(kwargs.get("config"), "model_type", None) != known.model_type:
         return None
     return not ones

@@ -294,9 +294,9 @@ def _eager_function(module: nn.Module) -> Callable[..., Any]:
 def layer_window(module: nn.Module, window: int | None) -> int | None:
     """The sliding window of a layer. Some models apply it only in their masks, which are not used here."""
     config: Any = module.config
-    kinds, layer = setting(config, "layer_types"), getattr(module, "layer_idx", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds and layer is not None else None
-    expected = kind == "sliding_attention" or (not kinds and setting(config, "sliding_window") is not None)
+    expected = kind == "sliding_attention" or (not kinds and getattr(config, "sliding_window", None) is not None)
     if expected and window is None:
         raise ValueError("its sliding window is not passed to its attention function")
     return window

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from posttrain.core.data.collators import IGNORE_INDEX
-from posttrain.core.distributed.sharding import is_in_pieces, is_piece
+from posttrain.core.distributed.sharding import is_in_pieces
 from posttrain.core.distributed.world import whole_rows
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.losses.logits import shift_labels
@@ -52,7 +52,7 @@ class CausalHead:
         weight: torch.Tensor = self.linear.weight
         bias: torch.Tensor | None = self.linear.bias
         part: vocabulary_slices.Slice | None = None
-        if is_piece(weight):
+        if hasattr(weight, "full_tensor"):
             weight, part = vocabulary_slices.of_weight(weight)
             bias, part_of_bias = (None, part) if bias is None else vocabulary_slices.of_weight(bias)
             if part != part_of_bias:
@@ -300,11 +300,13 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
     softcap and a scale in its config. The trial is made once for each head.
     """
     wrapped = cast("PretrainedModel", model)
-    while wrapped is not unwrap(wrapped) and not wrapping.is_compiled(wrapped):
+    while wrapped is not unwrap(wrapped):
+        if hasattr(wrapped, "_orig_mod"):
+            return None, "The model is compiled: its head is part of the compiled graph."
         if type(wrapped) is nn.DataParallel:
             return None, "The model is in nn.DataParallel, which copies it for every forward."
         wrapped = wrapped.module
-    if wrapping.is_compiled(wrapped):
+    if wrapped._compiled_call_impl is not None:
         return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:
