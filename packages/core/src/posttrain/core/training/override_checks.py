@@ -37,20 +37,15 @@ _BY_REMEDY = {
 INSTEAD = {name: remedy for remedy, names in _BY_REMEDY.items() for name in names.split()}
 
 
-def _home(owner: object, method: str) -> str:
-    """The module of the class that `owner` has `method` from; "" where a script gave it one of its own."""
-    defined = next(kind for kind in owner.__class__.__mro__ if method in vars(kind))  # of a weak reference too
-    return "" if method in vars(owner) else defined.__module__
-
-
 def is_ours(owner: object, method: str) -> bool:
     """Whether `method` of `owner` is the framework's, and was replaced by no subclass and no script."""
-    return _home(owner, method).startswith("posttrain.")
+    defined = next(kind for kind in owner.__class__.__mro__ if method in vars(kind))  # of a weak reference too
+    return method not in vars(owner) and defined.__module__.startswith("posttrain.")
 
 
 def is_stock(owner: object, method: str) -> bool:
     """Whether `method` of `owner` is that of `Trainer` itself, whichever class of ours or of the user it has."""
-    return _home(owner, method) == "posttrain.core.trainer"
+    return getattr(getattr(owner, method), "__qualname__", "") == f"Trainer.{method}"
 
 
 def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
