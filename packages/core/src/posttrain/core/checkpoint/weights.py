@@ -79,7 +79,7 @@ def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_siz
     # One function of theirs both chooses the names of the files and writes them. transformers saves on rank 0 alone,
     # and peft writes a model card: its template has no facts, and would change the metadata of ours.
     modeling = sys.modules.get("transformers.modeling_utils")
-    patches = [(safetensors.torch, "save_file", write), (modeling, "safe_save_file", write)]
+    patches: list[tuple[Any, str, Any]] = [(safetensors.torch, "save_file", write), (modeling, "safe_save_file", write)]
     patches += [(model, "should_save_on_this_rank", bool), (model, "create_or_update_model_card", lambda folder: None)]
     with quiet(), plain_classes(model), contextlib.ExitStack() as stack:
         for owner, name, value in patches:
@@ -225,7 +225,7 @@ def check_files(folder: str | Path) -> None:
 def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-    for adapter in adapters_of(model):
+    for adapter, config in adapters_of(model).items():
         if (file := _file_of_adapter(directory, adapter)) is None:
             whole = ""
             if any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
@@ -234,10 +234,9 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
                     f"load the model from {directory} and begin a new run."
                 )
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.{whole}")
-        config = model.peft_config[adapter].to_dict()
-        config = {name: value for name, value in config.items() if name not in _OF_ADAPTERS_BEGINNING}
+        now = {name: value for name, value in config.to_dict().items() if name not in _OF_ADAPTERS_BEGINNING}
         remedy = "Pass the peft_config of that run to go on with it."
-        _tell_other_config(f"The adapter {adapter!r}", file.parent / "adapter_config.json", config, remedy)
+        _tell_other_config(f"The adapter {adapter!r}", file.parent / "adapter_config.json", now, remedy)
         tensors = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]

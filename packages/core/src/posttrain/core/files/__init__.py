@@ -28,14 +28,14 @@ def means_disk_full(error: BaseException) -> bool:
     return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
 
 
-def name_file(error: BaseException, path: str | Path) -> None:
+def name_file(error: BaseException, path: str | os.PathLike[str]) -> None:
     """Let `error` name `path`, where it is of a failed write, which does not know its file; leave any other alone."""
     if isinstance(error, OSError) and error.errno and not error.filename:
         error.filename = str(path)
 
 
 @contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Around the code that writes `path`: the error of a failed write names it (`name_file`)."""
     try:
         yield
