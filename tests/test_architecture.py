@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The layers of the core distribution, from the lowest: each imports itself and those above it in this list. A line
 # names folders, and the files beside them; the longest name that a module begins with decides.
 LAYERS = """
-    core.errors core.fields core.config core.registry core.state
+    core.errors core.fields core.files core.config core.registry core.state
     core.data
     core.models
     core.losses
@@ -485,6 +485,6 @@ def test_each_text_is_written_by_what_names_its_file_in_an_error():
     The files of a checkpoint are named by their folder, in `Store.writing` and `save_model`.
     """
     in_checkpoints = {f"core/checkpoint/{name}.py" for name in "codec manifest shares transaction".split()}
-    in_checkpoints |= {"core/errors.py", "core/training/saving.py"}
+    in_checkpoints |= {"core/files/__init__.py", "core/training/saving.py"}
     writers = {where for where, path in sources().items() if ".write_text(" in path.read_text(encoding="utf-8")}
-    assert writers == in_checkpoints, "write it by posttrain.core.errors.write_text"
+    assert writers == in_checkpoints, "write it by posttrain.core.files.write_text"

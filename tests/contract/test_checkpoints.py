@@ -15,7 +15,7 @@ import torch
 
 from posttrain.cli import source
 from posttrain.core import TrainerCallback
-from posttrain.core.checkpoint import blocks, disk
+from posttrain.core.checkpoint import blocks
 from posttrain.core.checkpoint import weights as weight_files
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.errors import CheckpointError, UnsavedError
@@ -262,7 +262,7 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
 
     class Fill(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            while trainer.checkpoints.pending and not trainer.checkpoints.saver._written.done():
+            while trainer.checkpoints.saver.pending and not trainer.checkpoints.saver._written.done():
                 time.sleep(0.01)
             left["bytes"] = {1: 100_000, 2: 0}.get(state.global_step, 10**9)  # of the second, of the third
 
@@ -282,7 +282,8 @@ def test_a_disk_that_fills_up_at_any_byte_costs_that_checkpoint_and_is_tried_aga
 def test_a_disk_too_small_is_said_before_the_first_update(tmp_path, monkeypatch, caplog):
     size = sum(p.nbytes for p in tiny.causal_lm().parameters())
     arguments = ARGS | dict(save_steps=1, save_total_limit=2, optim="adamw_torch")
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 9 * size - 1)  # 3 checkpoints of weights and two moments
+    # 3 checkpoints of weights and two moments
+    monkeypatch.setattr("posttrain.core.files.free_bytes", lambda directory: 9 * size - 1)
     seen = []
 
     class Look(TrainerCallback):
@@ -292,11 +293,11 @@ def test_a_disk_too_small_is_said_before_the_first_update(tmp_path, monkeypatch,
     TRAINERS["causal-lm"](tmp_path, callbacks=[Look()], **arguments).train()
     (warning,) = seen
     assert str(tmp_path) in warning and "3 checkpoints" in warning and "save_total_limit" in warning
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 9 * size)
+    monkeypatch.setattr("posttrain.core.files.free_bytes", lambda directory: 9 * size)
     seen.clear(), caplog.clear()
     TRAINERS["causal-lm"](tmp_path, callbacks=[Look()], **arguments).train()
     assert seen == []
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: size - 1)
+    monkeypatch.setattr("posttrain.core.files.free_bytes", lambda directory: size - 1)
     with pytest.raises(CheckpointError, match="weights of one checkpoint alone"):
         TRAINERS["causal-lm"](tmp_path, **arguments).train()
     TRAINERS["causal-lm"](tmp_path, **arguments | dict(save_strategy="no", max_steps=1)).train()

@@ -526,3 +526,21 @@ def tiny_stream():
             return iter(line())
 
     return Stream()
+
+
+def test_a_model_without_values_is_named_before_training(tmp_path):
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"weights of this Linear are on the meta device.*from_pretrained"):
+        Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True), train_dataset=line())
+
+
+@pytest.mark.parametrize(("rope", "said"), [({}, 0), ({"rope_type": "linear", "factor": 4.0}, 1)])
+def test_a_resumed_run_is_told_of_another_scaling_of_its_angles(rope, said, tmp_path, caplog):
+    make(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    again = make(tmp_path, max_steps=2)
+    again.model.config.rope_parameters |= rope
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    told = [r.getMessage() for r in caplog.records if "was trained with another config (rope_parameters" in r.message]
+    assert len(told) == said
+    assert all("'rope_type': 'default'" in text and "'factor': 4.0" in text for text in told)

@@ -16,11 +16,11 @@ import pytest
 import torch
 import xxhash
 
-from posttrain.core.checkpoint import blocks, disk, manifest, store
+from posttrain.core.checkpoint import blocks, manifest, store
 from posttrain.core.checkpoint.codec import load_tree, save_tree
-from posttrain.core.checkpoint.disk import DiskFullError, check_space, directory_bytes
 from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import DiskFullError, check_space, directory_bytes
 
 
 def save(checkpoints, step, value=None, **kwargs):
@@ -506,7 +506,7 @@ def test_deleting_takes_no_time_of_training_and_is_done_before_the_next_save(che
 def test_what_is_half_deleted_does_not_carry_the_name(checkpoints, monkeypatch):
     save(checkpoints, 1), save(checkpoints, 2)
     seen = []
-    monkeypatch.setattr(disk.shutil, "rmtree", lambda path, **kwargs: seen.append(Path(path).name))
+    monkeypatch.setattr("shutil.rmtree", lambda path, **kwargs: seen.append(Path(path).name))
     checkpoints.rotate(1)
     checkpoints.settle()
     assert len(seen) == 1 and seen[0].startswith(".trash-checkpoint-1.")

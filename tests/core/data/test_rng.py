@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from posttrain.core.checkpoint.codec import load_tree, save_tree
-from posttrain.core.checkpoint.disk import directory_bytes
 from posttrain.core.data.rng import rng_state, set_rng_state
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import directory_bytes
 
 
 def draw():

@@ -15,7 +15,7 @@ def owner(**args):
         args=SimpleNamespace(**(usual | args)),
         state=TrainerState(global_step=6),
         control=TrainerControl(),
-        checkpoints=SimpleNamespace(saved_step=4, pending=None),
+        checkpoints=SimpleNamespace(saved_step=4, saver=SimpleNamespace(pending=None)),
         store=SimpleNamespace(path=lambda step: Path(f"out/checkpoint-{step}")),
     )
 

@@ -22,7 +22,10 @@ class Owner:
         self.state = TrainerState(global_step=9, best_model_checkpoint="out/checkpoint-2", best_global_step=2)
         before = TrainerState(global_step=4)
         self.checkpoints = SimpleNamespace(
-            settle=lambda wait: outcome, state_at_save=before, limit=2, on_savers=lambda work: work()
+            saver=SimpleNamespace(settle=lambda wait: outcome),
+            state_at_save=before,
+            limit=2,
+            on_savers=lambda work: work(),
         )
         self.store = SimpleNamespace(
             remote=None,

@@ -49,14 +49,9 @@ EXPLAINED = ("data", "report", "rerun", "trajectories")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: the words after ``posttrain``; None: those of this process.
-
-    Returns:
-        the exit status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the
-        run ended well and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any more.
+    """Run the command line. `arguments`: the words after ``posttrain``; None: those of this process. Returns the exit
+    status: 0, 1 where the data or a checkpoint cannot be used, 2 where an argument is wrong, 3 where the run ended well
+    and an upload to the Hub failed, 130 after Ctrl-C, 141 where the output is not read any more.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _quiet_others()

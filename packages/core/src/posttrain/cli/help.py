@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from posttrain.core.config import field_types
+from posttrain.core.config import bounds_of, field_types
 from posttrain.core.registry import Method, methods
 
 TRAIN = """usage: posttrain train run.yaml [--name value ...]
@@ -18,11 +18,7 @@ inferred from the arguments and the columns of the rows, and printed. posttrain 
 
 
 def overview(commands: dict[str, str]) -> str:
-    """The text of ``posttrain --help``.
-
-    Args:
-        commands: ``{name: help}`` of the commands that are no training methods.
-    """
+    """The text of ``posttrain --help``. `commands`: ``{name: help}`` of the commands that are no training methods."""
     lines = [
         "usage: posttrain train run.yaml [--name value ...]",
         "       posttrain <method> [run.yaml ...] [--name value ...]",
@@ -78,9 +74,9 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def bounds_of(field: dataclasses.Field) -> str:
+def _bounds(field: dataclasses.Field) -> str:
     """``">= 0, < 1"`` or the choices of `field`; empty where there are none."""
-    bounds = getattr(field.metadata.get("help"), "bounds", {})
+    bounds = bounds_of(field)
     words = {"min": ">=", "max": "<=", "above": ">", "below": "<"}
     parts = [f"{word} {bounds[key]}" for key, word in words.items() if key in bounds]
     return ", ".join(parts + ([" | ".join(bounds["choices"])] if "choices" in bounds else []))
@@ -88,7 +84,7 @@ def bounds_of(field: dataclasses.Field) -> str:
 
 def _lines(config_class: type, field: dataclasses.Field) -> list[str]:
     kinds = [kind.__name__ for kind in field_types(config_class).get(field.name, ()) if kind is not type(None)]
-    facts = "; ".join(part for part in (bounds_of(field), f"default {default_of(field)!r}") if part)
+    facts = "; ".join(part for part in (_bounds(field), f"default {default_of(field)!r}") if part)
     width = shutil.get_terminal_size((100, 24)).columns
     text = f"{field.metadata.get('help', '')} [{facts}]".strip()
     head = f"  --{field.name} {'|'.join(dict.fromkeys(kinds)).upper()}"

@@ -26,13 +26,11 @@ BY_COLUMNS = (({"chosen", "rejected"}, "dpo"), ({"prompt", "completion", "label"
 
 
 def of_words(words: list[str], command: str) -> tuple[Method, list[str]]:
-    """The method of the run that `words` describe, and the words after its name.
+    """The method of the run that `words` describe, and the words after its name. Raises a `ConfigError` where there is
+    no such method, or none is named and none fits.
 
     Args:
         words: perhaps a method, then files and flags. command: that they follow, for messages.
-
-    Raises:
-        ConfigError: there is no such method, or none is named and none fits.
     """
     first = words[0] if words else "--"
     if not first.startswith("-") and not first.endswith(FILES):

@@ -173,15 +173,13 @@ def typed_flags(
     what: str,
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16"),
 ) -> tuple[list[str], dict[str, Any]]:
-    """The words and flags of a command: ``(its names, {flag: value})``.
+    """The words and flags of a command: ``(its names, {flag: value})``. Raises a `ConfigError` that lists every problem
+    together.
 
     Args:
         kinds: of each flag, the type of its value; list: of texts.
         names: how many words come before the flags. what: these words, for the message where there are others.
         dtypes: the values of the flag ``dtype``.
-
-    Raises:
-        ConfigError: listing every problem together.
     """
     problems: list[str] = []
     given_names, flags = read_flags(words)
@@ -240,13 +238,9 @@ def take_flags(words: Iterable[str], names: Iterable[str]) -> tuple[list[str], l
 def take_options(
     command: str, words: list[str], known: Mapping[str, tuple[Any, Callable[[str], Any], str]]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``.
-
-    Args:
-        known: of each flag its default, what makes its value of a text (None: it does not fit), and what fits.
-
-    Raises:
-        ConfigError: listing every problem together.
+    """Take a command's own flags out of the words of a run: ``(the other words, {flag: value})``. `known`: of each flag
+    its default, what makes its value of a text (None: it does not fit), and what fits. Raises a `ConfigError` that
+    lists every problem together.
     """
     rest, taken = take_flags(words, known)
     options: dict[str, Any] = {name: default for name, (default, *_) in known.items()}
@@ -285,14 +279,12 @@ def unknown(classes: Iterable[type], settings: dict[str, Setting]) -> list[str]:
 
 def convert(value: Any, allowed: tuple[type, ...], element: type = str) -> Any:
     """Read the text `value` as the first of bool, int, float, None, dict, str and list that is `allowed` and fits.
+    Raises a `ValueError` that says what was expected.
 
     Args:
         value: a text, a list of texts, a mapping (kept as it is) or None.
         allowed: the classes that the field's annotation names; empty: anything.
         element: the class of a list's elements.
-
-    Raises:
-        ValueError: saying what was expected.
     """
     if value is None or isinstance(value, dict):
         return value
@@ -324,16 +316,14 @@ def convert(value: Any, allowed: tuple[type, ...], element: type = str) -> Any:
 def configs(
     classes: Iterable[type], settings: dict[str, Setting], problems: list[str], needs: Iterable[str] = ()
 ) -> list[Any]:
-    """Make one config of each class, each value going to every class that has the field.
+    """Make one config of each class, each value going to every class that has the field. Raises a `ConfigError` that
+    lists every problem of every config together.
 
     Args:
         classes: dataclasses.
         settings: names, which may be old ones, and their values as text.
         problems: earlier ones, to which more are added.
         needs: names of fields that must have a value; ``"a|b"``: one of the two.
-
-    Raises:
-        ConfigError: listing every problem of every config together.
     """
     classes = list(classes)
     owners = {name: [c for c in classes if name in _names(c)] for name in settings}

@@ -160,14 +160,10 @@ class DataSource(metaclass=ConfigMeta):
         return {name: part.max_tokens for name, part in self.parts().items() if part.max_tokens is not None} or None
 
     def load(self) -> tuple[Any, Any | None]:
-        """Read the training rows and the evaluation rows.
-
-        Returns:
-            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None if it is not configured. Of a
-            mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
-
-        Raises:
-            DataError: a split does not exist; names the existing ones.
+        """Read the training rows and the evaluation rows. Returns two datasets (`datasets.Dataset` or
+        `IterableDataset`); the second is None if it is not configured. Of a mixture the first is a dict of datasets by
+        name, and with `eval_share` so is the second. Raises a `DataError` where a split does not exist, which names the
+        existing ones.
         """
         train, held_out = self._training_sets()
         return self._first(train), None if held_out is None else self._first(held_out)
@@ -306,15 +302,13 @@ def made(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> Any:
 
 def read(path: str | list[str], config: str | None, streaming: bool, part: str | None = None, **where: Any) -> Any:
     """The rows of files, a folder or a hub dataset, by split: a `Dataset`, an `IterableDataset`, or a dict of them.
+    Raises a `DataError` where there is no such dataset, or it cannot be read by `part` or `where`.
 
     Args:
         path: files of one kind, a folder, or a name on the hub.
         config: of a dataset that has several.
         part: read only this, ``"train[:10%]"``, and return its rows without a dict.
         where: ``data_dir`` and ``data_files`` of `datasets.load_dataset`.
-
-    Raises:
-        DataError: there is no such dataset, or it cannot be read by `part` or `where`.
     """
     from posttrain.lm.loading.offline import cache_where_unknown  # here, because the package imports torch
 
@@ -378,10 +372,8 @@ def _builder(name: str) -> str | None:
 def _kind(folder: str) -> str | None:
     """The reader for the files of a folder of rows; None where they are of several kinds, and its card names some.
 
-    Texts beside rows, no more of them than of rows, are a licence or notes.
-
-    Raises:
-        DataError: they are of several kinds, of which `datasets` would read the commonest.
+    Texts beside rows, no more of them than of rows, are a licence or notes. Raises a `DataError` where they are of
+    several kinds, of which `datasets` would read the commonest.
     """
     from datasets.data_files import FILES_TO_IGNORE
 

@@ -25,6 +25,7 @@ from posttrain.core.fields.old_names import translate_old_names
 from posttrain.core.logging.metrics import is_timing
 from posttrain.core.logging.trackers import as_new
 from posttrain.core.models.trainable import takes_trial
+from posttrain.core.optim.lr_scheduler import plain
 from posttrain.core.state import TrainerControl, TrainerState, has_state
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def search(
     Each trial has a new model or the first weights, new callback states and its own folder. Every evaluation is
     reported; a trial that the study's pruner stops ends there, and its trackers are closed. A trial with a non-finite
     loss counts as failed, and the search continues. With several processes, the first one runs the study and all train;
-    then suggest everything in `hp_space`, nothing in ``model_init``.
+    then suggest everything in `hp_space`, nothing in ``model_init``. Raises a `ConfigError` where a suggested argument
+    does not exist, or cannot have that value, and a `RuntimeError` where no trial was completed.
 
     Args:
         trainer: its ``model_init``, which may take the trial, makes the model of each trial. Without one, each trial
@@ -122,12 +124,8 @@ def search(
 
     Returns:
         The best run; of several objectives, the list of those that no other run beats in all of them.
-
-    Raises:
-        ConfigError: a suggested argument does not exist, or cannot have that value.
-        RuntimeError: no trial was completed.
     """
-    backend = getattr(backend, "value", backend) or "optuna"
+    backend = plain(backend or "optuna")
     _check(trainer, compute_objective, direction, backend, kwargs)
     several, by_ray = not isinstance(direction, str), backend == "ray"
     given_trial = ray_search.RayTrial if by_ray else _optuna().trial.FixedTrial

@@ -78,10 +78,8 @@ def homes(name: str) -> tuple[str, ...]:
 
 
 def migrate(source: str) -> Migration | None:
-    """The script `source` for posttrain; None: it uses none of the libraries.
-
-    Raises:
-        SyntaxError: it is no Python. ValueError: it holds null bytes.
+    """The script `source` for posttrain; None: it uses none of the libraries. Raises a `SyntaxError` where it is no
+    Python, and a `ValueError` where it holds null bytes.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the script's own strings
@@ -316,9 +314,7 @@ class _Script:
         return moved, kept
 
     def _note_unknown(self, node: Any, library: str, name: str, module: str | None = None) -> None:
-        """A word on a name that stays, where it is part of what posttrain replaces, or where transformers has dropped
-        it from `module`, so that the script would end there with any trainer.
-        """
+        """A word on a name that stays: part of what posttrain replaces, or dropped by transformers from `module`."""
         if library == "trl" and name in absent_names.INSTEAD:
             self.note(node, f"posttrain has no {name}: {absent_names.INSTEAD[name]}")
         elif (library == "trl" and not name.startswith("__")) or "Trainer" in name or "TrainingArguments" in name:

@@ -50,10 +50,8 @@ def default_hp_space(trial: Any = None) -> dict[str, Any]:
 
 
 class Search:
-    """A run of ``ray.tune.run`` whose trials are trained here, one after the other.
-
-    Args:
-        options: further arguments of ``ray.tune.run``.
+    """A run of ``ray.tune.run`` whose trials are trained here, one after the other. `options`: further arguments of
+    ``ray.tune.run``.
     """
 
     def __init__(self, direction: str, options: dict[str, Any]) -> None:

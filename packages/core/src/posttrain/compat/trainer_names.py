@@ -254,11 +254,7 @@ class TrainerNames:
         self.accelerator.end_training()
 
     def _renamed(self, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
-        """(processing_class, callbacks) of a constructor that got ``tokenizer=`` or ``callback=``.
-
-        Raises:
-            TypeError: `old` holds another name.
-        """
+        """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
         for name in old.keys() - self.OLD_ARGUMENTS.keys():
             base = next(c for c in type(self).__mro__ if c.__module__ == "posttrain.core.trainer")
             known = [*inspect.signature(base).parameters][:-1]
@@ -375,14 +371,12 @@ def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 
 def renamed_arguments(trainer_class: type[TrainerNames], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
-    """The arguments of a constructor under their names of today, with one warning for each old one.
+    """The arguments of a constructor under their names of today, with one warning for each old one. Raises a
+    `ValueError` where both the old and the new name were given.
 
     Args:
         given: by name; None is taken as not given.
         stacklevel: of the warnings, as in `warnings.warn`.
-
-    Raises:
-        ValueError: both the old and the new name were given.
     """
     owner = trainer_class.__name__
     renamed = {name: value for name, value in given.items() if name not in trainer_class.OLD_ARGUMENTS}
@@ -400,10 +394,8 @@ C = TypeVar("C", bound=type)
 
 
 class FromArguments:
-    """Reads a field of the trainer's ``args``, and sets it there, so that the two never disagree.
-
-    Args:
-        field: its name in the arguments.
+    """Reads a field of the trainer's ``args``, and sets it there, so that the two never disagree. `field`: its name in
+    the arguments.
     """
 
     def __init__(self, field: str) -> None:

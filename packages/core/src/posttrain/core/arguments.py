@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from posttrain.core import registry
-from posttrain.core.checkpoint import disk
+from posttrain.core import files, registry
 from posttrain.core.checkpoint.arguments import CheckpointArguments
 from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
 from posttrain.core.data.pipeline import DataArguments
@@ -174,7 +173,7 @@ class RunArguments:
             )
 
     def _preflight(self) -> Iterator[str | Exception]:
-        if getattr(self, "should_save", True) and (problem := disk.folder_problem(self.output_dir)):
+        if getattr(self, "should_save", True) and (problem := files.folder_problem(self.output_dir)):
             yield f"output_dir={self.output_dir!r} {problem}; set another output_dir"
 
 
@@ -204,10 +203,8 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     Each group is written in the module that reads it. Subclass it as a dataclass to add fields; a subclass may define
     ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.config.validate`) and a table ``OLD_NAMES``. The
-    constructor has no side effects: it uses no folder, device or process group.
-
-    Raises:
-        ConfigError: a `ValueError` and a `TypeError` that lists everything wrong with the arguments.
+    constructor has no side effects: it uses no folder, device or process group. Raises a `ConfigError`, which is a
+    `ValueError` and a `TypeError`, that lists everything wrong with the arguments.
     """
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from posttrain.core.data.samplers import has_length
-from posttrain.core.errors import did_you_mean, means_disk_full
+from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.durations import Passing
+from posttrain.core.files import means_disk_full
 from posttrain.core.logging import terminal
-from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state
+from posttrain.core.state import ExportableState, TrainerControl, TrainerState, has_state, merit, metric_key
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,8 @@ class TrainerCallback:
     may_fail = False
 
     def log_metric(self, name: str, value: Any, weight: Any = 1, reduce: str = "mean", per_epoch: bool = False) -> None:
-        """In an event: log the mean of `value` in the next record, or what else `Trainer.log_metric` can do.
-
-        Raises:
-            RuntimeError: no trainer is calling a callback.
+        """In an event: log the mean of `value` in the next record, or what else `Trainer.log_metric` can do. Raises a
+        `RuntimeError` where no trainer is calling a callback.
         """
         if _log_of_event is None:
             raise RuntimeError(
@@ -174,10 +173,8 @@ class CallbackHandler:
         return None
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Put callbacks saved in a checkpoint in place of those present, class by class and in order.
-
-        Args:
-            states: `TrainerState.stateful_callbacks`.
+        """Put callbacks saved in a checkpoint in place of those present, class by class and in order. `states` are
+        `TrainerState.stateful_callbacks`.
         """
         for name, saved in states.items():
             saved = saved if isinstance(saved, list) else [saved]
@@ -400,8 +397,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        name = args.metric_for_best_model
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        value = metrics.get(metric_key(args.metric_for_best_model))
         if value is None:
             return  # another one of several datasets: its metrics have another prefix
         self.check_metric_value(args, state, control, value)
@@ -411,8 +407,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(self, args, state, control, metric_value: float) -> None:
         """Count an evaluation with the result `metric_value`. Override it for other criteria."""
         best = state.best_metric if self.best_metric is None else self.best_metric
-        sign = 1 if args.greater_is_better else -1
-        gain = math.inf if best is None else sign * (metric_value - best)
+        gain = math.inf if best is None else merit(metric_value - best, args.greater_is_better)
         counts = gain > self.early_stopping_threshold
         self.early_stopping_patience_counter = 0 if counts else self.early_stopping_patience_counter + 1
         if not math.isnan(metric_value):

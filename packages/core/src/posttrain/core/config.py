@@ -216,10 +216,7 @@ def has_type(value: Any, allowed: tuple[type, ...]) -> bool:
 
 @cache
 def _is_ours(config_class: type, name: str) -> bool:
-    """Whether a class that `config_class` inherits has declared the field `name` with `opt`.
-
-    Plain fields of user dataclasses are not checked, because their annotations are often informal.
-    """
+    """Whether a base declared the field `name` with `opt`: annotations of plain fields are often informal."""
     declared = (vars(owner).get("__dataclass_fields__", {}).get(name) for owner in config_class.__mro__)
     return any(isinstance(field.metadata.get("help"), Help) for field in declared if field is not None)
 
@@ -257,7 +254,7 @@ def set_among(config: Any, *names: str) -> dict[str, Any]:
 
 def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
     """Problems with one field's value, as sentences."""
-    value, bounds = getattr(config, field.name), bounds_of(field)
+    value, bounds = value_of(config, field.name), bounds_of(field)
     config_class: type = type(config)
     allowed = field_types(config_class).get(field.name, ())
     if value is None and (field.default is None or type(None) in allowed):
@@ -323,7 +320,7 @@ def tidy(config: Any) -> Iterator[str]:
     """
     config_class: type = type(config)
     for field in dataclasses.fields(config):
-        given = value = getattr(config, field.name)
+        given = value = value_of(config, field.name)
         allowed = field_types(config_class).get(field.name, ())
         if isinstance(value, enum.Enum) and type(value) not in allowed and str in allowed:
             value = str(value.value)
@@ -374,10 +371,8 @@ def validate(config: Any) -> None:
     """Tidy `config`, fill in what follows from other fields, and report everything that is wrong at once.
 
     Each class in the method resolution order may define ``_normalize(self)``, which fills derived values, and
-    ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`.
-
-    Raises:
-        ConfigError: listing every problem.
+    ``_problems(self)``, which yields sentences. All of them run, base classes first, without calling `super`. Raises a
+    `ConfigError` that lists every problem.
     """
     problems = [*follow_old_fields(config), *tidy(config)]
     owners = [vars(owner) for owner in reversed(type(config).__mro__)]
@@ -404,7 +399,7 @@ def unused(config: Any) -> Iterator[str]:
     for field in dataclasses.fields(config):
         needs = bounds_of(field).get("needs", "").split()
         missing = [need for need in needs if not _holds(config, need)]
-        if missing and (value := getattr(config, field.name)) != field.default:
+        if missing and (value := value_of(config, field.name)) != field.default:
             without = " and ".join(missing).replace("|", " or ")
             yield f"{field.name}={shown(field.name, value)} has no effect without {without}"
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import importlib.util
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from posttrain.core.fields.redaction import redact
 
@@ -57,39 +54,6 @@ class NonFiniteError(ArithmeticError):
 
 class LossSpikeError(ArithmeticError):
     """A loss was far above those before it, and the run was to stop there (``on_loss_spike='stop'``)."""
-
-
-def means_disk_full(error: BaseException) -> bool:
-    """Whether `error` is how the system, or a library, says that a disk or a quota is full."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    # safetensors and torch report the system's error only as text.
-    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
-
-
-def name_file(error: BaseException, path: str | os.PathLike[str]) -> None:
-    """Let `error` name `path`, where it is of a failed write, which does not know its file; leave any other alone."""
-    if isinstance(error, OSError) and error.errno and not error.filename:
-        error.filename = str(path)
-
-
-class Naming:
-    """Around the code that writes `path`: the error of a failed write names it (`name_file`)."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            name_file(error, self.path)
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write `text` in UTF-8 to `path`, which every `OSError` names."""
-    with Naming(path):
-        Path(path).write_text(text, encoding="utf-8")
 
 
 def did_you_mean(name: str, known: Iterable[str], end: str = "") -> str:

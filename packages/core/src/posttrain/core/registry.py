@@ -119,10 +119,8 @@ def methods() -> dict[str, Method]:
 
 
 def method(name: str, others: Iterable[str] = ()) -> Method:
-    """The method called `name`; `ConfigError` with the nearest name if there is none.
-
-    Args:
-        others: what else could have been meant, the commands of the command line.
+    """The method called `name`; `ConfigError` with the nearest name if there is none. `others`: what else could have
+    been meant, the commands of the command line.
     """
     if name not in methods():
         known, what = ", ".join(methods()) or "none is installed; pip install posttrain-sft adds one", "unknown method"

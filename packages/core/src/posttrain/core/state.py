@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.durations import NEVER, as_steps
+from posttrain.core.files import write_text
 
 TRACKER_RUNS = "tracker_runs.json"
 
@@ -207,6 +208,16 @@ class TrainerControl(ExportableState):
 
     def state(self) -> dict[str, Any]:
         return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+def merit(value: float, greater_is_better: bool | None) -> float:
+    """The `value` of a metric so that more is better; NaN is neither more nor less than any other."""
+    return value if greater_is_better else -value
+
+
+def metric_key(name: str) -> str:
+    """The name of a metric of evaluations with its ``eval_`` prefix, which may be left out."""
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 #: Control flags that are pending when a run stops; they are handled when it resumes.

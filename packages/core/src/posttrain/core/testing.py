@@ -109,15 +109,13 @@ def seq2seq_lm(seed: int = 0, **overrides: Any) -> Any:
 
 def assert_resumes(make: Callable[[str], Any], folder: Path | str, step: int = 3) -> None:
     """Check that a run that is interrupted and resumed equals an uninterrupted one, bit by bit: weights, optimizer,
-    schedule, random numbers, data and log.
+    schedule, random numbers, data and log. Raises an `AssertionError` where they differ; the message names the parts
+    that do, and by how much.
 
     Args:
         make: ``output_dir -> trainer``, with the same numbers each time, for at least ``step + 1`` optimizer steps.
         folder: where both runs write.
         step: the optimizer step that is resumed from.
-
-    Raises:
-        AssertionError: they differ; the message names the parts that do, and by how much.
     """
 
     def saving(run: Path) -> Any:

@@ -30,8 +30,8 @@ from posttrain.core.data.batch_limits import explain_lookup
 from posttrain.core.data.loaders import Loaders
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
-from posttrain.core.errors import Naming
 from posttrain.core.evaluation import eval_loop
+from posttrain.core.files import naming
 from posttrain.core.logging import trackers
 from posttrain.core.logging.memory import MemoryTracker
 from posttrain.core.logging.metrics import Clock, Metrics, is_performance, num_tokens_in
@@ -727,7 +727,7 @@ class Trainer(TrainerNames):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as ``from_pretrained`` reads it, with its tokenizer and the arguments of the run."""
-        with self.saving.averages(), Naming(folder := output_dir or self.args.output_dir):
+        with self.saving.averages(), naming(folder := output_dir or self.args.output_dir):
             self.saving.model(folder, _internal_call, type(self)._save is not Trainer._save)
         if not _internal_call:
             self.saving.copy_files()

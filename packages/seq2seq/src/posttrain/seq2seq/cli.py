@@ -9,10 +9,8 @@ from posttrain.core.registry import Method, Run
 
 
 def run(run: Run) -> None:
-    """Train as configured and save the final model and its tokenizer in ``output_dir``.
-
-    Raises:
-        DataError: before the model is loaded, if evaluations are configured without an evaluation dataset.
+    """Train as configured and save the final model and its tokenizer in ``output_dir``. Raises a `DataError` before the
+    model is loaded, if evaluations are configured without an evaluation dataset.
     """
     from posttrain.core.models import special_tokens
     from posttrain.lm.loading import adapters, loading

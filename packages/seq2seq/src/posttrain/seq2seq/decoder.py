@@ -68,10 +68,8 @@ class DecoderWeights:
 
 
 def read_decoder(model: nn.Module) -> DecoderWeights:
-    """The decoder of `model`, a conditional generation model of transformers.
-
-    Raises:
-        Unsupported: the decoder has an unknown architecture.
+    """The decoder of `model`, a conditional generation model of transformers. Raises an `Unsupported` where the decoder
+    has an unknown architecture.
     """
     decoder = getattr(model, "get_decoder", lambda: None)()
     try:

@@ -11,10 +11,8 @@ from posttrain.core.registry import Method, Run
 
 
 def run(run: Run) -> None:
-    """Train as configured and save the final model and its tokenizer in ``output_dir``.
-
-    Raises:
-        DataError: before the model is loaded, if evaluations are configured without an evaluation dataset.
+    """Train as configured and save the final model and its tokenizer in ``output_dir``. Raises a `DataError` before the
+    model is loaded, if evaluations are configured without an evaluation dataset.
     """
     from posttrain.sft.trainer import SFTTrainer
 
@@ -23,10 +21,8 @@ def run(run: Run) -> None:
 
 
 def with_mixture(run: Run) -> Any:
-    """The config of `run`, with the weights and budgets that its mixture of datasets was given.
-
-    Raises:
-        ConfigError: the config gives others.
+    """The config of `run`, with the weights and budgets that its mixture of datasets was given. Raises a `ConfigError`
+    where the config gives others.
     """
     config = run.config
     asked = {

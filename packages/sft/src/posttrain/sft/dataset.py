@@ -40,10 +40,8 @@ class Prepared:
 
 
 def shuffled(dataset: Any, seed: int) -> Any:
-    """`dataset` in another order: whole, or of a stream within the rows that its buffer holds.
-
-    Raises:
-        DataError: it is neither a sequence of rows nor of a kind that can be shuffled.
+    """`dataset` in another order: whole, or of a stream within the rows that its buffer holds. Raises a `DataError`
+    where it is neither a sequence of rows nor of a kind that can be shuffled.
     """
     if hasattr(dataset, "shuffle"):
         return dataset.shuffle(seed=seed)
@@ -57,10 +55,8 @@ def shuffled(dataset: Any, seed: int) -> Any:
 
 
 def refuse_mixing(args: SFTConfig) -> None:
-    """Reject arguments that mix several datasets, where there is one.
-
-    Raises:
-        DataError: naming the first of them.
+    """Reject arguments that mix several datasets, where there is one. Raises a `DataError` that names the first of
+    them.
     """
     asked = {
         "dataset_weights_of='tokens'": args.dataset_weights_of == "tokens",
@@ -95,15 +91,13 @@ def prepare_sets(
     invocation: Sequence[int] = (),
     rows_per_step: int = 1,
 ) -> Prepared:
-    """Prepare a dataset, or a dict of several by name, which are mixed.
+    """Prepare a dataset, or a dict of several by name, which are mixed. Raises a `DataError` as `prepare_dataset` and
+    `mix_datasets`, or where a mixture with a stream cannot follow the run.
 
     Args:
         name: "train", or the name of an evaluation set. packing: whether its rows are packed.
         formatting_func, limits: as for `prepare_dataset`. invocation: of `Preparation`.
         rows_per_step: rows of an optimizer step, over all processes.
-
-    Raises:
-        DataError: as `prepare_dataset` and `mix_datasets`, or a mixture with a stream cannot follow the run.
     """
     several = isinstance(dataset, Mapping)
     if name == "train" and not several:
@@ -172,19 +166,15 @@ def prepare_dataset(
     name: str = "train",
     **options: Any,
 ) -> tuple[Any, DataReport]:
-    """Tokenize and label a dataset.
+    """Tokenize and label a dataset. Returns what `prepare_rows` does, with the columns ``input_ids`` and ``labels``
+    (-100 where not trained on), and the report. Raises a `DataError` as `prepare_rows`, or where the dataset has a
+    transform.
 
     Args:
         dataset, num_proc, limits, on_bad_rows: as for `posttrain.lm.preparation.pipeline.prepare_rows`.
         tokenizer: or the processor that holds it.
         name: the dataset's, in the report.
         options: of `Preparation`.
-
-    Returns:
-        As `prepare_rows`, with the columns ``input_ids`` and ``labels`` (-100 where not trained on), and the report.
-
-    Raises:
-        DataError: as `prepare_rows`, or the dataset has a transform.
     """
     import datasets
 

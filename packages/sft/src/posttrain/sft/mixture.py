@@ -52,10 +52,8 @@ class Mixture:
 
 
 def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
-    """Reject a dict that is not one of datasets to mix.
-
-    Raises:
-        DataError: it is empty, or holds the splits of one dataset.
+    """Reject a dict that is not one of datasets to mix. Raises a `DataError` where it is empty, or holds the splits of
+    one dataset.
     """
     if not parts:
         raise DataError(f"{name}_dataset is an empty dict. Pass a dataset, or several by name.")
@@ -74,17 +72,10 @@ def check_parts(parts: Mapping[str, Any], name: str = "train") -> None:
 
 
 def stages_of(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The stages of a run, between which a weight changes.
-
-    Args:
-        weights: by name, a number, or ``{share of the run: weight from there on}``; before the first it is 0.
-
-    Returns:
-        ``(spans (S,), shares (S, G))``: the share of the run that each stage takes, and in each stage the weight of
-        each dataset divided by their sum.
-
-    Raises:
-        DataError: a weight is missing, or for no dataset; or it is no weight; or a stage has none above 0.
+    """The stages of a run, between which a weight changes. `weights`: by name, a number, or ``{share of the run: weight
+    from there on}``; before the first it is 0. Returns ``(spans (S,), shares (S, G))``: the share of the run that each
+    stage takes, and in each stage the weight of each dataset divided by their sum. Raises a `DataError` where a weight
+    is missing, is for no dataset or is no weight, or a stage has none above 0.
     """
     _check_names("dataset_weights", weights, names)
     changes = []
@@ -120,10 +111,8 @@ def _in_force(changes: Mapping[float, Any], place: float) -> Any:
 
 
 def budgets_of(names: tuple[str, ...], budgets: Mapping[str, Any]) -> np.ndarray:
-    """(G,) the most trained tokens of each dataset, infinite where `budgets` has none.
-
-    Raises:
-        DataError: a budget is no number of tokens, or for no dataset.
+    """(G,) the most trained tokens of each dataset, infinite where `budgets` has none. Raises a `DataError` where a
+    budget is no number of tokens, or is for no dataset.
     """
     _check_names("dataset_max_tokens", budgets, names)
     for name, budget in budgets.items():
@@ -218,9 +207,7 @@ def _ends_of_stages(
     number_within: Callable[[int, np.ndarray, float], float],
 ) -> np.ndarray:
     """(S, G) how many rows of each dataset have been read at the end of each stage; arguments as for `mix_rows`.
-
-    Args:
-        number_within: how many rows of a dataset hold an amount of their sizes together at most.
+    `number_within`: how many rows of a dataset hold an amount of their sizes together at most.
     """
     most = np.full(len(lengths), np.inf)  # rows
     if tokens is not None and budgets is not None:
@@ -259,14 +246,12 @@ def mix_datasets(
     seed: int = 0,
     epochs: float = 1,
 ) -> tuple[Any, Mixture]:
-    """Prepared datasets as one, with a column ``source``, and how it is made up.
+    """Prepared datasets as one, with a column ``source``, and how it is made up. Raises a `DataError` for wrong weights
+    or budgets.
 
     Args:
         parts: `datasets.Dataset` of ``input_ids`` and ``labels`` by name. weights: for `stages_of`.
         by_tokens: weights are shares of trained tokens. budgets: for `budgets_of`. epochs: of how many the rows are.
-
-    Raises:
-        DataError: wrong weights or budgets.
     """
     import datasets
 
@@ -309,15 +294,13 @@ class MixedStream(IterableDataset[dict[str, Any]]):
     """Rows of prepared streams by their weights, with the column ``source``; of some parts, the rows may be known.
 
     The next row is of the dataset that has given the least for its weight since that changed: (k + 1/2) / weight after
-    k rows or trained tokens. One that has ended is read again. Without `rows`, an epoch ends when each was read.
+    k rows or trained tokens. One that has ended is read again. Without `rows`, an epoch ends when each was read. Raises
+    a `DataError` for wrong weights or budgets, or no weights.
 
     Args:
         parts, weights, by_tokens, budgets: as for `mix_datasets`.
         rows: of the run, where a weight changes over it or tokens are limited; else None.
         pack: makes packed rows, of `capacity` tokens at most, of the columns of some rows.
-
-    Raises:
-        DataError: wrong weights or budgets, or no weights.
     """
 
     def __init__(

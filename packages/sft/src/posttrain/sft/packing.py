@@ -77,7 +77,9 @@ class Packing:
 
 
 def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
-    """Distribute rows over bins of `capacity` tokens.
+    """Distribute rows over bins of `capacity` tokens. Returns the bins, in the order of their first row; deterministic.
+    Raises a `ValueError` for an unknown strategy or a capacity below 1, and a `DataError` for "bfd" and a row that fits
+    no bin.
 
     Args:
         lengths: (R,) tokens of each row. Rows of no tokens are left out.
@@ -85,13 +87,6 @@ def pack(lengths: np.ndarray, capacity: int, strategy: str = "bfd") -> Packing:
         strategy: "bfd": best fit, longest first (Johnson 1974, "Fast algorithms for bin packing"): rows stay whole, and
             each goes where it leaves the least space. "bfd_split": the same, after cutting longer rows into pieces of
             `capacity`. "wrapped": rows end to end, cut every `capacity` tokens.
-
-    Returns:
-        The bins, in the order of their first row; deterministic.
-
-    Raises:
-        ValueError: an unknown strategy or a capacity below 1.
-        DataError: "bfd" and a row that fits no bin.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if strategy not in STRATEGIES:
@@ -201,18 +196,15 @@ def trained_tokens(dataset: Dataset) -> np.ndarray:
 def pack_dataset(
     dataset: Dataset, capacity: int, strategy: str = "bfd", name: str = "train", stages: Sequence[int] = ()
 ) -> Dataset:
-    """Pack a prepared dataset.
+    """Pack a prepared dataset. Returns rows of ``input_ids``, ``labels`` (-100 at each document's first token) and
+    ``seq_lengths``, the tokens of each document, with ``sources``, the source of each document, where `dataset` has it.
+    They are kept in datasets' cache next to `dataset`, if that is on disk.
 
     Args:
         dataset: rows of ``input_ids`` and ``labels``, and of ``source`` where several datasets are mixed.
         capacity: tokens of a packed row; usually ``max_length``.
         strategy: see `pack`. Under "bfd_split" and "wrapped" rows should not have been truncated before.
         name: of the dataset, for the log. stages: rows of each of its stages, if it has several, which stay apart.
-
-    Returns:
-        Rows of ``input_ids``, ``labels`` (-100 at each document's first token) and ``seq_lengths``, the tokens of each
-        document, with ``sources``, the source of each document, where `dataset` has it. Kept in datasets' cache next to
-        `dataset`, if that is on disk.
     """
     from datasets import Dataset
 

@@ -112,11 +112,7 @@ class Preparation(RowPreparation):
         return {"input_ids": "tokens", "labels": "tokens"}
 
     def columns_read(self, columns: list[str], name: str) -> list[str] | None:
-        """As the base's.
-
-        Raises:
-            DataError: the columns fit no format, or not the configured loss.
-        """
+        """As the base's. Raises a `DataError` where the columns fit no format, or not the configured loss."""
         if self.formatting_func is not None:
             return None
         known = ["text" if c == self.text_field else c for c in columns if c != "text" or c == self.text_field]

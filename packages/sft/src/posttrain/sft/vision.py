@@ -246,10 +246,8 @@ class PackedRows(Dataset):
 
 
 def ready_rows(dataset: Any, args: SFTConfig, prepare: VisionPreparation, packing: bool, name: str = "train") -> Any:
-    """Rows with images, which are prepared while batches are made: numbered, shuffled and packed as `args` sets.
-
-    Raises:
-        DataError: it is a dict of datasets; as for `pack_rows`.
+    """Rows with images, which are prepared while batches are made: numbered, shuffled and packed as `args` sets. Raises
+    a `DataError` where it is a dict of datasets, and as `pack_rows`.
     """
     if isinstance(dataset, Mapping):
         raise DataError(
@@ -267,10 +265,8 @@ def ready_rows(dataset: Any, args: SFTConfig, prepare: VisionPreparation, packin
 
 
 def pack_rows(dataset: Any, prepare: VisionPreparation, capacity: int, name: str = "train") -> PackedRows:
-    """The rows of `dataset` in bins of at most `capacity` tokens, see `posttrain.sft.packing.pack`.
-
-    Raises:
-        DataError: the data is a stream; as for `row_lengths` and `pack`.
+    """The rows of `dataset` in bins of at most `capacity` tokens, see `posttrain.sft.packing.pack`. Raises a
+    `DataError` where the data is a stream, and as `row_lengths` and `pack`.
     """
     if is_stream(dataset):
         raise DataError(

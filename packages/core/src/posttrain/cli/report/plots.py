@@ -20,18 +20,15 @@ EVAL_LOSS = re.compile(r"eval_(?:(.+)_)?loss")
 
 
 def loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path | None = None, title: str = "Loss") -> Figure:
-    """Draw training loss, evaluation losses and learning rate over the optimizer steps of a run.
+    """Draw training loss, evaluation losses and learning rate over the optimizer steps of a run. Returns the figure. A
+    value that is NaN, infinite or null breaks its line and is marked by a cross on the axis. Raises a `ValueError`
+    where no record holds a loss and the step that it belongs to, and an `ImportError` where matplotlib is not
+    installed.
 
     Args:
         log_history: the records of ``trainer.state.log_history``. Read are ``step``, ``loss``, ``learning_rate``,
             ``eval_loss`` and, for several evaluation sets, ``eval_<name>_loss``.
         path: the file to write, if any; its folder is made.
-
-    Returns:
-        the figure. A value that is NaN, infinite or null breaks its line and is marked by a cross on the axis.
-
-    Raises:
-        ValueError: no record holds a loss and the step that it belongs to. ImportError: matplotlib is not installed.
     """
     found = {match[0]: match[1] for record in log_history for key in record if (match := EVAL_LOSS.fullmatch(key))}
     held_out = {key: f"held-out loss: {name}" if name else "held-out loss" for key, name in found.items()}
@@ -53,7 +50,9 @@ def loss_curve(log_history: Sequence[dict[str, Any]], path: str | Path | None = 
 def metric_curves(
     log_history: Sequence[dict[str, Any]], metrics: dict[str, str], path: str | Path | None, title: str, label: str
 ) -> Figure:
-    """Draw metrics over the optimizer steps of a run, one line each, on one axis.
+    """Draw metrics over the optimizer steps of a run, one line each, on one axis. Returns the figure. A value that is
+    not finite breaks its line, as in `loss_curve`. Raises a `ValueError` where a metric is in no record, which names
+    those that are, and an `ImportError` where there is no matplotlib.
 
     Args:
         log_history: the records of ``trainer.state.log_history``.
@@ -61,12 +60,6 @@ def metric_curves(
             ``{"reward": "training", "eval_reward": "held out"}``. Those that begin with ``eval_`` are drawn with dots.
         path: the file to write, if any; its folder is made.
         label: what the axis is called.
-
-    Returns:
-        the figure. A value that is not finite breaks its line, as in `loss_curve`.
-
-    Raises:
-        ValueError: a metric is in no record; the names of those that are follow. ImportError: there is no matplotlib.
     """
     for metric in metrics:
         if not _points(log_history, metric):

@@ -21,9 +21,11 @@ from typing import Any
 
 from posttrain.cli.report import run_record, trajectories
 from posttrain.core.callbacks import ClosingCallback
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
+from posttrain.core.files import write_text
 from posttrain.core.logging import terminal
+from posttrain.core.state import merit, metric_key
 from posttrain.lm.generate import samples
 
 logger = logging.getLogger(__name__)
@@ -269,11 +271,10 @@ def _best(run: Run, key: str) -> tuple[int, float] | None:
     """(step, value) of the best evaluation by the run's own metric, if `key` is it."""
     arguments = run.record.get("arguments", {})
     metric = arguments.get("metric_for_best_model")
-    if not metric or key != f"eval_{metric.removeprefix('eval_')}":
+    if not metric or key != metric_key(metric):
         return None
     known = [(step, value) for step, value in _points(run.log, key).items() if value is not None]
-    pick = max if arguments.get("greater_is_better") else min
-    return pick(known, key=lambda point: point[1], default=None)
+    return max(known, key=lambda point: merit(point[1], arguments.get("greater_is_better")), default=None)
 
 
 # ---- text ----

@@ -27,8 +27,9 @@ from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
 from posttrain.core.data import accelerator
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import masked_words, without_secrets
+from posttrain.core.files import write_text
 from posttrain.core.hub import card
 from posttrain.core.models.wrapping import base_name
 from posttrain.core.state import strict
@@ -257,9 +258,7 @@ def _hash_of(rows: Any) -> str:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Up to `most` of `count` indices, the first and the last among them, so that any beginning of the list is spread,
-    too.
-    """
+    """Up to `most` of `count` indices, the first and the last among them; any beginning of the list is spread too."""
     even = list(range(count)) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
     found, step = even[:1] + even[-1:] if len(even) > 1 else even, 1 << len(even).bit_length()
     seen = set(found)

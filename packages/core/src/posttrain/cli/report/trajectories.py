@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import CheckpointError, ConfigError, write_text
+from posttrain.core.errors import CheckpointError, ConfigError
+from posttrain.core.files import write_text
 from posttrain.core.logging.terminal import aligned
 from posttrain.lm.generate.trajectories import Filter, Trajectory, files_of, name_of, read
 

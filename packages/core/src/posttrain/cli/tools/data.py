@@ -19,7 +19,8 @@ from posttrain.cli.method import FILES
 from posttrain.cli.mixture import CommandSource
 from posttrain.cli.source import read
 from posttrain.core.config import ConfigMeta, opt
-from posttrain.core.errors import DataError, write_text
+from posttrain.core.errors import DataError
+from posttrain.core.files import write_text
 
 HELP = """usage: posttrain data ROWS ... | run.yaml [--against ROWS ...] [--ngram N] [--output FILE] [--name value ...]
 
@@ -140,13 +141,10 @@ class Repeats:
 
 
 class Overlaps:
-    """Finds what training rows share with an evaluation set.
+    """Finds what training rows share with an evaluation set. Raises a `DataError` where there are no rows.
 
     Args:
         rows: of the set. size: words of an n-gram. None: the length that 95% of the rows have, 8 to 13.
-
-    Raises:
-        DataError: there are no rows.
     """
 
     def __init__(self, name: str, rows: Any, size: int | None = None) -> None:
@@ -190,13 +188,11 @@ class Overlaps:
 
 
 def compare(train: Mapping[str, Any], sets: Mapping[str, Any], size: int | None = None) -> tuple[str, list[Any]]:
-    """The report on training rows, and those that repeat none and share nothing with a set.
+    """The report on training rows, and those that repeat none and share nothing with a set. Raises a `DataError` where
+    there are no training rows, or a set has none.
 
     Args:
         train: rows by the name of their dataset. sets: evaluation rows by name. size: as for `Overlaps`.
-
-    Raises:
-        DataError: there are no training rows, or a set has none.
     """
     others, repeats = [Overlaps(name, rows, size) for name, rows in sets.items()], Repeats()
     kept, count, total = list[Any](), 0, 0

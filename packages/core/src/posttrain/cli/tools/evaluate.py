@@ -15,7 +15,8 @@ from posttrain.cli import parse
 from posttrain.cli.method import FILES, data_of
 from posttrain.cli.source import read
 from posttrain.cli.tools import load
-from posttrain.core.errors import ConfigError, DataError, require, write_text
+from posttrain.core.errors import ConfigError, DataError, require
+from posttrain.core.files import write_text
 from posttrain.lm.text import layouts
 
 EXTRA = "posttrain-core[evaluate]"
@@ -183,15 +184,13 @@ def evaluate(
     batch_size: int = 8,
     chat: bool = False,
 ) -> dict[str, Any]:
-    """What ``lm_eval.simple_evaluate`` returns for a loaded model.
+    """What ``lm_eval.simple_evaluate`` returns for a loaded model. Raises an `ImportError` where lm-eval is not
+    installed, and a `ValueError` where there is no such task.
 
     Args:
         tasks: names of tasks of lm-eval. include_path: where the YAML files of other tasks are.
         num_fewshot: examples in the prompt; None: those of the task. limit: rows of each task; None: all.
         chat: ask through the chat template.
-
-    Raises:
-        ImportError: lm-eval is not installed. ValueError: there is no such task.
     """
     harness: Any = require("lm_eval", EXTRA, why="evaluate")
     from lm_eval.models.huggingface import HFLM

@@ -40,10 +40,8 @@ class Question:
 
 def questions(rows: Any, tokenizer: Any, limit: int | None = None) -> list[Question]:
     """The questions in `rows`: prompt and completion (or columns that `layouts.find` recognises), messages whose last
-    turn is the answer, a prompt with choices and the number, the letter or the text of the right one, or pairs.
-
-    Raises:
-        DataError: a row is none of these.
+    turn is the answer, a prompt with choices and the number, the letter or the text of the right one, or pairs. Raises
+    a `DataError` where a row is none of these.
     """
     known = layouts.columns(rows)
     kinds = ("prompt_only",) if "choices" in known else ("preference", "prompt_completion", "prompt_only")
@@ -109,13 +107,11 @@ def evaluate(
     ``exact_match``: the share of answers that are written as they are, apart from white space; where the right answer
     ends in ``#### 72``, as in GSM8K, that number is compared with the last one. ``accuracy``: the share of questions
     whose right choice has the highest log-likelihood, or score of a reward model; ``accuracy_norm``: with the
-    log-likelihood of a token. ``judge``: the mean of its scores.
+    log-likelihood of a token. ``judge``: the mean of its scores. Raises a `DataError` where a reward model was asked
+    for an answer.
 
     Args:
         judge: ``(prompts, completions) -> scores``. options: of `generate.complete`.
-
-    Raises:
-        DataError: a reward model was asked for an answer.
     """
     rows: list[dict[str, Any]] = [{"prompt": one.prompt} for one in asked]
     written = [place for place, one in enumerate(asked) if not one.choices]

@@ -18,7 +18,8 @@ import torch
 from posttrain.cli import parse
 from posttrain.cli.tools import load
 from posttrain.cli.tools.merge import TOLERANCE, merge
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
+from posttrain.core.files import write_text
 from posttrain.lm.loading import loading
 
 HELP = """posttrain export MODEL TARGET [--dtype TYPE] [--llama_cpp FOLDER] [--base MODEL] [--tolerance SHARE] ...
@@ -85,7 +86,9 @@ def export(
     tolerance: float = TOLERANCE,
     trust_remote_code: bool = False,
 ) -> Export:
-    """Write `model`, or an adapter merged into its base, as one folder of safetensors or one GGUF file.
+    """Write `model`, or an adapter merged into its base, as one folder of safetensors or one GGUF file. Raises a
+    `CheckpointError` where the converter fails, or what it wrote is another model; a `FileExistsError` where `target`
+    is there; and a `FileNotFoundError` where there is no such model, or no converter.
 
     Args:
         model: folder or Hub name of a model, or the folder of an adapter.
@@ -94,10 +97,6 @@ def export(
         base: the base of an adapter; by default the one named in it.
         llama_cpp: a clone of llama.cpp, for GGUF; by default the environment's LLAMA_CPP.
         tolerance: share of an adapter's effect that merging may lose.
-
-    Raises:
-        CheckpointError: the converter fails, or what it wrote is another model. FileExistsError: `target` is there.
-        FileNotFoundError: there is no such model, or no converter.
     """
     target = Path(target)
     is_gguf = target.suffix == ".gguf"
@@ -138,10 +137,8 @@ def export(
 
 
 def find_converter(llama_cpp: str | os.PathLike[str] | None = None) -> Path:
-    """llama.cpp's converter.
-
-    Raises:
-        FileNotFoundError: it is not there. ImportError: its package gguf is not installed.
+    """llama.cpp's converter. Raises a `FileNotFoundError` where it is not there, and an `ImportError` where its package
+    gguf is not installed.
     """
     folder = llama_cpp or os.environ.get("LLAMA_CPP")
     absent = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
@@ -171,10 +168,8 @@ def _convert(converter: Path, folder: Path, file: Path, dtype: str) -> None:
 
 def compare_gguf(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> float:
     """The largest mean difference between a weight of the model in `folder` and of the GGUF `file`, as transformers
-    reads it, divided by the standard deviation of that weight.
-
-    Raises:
-        CheckpointError: the file lacks a weight.
+    reads it, divided by the standard deviation of that weight. Raises a `CheckpointError` where the file lacks a
+    weight.
     """
     file = Path(file)
     expected: Any = loading.load_causal_lm(folder, {"dtype": "float32"}).state_dict()
@@ -193,11 +188,7 @@ _MARKS = {"system": "posttrain5ystem", "user": "posttrainu5er", "assistant": "po
 
 
 def write_modelfile(gguf: Path, tokenizer: Any, stops: list[str]) -> Path:
-    """Write ``NAME.Modelfile`` beside the file `gguf`.
-
-    Args:
-        stops: the texts that end an answer.
-    """
+    """Write ``NAME.Modelfile`` beside the file `gguf`. `stops`: the texts that end an answer."""
     lines = [f"# ollama create {gguf.stem} -f {gguf.stem}.Modelfile", f"FROM ./{gguf.name}"]
     if tokenizer.chat_template is not None:
         template, system = template_of(tokenizer)

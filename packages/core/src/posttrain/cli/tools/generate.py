@@ -15,7 +15,8 @@ from torch import nn
 
 from posttrain.cli import parse
 from posttrain.cli.tools import load
-from posttrain.core.errors import ConfigError, DataError, Naming, write_text
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.files import naming, write_text
 
 HELP = f"""posttrain generate MODEL PROMPTS.jsonl OUTPUT.jsonl [--batch_size N] [--temperature T] ...
 
@@ -82,12 +83,8 @@ class KeptCompletions:
     """Completions in a file, each written when it is made, so that an interrupted command can go on.
 
     The first line holds what they depend on, each other line the number of a prompt, from 0, and its completion.
-
-    Args:
-        facts: what the completions depend on, from `facts_of`.
-
-    Raises:
-        ConfigError: the file holds completions that depend on something else.
+    `facts`: what the completions depend on, from `facts_of`. Raises a `ConfigError` where the file holds completions
+    that depend on something else.
     """
 
     def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
@@ -114,7 +111,7 @@ class KeptCompletions:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(self._beginning)
             self._beginning = b""
-        with Naming(self.path), self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             for number, completion in new.items():
                 file.write(json.dumps({"number": number, "completion": completion}, ensure_ascii=False) + "\n")
         self.found |= new
@@ -123,9 +120,7 @@ class KeptCompletions:
 
 def read_prompts(path: str | os.PathLike[str]) -> list[tuple[str | list[dict[str, Any]], dict[str, Any]]]:
     """``(prompt, row)`` of each line of a JSONL file; the prompt is a text, or messages that end before an answer.
-
-    Raises:
-        DataError: the file cannot be read, or a line has no prompt.
+    Raises a `DataError` where the file cannot be read, or a line has no prompt.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -158,14 +153,12 @@ def complete(
     prompts: Sequence[str | list[dict[str, Any]]],
     **options: Any,
 ) -> list[Any]:
-    """A completion of each prompt, as text; a list of `num_return` of each where that is more than one.
+    """A completion of each prompt, as text; a list of `num_return` of each where that is more than one. Raises a
+    `ValueError` where several completions of each are asked for at temperature 0, where all are the same.
 
     Args:
         prompts: texts, or conversations before an answer.
         options: those of `in_batches`.
-
-    Raises:
-        ValueError: several completions of each are asked for at temperature 0, where all are the same.
     """
     found: dict[int, Any] = {}
     for batch in in_batches(model, tokenizer, prompts, **options):

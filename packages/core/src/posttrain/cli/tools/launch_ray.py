@@ -87,15 +87,13 @@ def run(
     engine_gpus: int = 1,
     timeout: float = 600.0,
 ) -> int:
-    """Run `words` in `num_processes` processes; the exit status of the first that failed, or 0.
+    """Run `words` in `num_processes` processes; the exit status of the first that failed, or 0. Raises a `ConfigError`
+    where the cluster had no room for them in time.
 
     Args:
         words: the command of each process. environment: its variables, beside those that connect the processes.
         engine: a command that runs as long as they do. engine_gpus: the GPUs of one machine that it gets.
         timeout: seconds until the cluster has room for all of them.
-
-    Raises:
-        ConfigError: it had none by then.
     """
     ray = require("ray", "ray", "posttrain launch --ray")
     require("ray.util.scheduling_strategies", "ray", "posttrain launch --ray")

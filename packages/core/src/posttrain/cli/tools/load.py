@@ -40,7 +40,9 @@ def load(
     trust_remote_code: bool = False,
     may_score: bool = False,
 ) -> tuple[Any, Any]:
-    """A causal language model, or an adapter on its base, ready to generate, and its tokenizer.
+    """A causal language model, or an adapter on its base, ready to generate, and its tokenizer. Raises a
+    `CheckpointError` where the adapter names no base, a `FileNotFoundError` where there is no such model, and a
+    `ValueError` where there is no such device, or it is a reward model.
 
     Args:
         model: folder or Hub name of a model, or the folder of an adapter.
@@ -48,10 +50,6 @@ def load(
         dtype: of the weights; by default that of the checkpoint.
         device: by default a GPU where there is one.
         may_score: it may also be a reward model.
-
-    Raises:
-        CheckpointError: the adapter names no base. FileNotFoundError: there is no such model. ValueError: there is no
-            such device, or it is a reward model.
     """
     path, place = os.fspath(model), _device(device)
     if (absent := loading.missing_folder(path)) is not None:

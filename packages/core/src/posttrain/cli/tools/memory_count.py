@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from posttrain.cli.tools import memory_mesh
-from posttrain.cli.tools.memory_mesh import local
+from posttrain.core.models.wrapping import local_part, replaced
 
 aten = torch.ops.aten
 #: Operations whose results are known without a tensor.
@@ -114,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
             return result
 
         self._within = contextlib.ExitStack()
-        self._within.enter_context(memory_mesh.replaced(torch.UntypedStorage, "resize_", counted))
+        self._within.enter_context(replaced(torch.UntypedStorage, "resize_", counted))
         self._within.enter_context(memory_mesh.shapes_within(self._pause))
         return super().__enter__()
 
@@ -135,7 +135,7 @@ class LiveBytes(TorchDispatchMode):
         """Count the tensors in `tree` that are not counted yet; returns the bytes on the device."""
         before = self.now
         for tensor in tree_leaves(tree):
-            storage = local(tensor).untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            storage = local_part(tensor).untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage not in self._known:
                 self._known[storage] = held = _Held(0, self._makes_on_host)
                 self._count(held, storage.nbytes())
@@ -145,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
     def to_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """From now on count `tensors`, which were counted before, on the host."""
         for tensor in tensors:
-            held = self._known[local(tensor).untyped_storage()]
+            held = self._known[local_part(tensor).untyped_storage()]
             size = held.size
             self._count(held, 0)
             held.on_host = True

@@ -20,6 +20,7 @@ from torch import nn
 from posttrain.core.distributed import division, shard_settings, sharding, tensor_parallel
 from posttrain.core.distributed.division import Division
 from posttrain.core.errors import ConfigError
+from posttrain.core.models.wrapping import replaced
 from posttrain.lm.attention import context_parallel
 
 
@@ -104,10 +105,8 @@ def mesh_of(args: Any, device_type: str, config: Any) -> Mesh:
 
 
 def divide(model: nn.Module, mesh: Mesh, device: torch.device, precision: str) -> None:
-    """Divide `model`, of fake tensors, over the processes.
-
-    Args:
-        precision: of the products, ``"no"``, ``"bf16"`` or ``"fp16"``.
+    """Divide `model`, of fake tensors, over the processes. `precision`: of the products, ``"no"``, ``"bf16"`` or
+    ``"fp16"``.
     """
     if mesh.peers is not None:
         context_parallel.enable(model, mesh.peers)
@@ -168,11 +167,6 @@ def step(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     tensor_parallel.step(optimizer) if several else optimizer.step()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of `tensor`."""
-    return tensor.to_local() if sharding.is_piece(tensor) else tensor
-
-
 @contextlib.contextmanager
 def shapes_within(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """Within this context DTensor finds the shapes of results inside of a `context()` of its own each time.
@@ -183,17 +177,6 @@ def shapes_within(context: Callable[[], contextlib.AbstractContextManager[Any]])
 
     with _called_within(context, ShardingPropagator, "_propagate_tensor_meta_non_cached"):
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this context the attribute `name` of `owner`, a class or a module, is `value`."""
-    before = vars(owner).get(name, getattr(owner, name))  # as it is written there, unbound
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _called_within(

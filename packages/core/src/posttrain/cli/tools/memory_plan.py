@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from posttrain.cli.tools import memory_mesh
 from posttrain.cli.tools.communication import Exchange, Traffic, head_size, of_pairs
 from posttrain.cli.tools.memory_count import LiveBytes
-from posttrain.cli.tools.memory_mesh import local
 from posttrain.cli.tools.workload import Workload, load_config, trusts, with_images
 from posttrain.core.checkpoint import codec
 from posttrain.core.config import value_of
@@ -34,7 +33,7 @@ from posttrain.core.distributed import environment, shard_settings
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, rms_norm, wrapping
-from posttrain.core.models.wrapping import setting
+from posttrain.core.models.wrapping import local_part, setting
 from posttrain.core.optim import builder
 from posttrain.core.registry import Run
 from posttrain.lm.attention import attention_blocks, context_parallel, varlen_attention
@@ -122,7 +121,7 @@ def measure(run: Run, work: Workload) -> Footprint:
             torch.device(device),
             memory_mesh.even_routes(mesh),
             _two_blocks(),
-            memory_mesh.replaced(rms_norm, "KERNEL", _Norm.apply),
+            wrapping.replaced(rms_norm, "KERNEL", _Norm.apply),
         ):
             _make_fake(model)
             precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
@@ -183,7 +182,7 @@ class _EqualRows(attention_blocks.Blocks):
 def _two_blocks() -> contextlib.AbstractContextManager[None]:
     """Of the blocks of a tile of logits, which need the same memory one after another, compute the first two."""
     blocks = tiles.Tiles.blocks
-    return memory_mesh.replaced(tiles.Tiles, "blocks", lambda self, tile: itertools.islice(blocks(self, tile), 2))
+    return wrapping.replaced(tiles.Tiles, "blocks", lambda self, tile: itertools.islice(blocks(self, tile), 2))
 
 
 class _Norm(torch.autograd.Function):
@@ -204,9 +203,7 @@ class _Norm(torch.autograd.Function):
 
 @functools.cache
 def _register_attention() -> str:
-    """The name of the attention that trains rows without padding: like sdpa, which masks fake tensors though nothing is
-    to hide.
-    """
+    """The name of an attention for rows without padding: sdpa masks fake tensors though nothing is to hide."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -253,7 +250,7 @@ def _measure(
         if wrapping.sees(model) and work.image is None:  # what encodes images is trained too, though none was shown
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradients = sum(local(p.grad).nbytes for p in trained if p.grad is not None)
+        gradients = sum(local_part(p.grad).nbytes for p in trained if p.grad is not None)
         if work.unseen:
             forwards = 1 + bool(args.activation_checkpointing) + work.reference
             pairs = work.unseen / shard_settings.peers(shard_settings.sizes_of(args.parallelism_config))
@@ -268,7 +265,7 @@ def _measure(
     saved = sum(m.weight.nbytes - int(m.weight.numel() * rate) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
     reference = held if work.reference and not wrapping.is_peft_model(model) else 0
-    average = 0 if args.ema_decay is None else sum(4 * local(parameter).numel() for parameter in trained)
+    average = 0 if args.ema_decay is None else sum(4 * local_part(parameter).numel() for parameter in trained)
     cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
     # The pass was measured without optimizer state, which always exists from the second step on.
     if mesh.offloads:
@@ -370,9 +367,7 @@ def _make(run: Run, work: Workload, config: Any) -> tuple[nn.Module, list[nn.Lin
 
 
 def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple[int, int, int]:
-    """One micro-batch forward and backward, whose gradients stay: (activations, head) of `Footprint`, and operations of
-    tiles that are left out.
-    """
+    """A micro-batch forward and backward, gradients stay: `Footprint`'s (activations, head), operations left out."""
     before = reached = live.now
     left_out = 0
     head = wrapping.output_embedding(model)
@@ -413,7 +408,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
         if head is not None:
             stack.enter_context(head.register_forward_pre_hook(arrive))
         if isinstance(head, nn.Linear) and in_tiles:
-            stack.enter_context(lm_head.forward_replaced(head, functools.partial(loss_in_tiles, head)))
+            stack.enter_context(wrapping.replaced(head, "forward", functools.partial(loss_in_tiles, head)))
         with torch.autocast(labels.device.type, torch.float16 if args.fp16 else torch.bfloat16, enabled=low):
             output = model(**inputs)
             loss = output.loss if "labels" in inputs else output.logits[0].sum()
@@ -430,7 +425,7 @@ def _pass(model: nn.Module, args: Any, work: Workload, live: LiveBytes) -> tuple
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        local(tensor).nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor)
+        local_part(tensor).nbytes for tensor in tree_leaves(dict(optimizer.state)) if isinstance(tensor, torch.Tensor)
     )
 
 

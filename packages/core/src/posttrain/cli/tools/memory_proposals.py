@@ -51,9 +51,7 @@ def proposals(run: Run, workload: Callable[[Run], Workload], memory: int, least:
     """
 
     def try_rung(run: Run, rung: Rung) -> Proposal | None:
-        """The mildest form of a change that fits, else the strongest; None where nothing is to change, or it cannot
-        be.
-        """
+        """The mildest form of a change that fits, else the strongest; None where nothing can be changed."""
         found = None
         for changes, price in reversed(list(rung(run, workload(run)))):
             try:

@@ -101,7 +101,9 @@ def merge(
     """Write the merged model with its tokenizer into `folder`, in the format of ``from_pretrained``.
 
     An adapter that was trained on 4 or 8 bits is added to the original weights, because quantized ones cannot hold the
-    sum. The sum is in float32 and rounded once. The host needs memory for two float32 copies of the weights.
+    sum. The sum is in float32 and rounded once. The host needs memory for two float32 copies of the weights. Raises a
+    `CheckpointError` where the adapter cannot be merged, the base holds quantized weights, or too much is lost, and
+    writes nothing then; and a `FileExistsError` where there is something in `folder`.
 
     Args:
         adapter: a folder with a saved adapter: a checkpoint, or the output of `save_model`.
@@ -109,11 +111,6 @@ def merge(
         base: folder or Hub name of the weights; by default those named in the adapter.
         dtype: of the merged weights; by default that of the base.
         tolerance: a merge that loses a larger part of the adapter's effect is an error, unless it is rounding.
-
-    Raises:
-        CheckpointError: the adapter cannot be merged, the base holds quantized weights, or too much is lost. Nothing is
-            written then.
-        FileExistsError: there is something in `folder`.
     """
     peft = require("peft", "posttrain-core[peft]", why="merging an adapter")
     adapter, folder = Path(adapter), Path(folder)

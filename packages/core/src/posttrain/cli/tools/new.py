@@ -57,16 +57,11 @@ def _read(folder: Path) -> Recipe:
 
 
 def write(name: str, folder: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Write the files of a recipe.
+    """Write the files of a recipe. Returns what was written. Raises a `ValueError` where there is no such recipe, and a
+    `FileExistsError` where one of the files is there; nothing is written then.
 
     Args:
         folder: where; by default one of the recipe's name. It is made.
-
-    Returns:
-        what was written.
-
-    Raises:
-        ValueError: there is no such recipe. FileExistsError: one of the files is there; nothing is written then.
     """
     known = {recipe.name: recipe for recipe in recipes()}
     if name not in known:

@@ -21,7 +21,8 @@ from typing import Any, TextIO
 from posttrain.cli import parse
 from posttrain.cli.method import of_words, read
 from posttrain.core import registry
-from posttrain.core.errors import ConfigError, write_text
+from posttrain.core.errors import ConfigError
+from posttrain.core.files import write_text
 from posttrain.lm.text import layouts
 
 ROWS = 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.cli.help import default_of
 from posttrain.cli.method import configs_of
-from posttrain.core.config import field_types
+from posttrain.core.config import bounds_of, field_types
 from posttrain.core.errors import ConfigError, did_you_mean
 from posttrain.core.fields.old_names import Renamed, old_names
 from posttrain.core.registry import methods
@@ -61,7 +61,7 @@ def _field(config_class: type, field: dataclasses.Field[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"description": str(help)}
     if names:
         found["type"] = sorted(names)[0] if len(names) == 1 else sorted(names)
-    bounds = getattr(help, "bounds", {})
+    bounds = bounds_of(field)
     found |= {BOUNDS[name]: value for name, value in bounds.items() if name in BOUNDS and abs(value) != float("inf")}
     if bounds.get("choices") and "array" not in names:
         found["enum"] = [*bounds["choices"], *([None] if "null" in names else [])]

@@ -16,6 +16,7 @@ from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError, NonFiniteError, require
 from posttrain.core.logging.terminal import aligned
 from posttrain.core.registry import Method
+from posttrain.core.state import metric_key
 
 HELP = """usage: posttrain sweep [<method>] run.yaml ... [--n_trials N] [--name value ...]
 
@@ -40,11 +41,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is searched.
-
-    Args:
-        space: {argument: its values, or ``{"low", "high", "log"}``}.
-    """
+    """What is searched. `space`: {argument: its values, or ``{"low", "high", "log"}``}."""
 
     n_trials: int
     metric: str
@@ -85,8 +82,7 @@ def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
     trials = str(flags.get("n_trials", asked.get("n_trials", 20)))
     if not trials.isdecimal() or not int(trials):
         problems.append(f"n_trials={trials} must be a whole number above 0")
-    metric = str(asked.get("metric") or config.metric_for_best_model or "eval_loss")
-    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    metric = metric_key(str(asked.get("metric") or config.metric_for_best_model or "loss"))
     largest = bool(config.greater_is_better) if config.metric_for_best_model else not metric.endswith("loss")
     direction = str(asked.get("direction") or ("maximize" if largest else "minimize"))
     if direction not in ("minimize", "maximize"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from posttrain.cli import parse
 from posttrain.cli.report import trajectories
 from posttrain.core.config import field_types
-from posttrain.core.errors import write_text
+from posttrain.core.files import write_text
 from posttrain.lm.generate.trajectories import Filter
 
 HELP = """usage: posttrain trajectories FOLDER [--show NAME] [--page] [filters]

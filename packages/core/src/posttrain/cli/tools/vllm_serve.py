@@ -41,14 +41,11 @@ def run(words: list[str]) -> None:
 
 
 def server_command(words: Sequence[str], has_gpu: bool) -> list[str]:
-    """The command line of vLLM.
+    """The command line of vLLM. Raises a `ConfigError` where no model is named, or a file of options cannot be read.
 
     Args:
         words: a model, or ``--model`` with one, and options with values, in the names of vLLM or of trl.
         has_gpu: weights are sent over NCCL, and otherwise over Gloo.
-
-    Raises:
-        ConfigError: no model is named, or a file of options cannot be read.
     """
     given: dict[str, Any] = dict(_options(words))
     if "config" in given:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
-from posttrain.core.checkpoint.disk import free_bytes
+from posttrain.core.files import free_bytes
 
 BLOCK = 32 * 2**20
 """Bytes that one checksum is of."""
@@ -130,7 +130,7 @@ class Part:
     def __init__(self, directory: Path, memory: Memory, later: bool = False) -> None:
         self.directory, self.memory, self.later = directory, memory, later
         self.digests: dict[str, list[Digest]] = {}  # relative name -> of each block
-        self._images: list[tuple[Path, torch.Tensor]] = []
+        self.images: list[tuple[Path, torch.Tensor]] = []
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -141,20 +141,10 @@ class Part:
         finally:
             _part.reset(token)
 
-    def write(self, path: Path, source: Source) -> None:
-        """Write `source` to `path`; or copy it into memory, so that it may change before it is written."""
-        name = path.relative_to(self.directory).as_posix()
-        if self.later and source.size >= SMALL:
-            image = self.memory.take(name, source.size, pinned=bool(source.devices))[: source.size]
-            source.fill(image)
-            self._images.append((path, image))
-        else:
-            self.digests[name] = write_blocks(path, source, self.memory)
-
     def finish(self) -> None:
         """Write the images."""
-        while self._images:
-            path, image = self._images.pop(0)
+        while self.images:
+            path, image = self.images.pop(0)
             self.digests[path.relative_to(self.directory).as_posix()] = write_blocks(path, image, self.memory)
 
 
@@ -164,12 +154,18 @@ _part: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", defa
 def write_file(path: Path, source: Source) -> None:
     """Write `source` to `path`: through the active `Part`, or else immediately and without checksums."""
     part = _part.get()
-    if part is not None and path.is_relative_to(part.directory):
-        part.write(path, source)
+    if part is None or not path.is_relative_to(part.directory):
+        with open(path, "wb") as file:
+            for tensor in source.tensors:
+                file.write(bytes_of(tensor).cpu().numpy().data)
         return
-    with open(path, "wb") as file:
-        for tensor in source.tensors:
-            file.write(bytes_of(tensor).cpu().numpy().data)
+    name = path.relative_to(part.directory).as_posix()
+    if part.later and source.size >= SMALL:  # in memory it may change before it is written
+        image = part.memory.take(name, source.size, pinned=bool(source.devices))[: source.size]
+        source.fill(image)
+        part.images.append((path, image))
+    else:
+        part.digests[name] = write_blocks(path, source, part.memory)
 
 
 def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> list[Digest]:
@@ -228,9 +224,10 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._direct = hasattr(os, "O_DIRECT")
+        past_cache = getattr(os, "O_DIRECT", 0)
+        self._direct = bool(past_cache)
         try:
-            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+            self._file = os.open(path, flags | past_cache, 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

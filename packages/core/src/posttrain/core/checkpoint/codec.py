@@ -42,7 +42,8 @@ NATIVE = {
 
 
 def save_tree(tree: Any, stem: str | Path) -> None:
-    """Write `tree` to ``<stem>.json`` and, if it holds tensors or arrays, ``<stem>.safetensors``.
+    """Write `tree` to ``<stem>.json`` and, if it holds tensors or arrays, ``<stem>.safetensors``. Raises a `TypeError`
+    where something else is in the tree; the message names the place.
 
     Args:
         tree: dicts (with any scalar keys), lists and tuples, nested, of None, bool, int, float, str, bytes,
@@ -50,9 +51,6 @@ def save_tree(tree: Any, stem: str | Path) -> None:
             bit, on the CPU, with four simplifications: a `Parameter` is read back as a tensor, an `OrderedDict` as a
             dict, a subclass of str, bytes, int or float as the plain type, and strides are not kept.
         stem: the path without a suffix.
-
-    Raises:
-        TypeError: something else is in the tree; the message names the place.
     """
     encoder = _Encoder()
     document = {"format": FORMAT, "version": VERSION, "tree": encoder.encode(tree, "tree", ())}
@@ -72,15 +70,13 @@ def check_tree(tree: Any, name: str) -> None:
 
 
 def load_tree(stem: str | Path, mmap: bool = True) -> Any:
-    """Read what `save_tree` wrote. Nothing in the files is ever executed.
+    """Read what `save_tree` wrote. Nothing in the files is ever executed. Raises a `CheckpointError` where a file is
+    missing or is not what `save_tree` writes; the message names it.
 
     Args:
         stem: the path without a suffix.
         mmap: map tensors from the file instead of reading them. They are private: writing to one does not change the
             file. Keep them for copying from, since they hold the file's disk space for as long as they live.
-
-    Raises:
-        CheckpointError: a file is missing or is not what `save_tree` writes; the message names it.
     """
     path = Path(f"{stem}.json")
     document = read_json(path)

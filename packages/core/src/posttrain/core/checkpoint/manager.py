@@ -14,12 +14,12 @@ from torch import nn
 
 from posttrain.core.checkpoint import codec, elastic, foreign, sharded, weights
 from posttrain.core.checkpoint.arguments import asked_for
-from posttrain.core.checkpoint.disk import check_space
 from posttrain.core.checkpoint.manifest import RECORD, is_foreign, read_manifest, run_of
 from posttrain.core.checkpoint.store import number_of
-from posttrain.core.checkpoint.transaction import Outcome, Saver
+from posttrain.core.checkpoint.transaction import Saver
 from posttrain.core.data import rng
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import check_space
 from posttrain.core.models import wrapping
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerState, lossy
@@ -147,13 +147,8 @@ class CheckpointManager:
 
     # ---- writing ----
 
-    @property
-    def pending(self) -> int | None:
-        """The step of a save whose outcome `settle` has not given yet."""
-        return self.saver.pending
-
     def save(self) -> None:
-        """Save at this optimizer step; `settle` gives the outcome. With `save_async` the bytes are written later."""
+        """Save at this optimizer step; `saver.settle` returns the outcome. `save_async` writes the bytes later."""
         owner, later = self.owner, self.args.save_async
         self.state_at_save = copy.copy(owner.state) if later else owner.state
         if not self.args.save_only_model:
@@ -192,13 +187,6 @@ class CheckpointManager:
         if self.dist.is_main:
             for name, part in self._parts.items():
                 codec.save_tree(part, directory / name)
-
-    def settle(self, wait: bool = True) -> Outcome | None:
-        """The outcome of the last save, once; None where there is none, or not yet and `wait` is False."""
-        outcome = self.saver.settle(wait)
-        if outcome is not None and outcome.path is not None:
-            self.saved_step = outcome.step
-        return outcome
 
     def close(self) -> None:
         """Let the save under way and the removals end, also after an error."""

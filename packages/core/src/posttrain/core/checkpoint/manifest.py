@@ -15,8 +15,8 @@ from typing import Any
 
 from posttrain.core.checkpoint.blocks import BLOCK, KINDS, SHOWN, Digest, digests_of_files
 from posttrain.core.checkpoint.codec import read_json
-from posttrain.core.checkpoint.disk import sync_directory, sync_file
 from posttrain.core.errors import CheckpointError
+from posttrain.core.files import sync_directory, sync_file
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "posttrain-checkpoint", 3
 #: The record of a run, in the folder of its checkpoints.
@@ -63,14 +63,9 @@ def write_manifest(
 
 
 def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
-    """The validated manifest of a checkpoint; its files are not checked.
-
-    Returns:
-        ``{"step", "written": seconds since 1970, "block": bytes, "extra", "files": {name: {"size": bytes, "sha256":
-        [one for each block], "xxh128": [likewise]}}}``
-
-    Raises:
-        CheckpointError: it is missing or damaged.
+    """The validated manifest of a checkpoint; its files are not checked. Returns ``{"step", "written": seconds since
+    1970, "block": bytes, "extra", "files": {name: {"size": bytes, "sha256": [one for each block], "xxh128":
+    [likewise]}}}``. Raises a `CheckpointError` where it is missing or damaged.
     """
     path = Path(checkpoint) / MANIFEST
     if not path.is_file():

@@ -101,13 +101,11 @@ def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folde
 
 @torch.no_grad()
 def _largest_difference(model: Any, twin: Any) -> float | None:
-    """How far the logits of two models are apart, relative to their size and standard deviation; None where they read
-    no text.
-    """
+    """How far two models' logits are apart, by their size and standard deviation; None where they read no text."""
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
     ids = torch.arange(2, 8).unsqueeze(0)
-    modes, device = {module: module.training for module in model.modules()}, next(model.parameters()).device
+    device = next(model.parameters()).device
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if wrapping.is_encoder_decoder(model):
         inputs["decoder_input_ids"] = ids
@@ -116,10 +114,7 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     # Kept as parameters, since those that are tied must be one object.
     weights_of_model = model.state_dict(keep_vars=True)
     tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | weights_of_model
-    try:
-        trained = for_float64(model.eval()(**inputs).logits).double()
+    with wrapping.evaluating(model):
+        trained = for_float64(model(**inputs).logits).double()
         read = for_float64(torch.func.functional_call(twin, tensors, kwargs=inputs).logits).double()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return float(((trained - read).abs() / (trained.std(correction=0) + trained.abs()).clamp(min=1e-12)).max())

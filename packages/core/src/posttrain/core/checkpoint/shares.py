@@ -19,7 +19,8 @@ from torch import nn
 
 from posttrain.core.checkpoint import weights
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import CheckpointError, Naming
+from posttrain.core.errors import CheckpointError
+from posttrain.core.files import naming
 from posttrain.core.models.wrapping import adapters_of, is_pretrained
 
 _LARGEST = "50GB"  # file that transformers writes, if nothing is asked for
@@ -120,7 +121,7 @@ def _together(dist: Any, directory: Path, work: Callable[[], Any]) -> list[Any]:
     """What `work()` gave on each process; where it failed on one, an error on all."""
     result, error = None, None
     try:
-        with Naming(directory):
+        with naming(directory):
             result = work()
     except (OSError, CheckpointError) as caught:
         error = caught

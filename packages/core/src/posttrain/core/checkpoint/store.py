@@ -20,11 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.checkpoint.blocks import Digest
-from posttrain.core.checkpoint.disk import DiskFullError, directory_bytes, disk_full, remove, sync_directory
 from posttrain.core.checkpoint.manifest import damages, is_foreign, read_manifest, run_of, write_manifest
 from posttrain.core.checkpoint.remote import Remote, is_url
-from posttrain.core.errors import CheckpointError, means_disk_full, name_file
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import redact
+from posttrain.core.files import (
+    DiskFullError,
+    directory_bytes,
+    disk_full,
+    means_disk_full,
+    name_file,
+    remove,
+    sync_directory,
+)
 
 logger = logging.getLogger(__name__)
 

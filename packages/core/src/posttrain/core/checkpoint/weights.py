@@ -29,6 +29,8 @@ from posttrain.core.models.wrapping import (
     local_part,
     plain_class,
     plain_classes,
+    replaced,
+    setting,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ PARTS = "weights"  # the tree of weights that every process writes its part of
 _OF_ADAPTERS_BEGINNING = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "task_type"}
 _OF_ADAPTERS_BEGINNING |= {"peft_version", "init_lora_weights", "init_weights", "parent_library"}
 _Write = Callable[..., None]  # of tensors, a path and metadata
-_save_file = safetensors.torch.save_file  # as it is outside of `_written_by`
+_save_file = safetensors.torch.save_file  # as it is where `write_file` is not in its place
 
 
 def save_weights(
@@ -66,7 +68,7 @@ def save_weights(
     if state_dict is not None:
         codec.write_tensors(state_dict, directory / WEIGHTS, about)
     else:
-        with _written_by(write_file):
+        with replaced(safetensors.torch, "save_file", write_file):
             safetensors.torch.save_model(model, str(directory / WEIGHTS), metadata=about)
 
 
@@ -74,7 +76,15 @@ def _save_pretrained(model: Any, directory: Path, state_dict: Any, max_shard_siz
     given: dict[str, Any] = {} if state_dict is None else {"state_dict": state_dict}
     if max_shard_size is not None and not adapters_of(model):
         given["max_shard_size"] = max_shard_size
-    with quiet(), _written_by(write), _as_we_ask(model), plain_classes(model):
+    # One function of theirs both chooses the names of the files and writes them. transformers saves on rank 0 alone,
+    # and peft writes a model card: its template has no facts, and would change the metadata of ours.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    patches: list[tuple[Any, str, Any]] = [(safetensors.torch, "save_file", write), (modeling, "safe_save_file", write)]
+    patches += [(model, "should_save_on_this_rank", bool), (model, "create_or_update_model_card", lambda folder: None)]
+    with quiet(), plain_classes(model), contextlib.ExitStack() as stack:
+        for owner, name, value in patches:
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, value))
         model.save_pretrained(str(directory), **given)
 
 
@@ -102,40 +112,6 @@ def write_file(tensors: dict[str, torch.Tensor], path: str | Path, metadata: dic
         codec.write_tensors(tensors, path, metadata)
     else:
         _save_file(tensors, path, metadata)
-
-
-@contextlib.contextmanager
-def _written_by(write: _Write) -> Iterator[None]:
-    """Let `write` have the tensors, the path and the metadata of each file of transformers and safetensors. They are
-    patched, because one function of theirs both chooses the names and writes the files.
-    """
-    places = [(safetensors.torch, "save_file")]
-    if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
-        places.append((modeling, "safe_save_file"))
-    originals = [(module, name, getattr(module, name)) for module, name in places if hasattr(module, name)]
-    try:
-        for module, name, _ in originals:
-            setattr(module, name, write)
-        yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
-
-
-@contextlib.contextmanager
-def _as_we_ask(model: Any) -> Iterator[None]:
-    """Let the model write on the process that asks, where transformers saves on rank 0 alone, and peft no model card:
-    its template has no facts, and would change the metadata of ours.
-    """
-    answers = {"should_save_on_this_rank": bool, "create_or_update_model_card": lambda folder: None}
-    known = [name for name in answers if hasattr(model, name)]
-    try:
-        for name in known:
-            setattr(model, name, answers[name])
-        yield
-    finally:
-        for name in known:
-            delattr(model, name)
 
 
 def save_description(model: nn.Module, directory: str | Path) -> None:
@@ -190,6 +166,9 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             )
     _refuse(f"this {kind.__name__}", directory, misfits, missing, unexpected)
     model.load_state_dict(sharded.fitted_to(tensors, own), strict=False)
+    rope = {"rope_parameters": setting(config_of(model), "rope_parameters")}
+    remedy = "Load the model with the rope_parameters of that run to go on with it."
+    _tell_other_config(f"The {kind.__name__}", directory / "config.json", rope, remedy)
 
 
 def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], unexpected: list[str]) -> None:
@@ -246,7 +225,7 @@ def check_files(folder: str | Path) -> None:
 def _load_adapters(model: nn.Module, directory: Path) -> None:
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-    for adapter in adapters_of(model):
+    for adapter, config in adapters_of(model).items():
         if (file := _file_of_adapter(directory, adapter)) is None:
             whole = ""
             if any((directory / name).is_file() for name in (WEIGHTS, INDEX)):
@@ -255,7 +234,9 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
                     f"load the model from {directory} and begin a new run."
                 )
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.{whole}")
-        _tell_other_config(model, adapter, file.parent)
+        now = {name: value for name, value in config.to_dict().items() if name not in _OF_ADAPTERS_BEGINNING}
+        remedy = "Pass the peft_config of that run to go on with it."
+        _tell_other_config(f"The adapter {adapter!r}", file.parent / "adapter_config.json", now, remedy)
         tensors = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
@@ -269,23 +250,18 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
 
 
-def _tell_other_config(model: Any, adapter: str, folder: Path) -> None:
-    """Warn where the config of the adapter in `folder` is not that of `model`'s: with the same weights, such as another
-    ``lora_alpha`` makes another model.
-    """
-    path = folder / "adapter_config.json"
+def _tell_other_config(what: str, path: Path, now: dict[str, Any], remedy: str) -> None:
+    """Warn where the config of `what` in the file `path` is not `now`: with the same weights it is another model."""
     then = codec.read_json(path) if path.is_file() else {}
-    now = json.loads(json.dumps(model.peft_config[adapter].to_dict(), default=list))
     then, now = (
         {name: sorted(value, key=repr) if isinstance(value, list) else value for name, value in config.items()}
-        for config in (then, now)
+        for config in (then, json.loads(json.dumps(now, default=list)))
     )
-    changed = [name for name in now if name in then and then[name] != now[name] and name not in _OF_ADAPTERS_BEGINNING]
-    if changed:
+    if changed := [name for name in now if name in then and then[name] != now[name]]:
         listed = "; ".join(f"{name}: {then[name]!r} -> {now[name]!r}" for name in changed)
         logger.warning(
-            f"The adapter {adapter!r} in {folder} was trained with another config ({listed}), so this is not the model "
-            "that was saved. Pass the peft_config of that run to go on with it."
+            f"{what} in {path.parent} was trained with another config ({listed}), so this is not the model that was "
+            f"saved. {remedy}"
         )
 
 

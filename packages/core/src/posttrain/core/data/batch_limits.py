@@ -13,16 +13,14 @@ from posttrain.core.errors import DataError
 
 
 def check_limits(batch: Any, limits: Mapping[str, int], indices: list[int] | None = None) -> None:
-    """Reject a batch that would cause an index error in the model, which on a GPU ends the process.
+    """Reject a batch that would cause an index error in the model, which on a GPU ends the process. Raises a
+    `DataError` that names the column, the number, the row and the limit.
 
     Args:
         batch: a dict of tensors; those on the CPU are checked.
         limits: how many numbers a column may hold, from 0 on: ``{"input_ids": vocabulary size, "labels": classes}`` (a
             label may also be -100); ``"positions"``, ``"label_positions"``: tokens that a row, or its label, may have.
         indices: the dataset's index of each row of the batch, for the message.
-
-    Raises:
-        DataError: names the column, the number, the row and the limit.
     """
     if not isinstance(batch, Mapping):
         return

@@ -138,9 +138,7 @@ def _level(costs: list[int], num_parts: int) -> list[int]:
 
 
 def _cut(costs: list[int], limit: int, multiple: int) -> list[int]:
-    """How many rows each batch takes, so that they cost no more than `limit` at the cost of the first, the dearest; a
-    multiple of batches where there are enough rows.
-    """
+    """Rows of each batch, all at the cost of its first, `limit` at most; a `multiple` of batches if there are rows."""
     sizes, start = [], 0
     while start < len(costs):
         fits = limit // max(costs[start], 1)

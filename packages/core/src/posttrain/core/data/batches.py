@@ -128,9 +128,7 @@ class Collate:
         return as_filler(batch) if is_filler else batch
 
     def _compare_labels(self, rows: Any, batch: Any, indices: list[int] | None) -> None:
-        """Reject rows whose numbers of labels and tokens differ, which padding would hide. A user's collator may add
-        the missing labels itself, so it only gets one warning.
-        """
+        """Reject rows with more or fewer labels than tokens, which padding hides; of a user's collator, warn once."""
         if not isinstance(batch, Mapping):
             return
         shapes = [getattr(batch.get(name), "shape", None) for name in ("input_ids", "labels")]

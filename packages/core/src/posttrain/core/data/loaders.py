@@ -34,10 +34,8 @@ class Loaders:
         """The loader of `dataset`; see `Trainer.make_dataloader`.
 
         All deal rows to the processes alike, so batch i of rank 0, of rank 1, ... is the order of the rows. Each pass
-        over an evaluation set is the same, random rows included where workers read them.
-
-        Raises:
-            DataError: the dataset cannot be used, or is a stream and the arguments limit its batches.
+        over an evaluation set is the same, random rows included where workers read them. Raises a `DataError` where the
+        dataset cannot be used, or is a stream and the arguments limit its batches.
         """
         owner, args, dist = self.owner, self.owner.args, self.owner.dist
         read, kept = dataset, self.kept.get(key or "")

@@ -355,9 +355,14 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
         moved = {key: to_device(value, device, non_blocking) for key, value in batch.items()}
         return kind(moved) if kind is not dict and isinstance(batch, MutableMapping) else moved
     if isinstance(batch, (list, tuple)):
-        parts = [to_device(value, device, non_blocking) for value in batch]
-        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
+        return like(batch, [to_device(value, device, non_blocking) for value in batch])
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
+    """`parts` in a tuple, a named one or a list, as `batch` is."""
+    kind: Any = type(batch)
+    return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
 
 
 # ---------------------------------------------------------------------------------------------------- seeds

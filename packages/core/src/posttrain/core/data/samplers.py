@@ -147,7 +147,7 @@ def has_length(data: Any) -> bool:
 
 def has_places(dataset: Any) -> bool:
     """Whether `dataset` gives its rows by their place, and says how many they are."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
 
 
 def columns_of(dataset: Any) -> list[str]:

@@ -157,9 +157,7 @@ def _placement(mesh: Any) -> Callable[[nn.Parameter], Any]:
 
 
 def _own_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """FSDP adds a hook to `output`, which an operation in place on a view would lose: that of a split embedding is one
-    of a `DTensor`.
-    """
+    """FSDP hooks `output`, and an operation in place on a view, as of a split embedding, would lose the hook."""
     return output.clone() if output._is_view() else output
 
 

@@ -51,9 +51,7 @@ _waits: Waits | None = None
 
 
 def _leave_group(destroy: bool = True) -> None:
-    """Leave the processes of the run at exit. `destroy`: the process group, for gloo's threads may abort the program
-    afterwards.
-    """
+    """Leave the processes at exit; `destroy` the group, for gloo's threads may abort the program afterwards."""
     global _watchdog, _waits
     if _watchdog is not None:
         _watchdog.stop()

@@ -21,7 +21,7 @@ from posttrain.core.evaluation.predictions import Kept, check_size, detach, map_
 from posttrain.core.logging.metrics import Metrics, means
 from posttrain.core.losses.normalization import accepts, count_rows
 from posttrain.core.models.wrapping import base_model, config_of, evaluating
-from posttrain.core.state import EvalPrediction
+from posttrain.core.state import EvalPrediction, merit, metric_key
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,8 @@ def run(
 
     The mean of the loss weighs each batch by its items, so it is the same for every batch size, padding and number of
     processes. Stored predictions move to host memory batch by batch and are joined once at the end: time is linear, and
-    the peak is their size plus one batch, or `predictions.BLOCK` bytes for smaller batches.
+    the peak is their size plus one batch, or `predictions.BLOCK` bytes for smaller batches. Raises a `MemoryError`
+    where the outputs would exceed the free memory, estimated from the first batch.
 
     Args:
         predict: ``inputs -> (loss, logits, labels)``.
@@ -296,9 +297,6 @@ def run(
         order: the dataset's row of each row of `batches` over all processes, if reordered: outputs are restored to the
             dataset's order.
         fill: fills predictions of ragged width; labels are filled with -100.
-
-    Raises:
-        MemoryError: the outputs would exceed the free memory, estimated from the first batch.
     """
     keep = keep and (batch_metrics is None or keep_with_batch_metrics)
     kept, waiting, rows = Kept(concatenate, fill), [], 0
@@ -374,16 +372,9 @@ def plain(metrics: Any) -> Any:
     return metrics
 
 
-def metric_key(name: str) -> str:
-    """The name of a metric with its ``eval_`` prefix, which may be left out."""
-    return name if name.startswith("eval_") else f"eval_{name}"
-
-
 def named_metric(metrics: dict[str, float], name: str) -> float:
-    """The metric `name`, with or without its ``eval_`` prefix.
-
-    Raises:
-        KeyError: the evaluation gave no such metric; the message lists those it gave.
+    """The metric `name`, with or without its ``eval_`` prefix. Raises a `KeyError` where the evaluation gave no such
+    metric; the message lists those it gave.
     """
     key = metric_key(name)
     if key not in metrics:
@@ -395,24 +386,21 @@ def named_metric(metrics: dict[str, float], name: str) -> float:
 
 
 def best_steps(log_history: list[dict[str, Any]], metric: str, greater_is_better: bool) -> list[int]:
-    """The optimizer steps that were evaluated, the best first; of two alike, the later.
-
-    Args:
-        metric: with or without ``eval_``.
+    """The optimizer steps that were evaluated, the best first; of two alike, the later. `metric`: with or without
+    ``eval_``.
     """
-    name, sign = metric_key(metric), 1 if greater_is_better else -1
+    name = metric_key(metric)
     scores = {record["step"]: record[name] for record in log_history if name in record}
     # NaN is no score; in a log that was read from a checkpoint it is None.
-    scored = [(sign * score, step) for step, score in scores.items() if score is not None and score == score]
+    known = {step: score for step, score in scores.items() if score is not None and score == score}
+    scored = [(merit(score, greater_is_better), step) for step, score in known.items()]
     return [step for _, step in sorted(scored, reverse=True)]
 
 
 def with_returned(measured: Mapping[str, Any], returned: Any, prefix: str = "eval") -> dict[str, Any]:
     """`measured` metrics of an evaluation and those that `compute_metrics` returned. Of one name, the returned one
-    counts, or with the `prefix` in its name the measured one, as in transformers' Trainer; a warning says so.
-
-    Raises:
-        TypeError: it is no dict, or a name is no text.
+    counts, or with the `prefix` in its name the measured one, as in transformers' Trainer; a warning says so. Raises a
+    `TypeError` where it is no dict, or a name is no text.
     """
     if not isinstance(returned, Mapping):
         raise TypeError(
@@ -444,18 +432,20 @@ def eval_mode(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
         yield
 
 
+def keeps_averages(optimizer: Any) -> bool:
+    """Whether `optimizer` averages weights, which its ``eval()`` puts into the model and its ``train()`` takes out."""
+    return hasattr(optimizer, "eval")
+
+
 @contextlib.contextmanager
 def averages_in(optimizer: Any, otherwise: bool) -> Iterator[None]:
     """The weights that `optimizer` averages in place of those that it trains, which come back at the end.
 
     Nothing happens for an optimizer that averages none, nor where the averages are in place, as they are after
-    training, when the model itself may still be in training mode.
-
-    Args:
-        otherwise: whether an optimizer that keeps no ``train_mode`` is training.
+    training, when the model itself may still be in training mode. `otherwise`: whether an optimizer that keeps no
+    ``train_mode`` is training.
     """
-    groups = getattr(optimizer, "param_groups", ())
-    if not hasattr(optimizer, "eval") or not any(group.get("train_mode", otherwise) for group in groups):
+    if not keeps_averages(optimizer) or not any(g.get("train_mode", otherwise) for g in optimizer.param_groups):
         yield
         return
     optimizer.eval()
@@ -468,13 +458,13 @@ def averages_in(optimizer: Any, otherwise: bool) -> Iterator[None]:
 def train_mode(model: nn.Module, optimizer: Any) -> None:
     """Set `model`, and an `optimizer` that averages weights, to training mode."""
     model.train()
-    if hasattr(optimizer, "train"):
+    if keeps_averages(optimizer):
         optimizer.train()
 
 
 def keep_averages(optimizer: Any) -> None:
     """Leave the averages of an `optimizer` that keeps them in the model."""
-    if hasattr(optimizer, "eval"):
+    if keeps_averages(optimizer):
         optimizer.eval()
 
 

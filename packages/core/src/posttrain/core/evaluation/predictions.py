@@ -90,9 +90,7 @@ def join(parts: list[Any], padding: int = -100) -> Any:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array from torch's allocator: numpy requests huge pages, which may cost more than a second per GB on a virtual
-    machine.
-    """
+    """An array of torch's allocator: numpy asks for huge pages, which may cost 1 s per GB on a virtual machine."""
     try:
         return torch.empty(shape, dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
     except TypeError:  # texts, objects

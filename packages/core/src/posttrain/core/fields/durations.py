@@ -29,10 +29,8 @@ class Duration(NamedTuple):
 
 
 def parse(text: str) -> Duration:
-    """``"10Mtok"`` -> 10,000,000 tokens; ``"90min"`` -> 5,400 seconds. Only tokens take k, M, B or G.
-
-    Raises:
-        ValueError: the text has no unit, another one, or its number is 0.
+    """``"10Mtok"`` -> 10,000,000 tokens; ``"90min"`` -> 5,400 seconds. Only tokens take k, M, B or G. Raises a
+    `ValueError` where the text has no unit, another one, or its number is 0.
     """
     match = _TEXT.fullmatch(text)
     number, thousands, unit = match.groups() if match else ("0", "", "")

@@ -96,13 +96,9 @@ class AnswersToOldNames:
 def translate_old_names(
     config_class: type, kwargs: dict[str, Any], fields: bool = True
 ) -> tuple[dict[str, Any], list[str]]:
-    """Replace old names among `kwargs` by today's, with a `FutureWarning` each.
-
-    Args:
-        fields: whether a name that `config_class` has a field of is that field, even where it is an old name too.
-
-    Returns:
-        the arguments under today's names, and sentences on those that cannot be translated.
+    """Replace old names among `kwargs` by today's, with a `FutureWarning` each. `fields`: whether a name that
+    `config_class` has a field of is that field, even where it is an old name too. Returns the arguments under today's
+    names, and sentences on those that cannot be translated.
     """
     known, table = {field.name for field in dataclasses.fields(config_class)}, old_names(config_class)
     today = {name: value for name, value in kwargs.items() if (fields and name in known) or name not in table}
@@ -165,13 +161,11 @@ def follow_old_fields(config: Any) -> Iterator[str]:
 
 
 def moved_arguments(owner: str, config_class: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a config that trl's trainers took themselves, under today's names, with a warning each.
+    """Arguments of a config that trl's trainers took themselves, under today's names, with a warning each. Raises a
+    `ConfigError` where one of them has no effect.
 
     Args:
         owner: the name of the trainer. given: what it was given; the moved arguments are taken out.
-
-    Raises:
-        ConfigError: one of them has no effect.
     """
     known = {field.name for field in dataclasses.fields(config_class) if field.init}
     answers: Any = getattr(config_class, "accept_old_names", dict)

@@ -17,8 +17,9 @@ from typing import Any
 
 from posttrain.core.checkpoint.codec import read_json
 from posttrain.core.checkpoint.manifest import RECORD
-from posttrain.core.errors import CheckpointError, write_text
+from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.redaction import is_secret, masked
+from posttrain.core.files import write_text
 from posttrain.core.hub.uploads import is_repo_id
 from posttrain.core.models.wrapping import adapters_of, base_model, base_name, is_encoder_decoder, is_peft_model
 
@@ -249,15 +250,13 @@ def results(log_history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def write_model_card(directory: str | Path, model_name: str | None = None, **fields: Any) -> Path | None:
     """Write the card into ``README.md`` of `directory`, in place of one written here before or a template left empty.
+    Returns the file, or None if there is a card that a person wrote, which stays. Facts of the run that is recorded in
+    the directory, and a picture of its loss, are added.
 
     Args:
         model_name: None: the name of the directory.
         fields: the arguments of `model_card`, `datasets` also as trl's ``dataset_name`` and transformers'
             ``dataset_tags``, and `titles` as its ``dataset``; `versions` defaults to those of this process.
-
-    Returns:
-        The file, or None if there is a card that a person wrote, which stays. Facts of the run that is recorded in the
-        directory, and a picture of its loss, are added.
     """
     path = Path(directory) / "README.md"
     if path.is_file():

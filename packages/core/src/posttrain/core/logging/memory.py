@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from posttrain.core.data import accelerator
+from posttrain.core.data.pipeline import like
 from posttrain.core.models.wrapping import local_part
 
 #: Largest tensors that a report names.
@@ -51,14 +52,9 @@ class CutsItself(Protocol):
 
 def halves(batch: Any) -> tuple[Any, Any]:
     """The first and second half of the rows of `batch`, with the same types; of one packed row, of its documents.
-
-    Args:
-        batch: a tensor, or a mapping, list or tuple of tensors; numbers, strings and None are in both halves; or
-            a batch that cuts itself.
-
-    Raises:
-        ValueError: it has one row that is not packed or has one document, or its values have different numbers of
-            rows.
+    `batch` is a tensor, or a mapping, list or tuple of tensors (numbers, strings and None are in both halves), or a
+    batch that cuts itself. Raises a `ValueError` where it has one row that is not packed or has one document, or its
+    values have different numbers of rows.
     """
     if isinstance(batch, CutsItself):
         return batch.halves()
@@ -117,8 +113,7 @@ def _cut(batch: Any, rows: slice) -> Any:
         cut = {name: _cut(value, rows) for name, value in batch.items()}
         return cut if kind is dict else kind(cut)
     if isinstance(batch, tuple) or (isinstance(batch, list) and any(isinstance(v, torch.Tensor) for v in batch)):
-        parts = [_cut(value, rows) for value in batch]
-        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
+        return like(batch, [_cut(value, rows) for value in batch])
     return batch[rows] if _has_rows(batch) else batch
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from posttrain.core.data import accelerator
-from posttrain.core.errors import write_text
+from posttrain.core.files import write_text
 from posttrain.core.losses.normalization import IN_EVERY_RECORD, WIDE, name_taken, summable
 from posttrain.core.state import strict
 
@@ -33,10 +33,8 @@ _REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, 
 
 
 class Metrics:
-    """Running (sum, count) pairs by name, plain sums, and extremes. Only `drain` waits for the device.
-
-    Args:
-        has_epochs: whether what is logged of an epoch is kept until it ends.
+    """Running (sum, count) pairs by name, plain sums, and extremes. Only `drain` waits for the device. `has_epochs`:
+    whether what is logged of an epoch is kept until it ends.
     """
 
     def __init__(self, has_epochs: bool = True) -> None:
@@ -334,10 +332,8 @@ class Clock:
 
 
 def clock_of(model: torch.nn.Module, dist: Any) -> Clock:
-    """A clock for training `model`.
-
-    Args:
-        dist: `posttrain.core.distributed.strategies.Distributed`: device, precision, number of processes.
+    """A clock for training `model`. `dist`, a `posttrain.core.distributed.strategies.Distributed`, says device,
+    precision and number of processes.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dist.precision)
     dtype = dtype or next((parameter.dtype for parameter in model.parameters()), torch.float32)
@@ -417,9 +413,7 @@ def is_timing(name: str) -> bool:
 
 class Appended:
     """trl's ``_metrics`` of a trainer: ``_metrics["train"]["kl"].append(value)`` logs the mean of such values.
-
-    Args:
-        log_metric: of the trainer, which knows whether it evaluates, so that "train" and "eval" are treated alike.
+    `log_metric` is that of the trainer, which knows whether it evaluates, so that "train" and "eval" are treated alike.
     """
 
     def __init__(self, log_metric: Callable[[str, Any], None], name: str | None = None) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 
 from posttrain.core.callbacks import ClosingCallback, TrainerCallback
 from posttrain.core.data import accelerator
-from posttrain.core.errors import require, write_text
+from posttrain.core.errors import require
+from posttrain.core.files import write_text
 from posttrain.core.logging import memory
 from posttrain.core.models.wrapping import full_tensor
 from posttrain.core.state import TrainerControl, TrainerState

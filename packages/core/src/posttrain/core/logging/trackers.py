@@ -15,8 +15,9 @@ from typing import Any, Literal, TextIO
 
 from posttrain.core.callbacks import EVENTS, ClosingCallback, hears
 from posttrain.core.config import Resolved, opt
-from posttrain.core.errors import Naming, did_you_mean, write_text
+from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.redaction import redact
+from posttrain.core.files import naming, write_text
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import is_performance
 from posttrain.core.state import strict
@@ -164,7 +165,7 @@ class JSONLinesCallback(ClosingCallback):
             if self.history is not None:
                 self._take_over()
             line = json.dumps(strict({**(logs or {}), "step": state.global_step}), allow_nan=False) + "\n"
-            with Naming(self.path):
+            with naming(self.path):
                 if self.file is not None:
                     self.file.write(line)
                 else:  # an evaluation after training
@@ -192,11 +193,9 @@ def _history_of(line: str) -> str:
 
 
 def tracker_callbacks(report_to: list[str]) -> list[Any]:
-    """The callbacks of the trackers named, from `transformers.integrations`, each kept `apart` from the run.
-
-    Raises:
-        ImportError: a tracker cannot be used; the message holds the pip command.
-        ValueError: there is no tracker of that name.
+    """The callbacks of the trackers named, from `transformers.integrations`, each kept `apart` from the run. Raises an
+    `ImportError` where a tracker cannot be used, with the pip command, and a `ValueError` where there is no tracker of
+    that name.
     """
     if not report_to:
         return []

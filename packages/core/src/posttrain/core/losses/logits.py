@@ -32,16 +32,14 @@ def cross_entropy(
     r"""Cross-entropy of logits that are there already, in float32.
 
     With smoothing :math:`\epsilon` (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567, section 7) a target costs
-    :math:`-(1-\epsilon)\log p_y - \frac{\epsilon}{V}\sum_v \log p_v`.
+    :math:`-(1-\epsilon)\log p_y - \frac{\epsilon}{V}\sum_v \log p_v`. Returns a 0-d tensor; zero, with zero gradients,
+    where no position has a label.
 
     Args:
         logits: (B, T, V) or (N, V). labels: (B, T) or (N,).
         num_items: what the sum is divided by; the number of targets in `labels` when None.
         shift: the logits at t predict the label at t + 1 (a causal model); False when labels are aligned already.
         dft: weight each loss as `dynamic_weights` has it.
-
-    Returns:
-        0-d. Zero, with zero gradients, where no position has a label.
     """
     labels = shift_labels(labels, ignore_index) if shift else labels
     labels = labels.reshape(-1).to(logits.device)
@@ -71,12 +69,10 @@ def dynamic_weights(losses: torch.Tensor) -> torch.Tensor:
     .. math:: L = -\sum_t \operatorname{sg}(p_t) \log p_t, \quad p_t = \exp(-\mathrm{loss}_t)
 
     The gradient of cross-entropy is that of a policy whose reward is 1 / p, which is large where the model finds the
-    target improbable; the weight p, a constant to the gradient (sg), takes that out.
+    target improbable; the weight p, a constant to the gradient (sg), takes that out. Returns p, detached, in the shape
+    of `losses`.
 
     Args:
         losses: of any shape, -log p of each target.
-
-    Returns:
-        p, detached, in the shape of `losses`.
     """
     return losses.detach().neg().exp()

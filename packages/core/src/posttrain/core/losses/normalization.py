@@ -145,10 +145,8 @@ class Objective:
         self, compute_loss: Callable[..., Any], num_items: torch.Tensor | int, log: Callable[[str, Any, Any], None]
     ) -> Callable[..., Any]:
         """`compute_loss` for one evaluation batch: with its count of items, if it takes it, and a tensor instead of a
-        dict or a pair. `take_weight` says how many items that is a mean over.
-
-        Args:
-            log: called with (name, mean over the batch, items) for each term of a dict.
+        dict or a pair. `take_weight` says how many items that is a mean over. `log` is called with (name, mean over the
+        batch, items) for each term of a dict.
         """
         call = compute_loss
         if accepts(compute_loss, "num_items_in_batch"):
@@ -224,10 +222,7 @@ def mean_of(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 def one_number(loss: torch.Tensor, by: str = "compute_loss") -> torch.Tensor:
     """`loss` of shape (), which the function named `by` returned. A loss for each row or token is refused: its mean
-    would count what is padding or masked.
-
-    Raises:
-        ValueError: `loss` holds more than one number.
+    would count what is padding or masked. Raises a `ValueError` where `loss` holds more than one number.
     """
     if loss.numel() != 1:
         raise ValueError(
@@ -257,11 +252,8 @@ def split_terms(loss: Any, by: str = "compute_loss") -> tuple[torch.Tensor, dict
     """(the loss, its terms by name) of what the function named `by` returned: a tensor, a dict that has it under
     ``"loss"``, or (sum, count), whose quotient it is.
 
-    The terms are detached, shape () each.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: the loss is more than one number, or a term has the name of what every record holds.
+    The terms are detached, shape () each. Raises a `TypeError` where it is neither, and a `ValueError` where the loss
+    is more than one number, or a term has the name of what every record holds.
     """
     if isinstance(loss, torch.Tensor):
         return one_number(loss, by), {}

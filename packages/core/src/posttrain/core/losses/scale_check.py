@@ -78,9 +78,7 @@ def loss_ratio(
 
 def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str | None:
     """``"sum"``, ``"mean"`` or ``"mixed"``, of a loss with this `loss_ratio` on each process; None if all are None.
-
-    Args:
-        moves_alone: any change with the count means a sum, because the other terms are known to be small.
+    `moves_alone`: any change with the count means a sum, because the other terms are known to be small.
     """
     shown = [ratio for ratio in ratios if ratio is not None]
     if not shown:
@@ -92,9 +90,7 @@ def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str 
 
 
 def _move(model: nn.Module) -> None:
-    """Change the small parameters that are trained, norms and adapters among them; not those that FSDP shards, which
-    may stay gathered, as they are now, until the next forward pass.
-    """
+    """Change small trained parameters, norms and adapters; none that FSDP shards, which may stay gathered."""
     if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         return
     for parameter in model.parameters():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, unwrap
+from posttrain.core.models.wrapping import base_model, body_of, is_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def compiled(model: nn.Module, backend: str | None = None, mode: str | None = No
     Shapes are dynamic from the start, so kernels do not depend on earlier batches, and a resumed run computes the same
     numbers. Random numbers equal those of the uncompiled model.
     """
-    if hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None:
+    if is_compiled(model):
         logger.info("The model was already compiled and is not changed.")
         yield []
         return
@@ -72,7 +72,7 @@ def compiled_parts(model: nn.Module) -> list[nn.Module]:
                 yield from layers(child)
 
     # Of a language model with unknown layers: everything below its head.
-    body = getattr(base, "base_model", base) if hasattr(base, "get_output_embeddings") else base
+    body = body_of(base) if hasattr(base, "get_output_embeddings") else base
     return list(layers(base)) or [body if isinstance(body, nn.Module) else base]
 
 

@@ -47,15 +47,13 @@ def make_inputs_require_grads(part: nn.Module, given: Any, output: torch.Tensor)
 
 
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None = None) -> None:
-    """Recompute the activations of each layer in the backward; also switches the key/value cache off.
+    """Recompute the activations of each layer in the backward; also switches the key/value cache off. Raises a
+    `ValueError` for a problem from `checkpointing_problem`, and for a model without support.
 
     Args:
         kwargs: options of `torch.utils.checkpoint.checkpoint`, with `use_reentrant` False unless given; also
             `every_n_layers` and `offload`, if the installed transformers has them; and `mlp_tile`, the tokens for which
             an MLP is recomputed at a time.
-
-    Raises:
-        ValueError: for a problem from `checkpointing_problem`, and for a model without support.
     """
     if problem := checkpointing_problem(model):
         raise ValueError(problem)
@@ -87,10 +85,8 @@ def _tile_mlps(base: nn.Module, tokens: int) -> None:
     """Let the MLPs of `base` be computed, and in the backward pass recomputed, for so many tokens at a time.
 
     A recomputed layer else holds six tensors of the MLP's width for all tokens of a micro-batch at once. The price is
-    one more forward pass of the MLPs.
-
-    Raises:
-        ValueError: `tokens` is no number above 0, or the model has no MLP that is known.
+    one more forward pass of the MLPs. Raises a `ValueError` where `tokens` is no number above 0, or the model has no
+    MLP that is known.
     """
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"activation_checkpointing_kwargs: mlp_tile={tokens!r} is no number of tokens; set 4096.")

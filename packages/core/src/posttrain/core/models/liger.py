@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.core.models.wrapping import base_model, config_of
+from posttrain.core.models.wrapping import base_model, config_of, setting
 
 logger = logging.getLogger(__name__)
 
 
 def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str | None:
     """Replace layers of `model`, and of no other, by Liger's Triton kernels (https://github.com/linkedin/Liger-Kernel).
-
-    Returns:
-        None, or the reason why the model was not changed.
+    Returns None, or the reason why the model was not changed.
     """
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -32,7 +30,7 @@ def apply_liger(model: nn.Module, config: dict[str, bool] | None = None) -> str 
     except ImportError:
         return "use_liger_kernel=True has no effect: liger-kernel is not installed. Run: pip install liger-kernel"
     base = base_model(model)
-    model_type = getattr(config_of(base), "model_type", type(base).__name__)
+    model_type = setting(config_of(base), "model_type") or type(base).__name__
     if model_type not in SUPPORTED:
         return f"use_liger_kernel=True has no effect: Liger has no kernels for {model_type!r} models."
     if not torch.accelerator.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

@@ -24,9 +24,7 @@ def ensure_pad_token(processing_class: Any) -> str | None:
     """Give a tokenizer without a pad token one from its vocabulary, if possible other than its eos token.
 
     The vocabulary does not grow. Labels are masked by length, never by id, so that eos as pad costs no training signal.
-
-    Returns:
-        A sentence about the change, or None.
+    Returns a sentence about the change, or None.
     """
     tokenizer = tokenizer_of(processing_class)
     if tokenizer.pad_token is not None:
@@ -47,10 +45,8 @@ def ensure_pad_token(processing_class: Any) -> str | None:
 def align_special_tokens(model: nn.Module, processing_class: Any) -> dict[str, int]:
     """Copy the pad, eos and bos ids that the tokenizer has to the model's config and generation config.
 
-    A generation config that stops at several tokens still stops at them.
-
-    Returns:
-        ``{name of the id: new id}`` for what changed in either config.
+    A generation config that stops at several tokens still stops at them. Returns ``{name of the id: new id}`` for what
+    changed in either config.
     """
     base = base_model(model)
     config, generation = config_of(base), generation_config(base)

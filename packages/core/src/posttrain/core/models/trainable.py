@@ -20,10 +20,8 @@ def takes_trial(model_init: Callable[..., nn.Module]) -> bool:
 
 
 def model_of(model_init: Callable[..., nn.Module], trial: Any = None) -> nn.Module:
-    """A fresh model from `model_init`, called with the trial where it takes one.
-
-    Raises:
-        RuntimeError: it returned None.
+    """A fresh model from `model_init`, called with the trial where it takes one. Raises a `RuntimeError` where it
+    returned None.
     """
     model = model_init(trial) if takes_trial(model_init) else model_init()
     if model is None:

@@ -36,6 +36,11 @@ def unwrap(model: nn.Module) -> PretrainedModel:
             return inner
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has `model`, in a wrapper around it or in its place."""
+    return hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None
+
+
 def plain_class(model: nn.Module) -> type[nn.Module]:
     """The class of `model` before FSDP changed it."""
     return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
@@ -54,6 +59,17 @@ def plain_classes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, kind in changed:
             module.__class__ = kind
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this context the attribute `name` of `owner`, a class, a module or any other object, is `value`."""
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}  # as it is written there, unbound
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own[name]) if own else delattr(owner, name)
 
 
 @contextlib.contextmanager

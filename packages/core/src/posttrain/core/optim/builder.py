@@ -125,10 +125,8 @@ def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
 
 
 def parse_optim_args(text: dict[str, Any] | str | None) -> dict[str, Any]:
-    """``"rank=64, proj_type=std"`` as ``{"rank": 64, "proj_type": "std"}``. A dict is returned unchanged.
-
-    Raises:
-        ValueError: a part is not of the form ``key=value``.
+    """``"rank=64, proj_type=std"`` as ``{"rank": 64, "proj_type": "std"}``. A dict is returned unchanged. Raises a
+    `ValueError` where a part is not of the form ``key=value``.
     """
     if not text or isinstance(text, dict):
         return text or {}
@@ -220,10 +218,8 @@ def parameter_groups(
     """Two groups of trainable parameters in the order of the model: those that decay, and those that do not.
 
     With `rate_of_b`, a learning rate, the B matrices of LoRA are a third, which decays (LoRA+, Hayou et al. 2024,
-    https://arxiv.org/abs/2402.12354).
-
-    Raises:
-        ConfigError: `rate_of_b` is given, and there are no such matrices.
+    https://arxiv.org/abs/2402.12354). Raises a `ConfigError` where `rate_of_b` is given, and there are no such
+    matrices.
     """
     decaying, trainable = set(decay_names), [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     second = {n for n, _ in trainable if rate_of_b is not None and {"lora_B", "lora_embedding_B"} & {*n.split(".")}}
@@ -243,15 +239,13 @@ def parameter_groups(
 
 
 def optimizer_class_and_kwargs(args: Any, model: nn.Module | None = None) -> ClassAndArguments:
-    """The optimizer class that ``args.optim`` names, and its arguments but for the parameters.
+    """The optimizer class that ``args.optim`` names, and its arguments but for the parameters. Raises a `ConfigError`
+    where there is no such optimizer, or these arguments cannot work, and an `ImportError` where it needs a library that
+    is not installed.
 
     Args:
         args: a `posttrain.core.TrainingArguments`.
         model: needed by optimizers that treat layers differently.
-
-    Raises:
-        ConfigError: there is no such optimizer, or these arguments cannot work.
-        ImportError: it needs a library that is not installed.
     """
     name = plain(args.optim)
     problems = [*OptimizerArguments._problems(args), *problems_with_others(args)]
@@ -268,7 +262,8 @@ def build(
     decay_names: list[str] | None = None,
     class_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the trainable parameters of `model`.
+    """An optimizer of the trainable parameters of `model`. Raises a `ConfigError` as `optimizer_class_and_kwargs`, or
+    where nothing in the model is trainable.
 
     Args:
         args: a `posttrain.core.TrainingArguments`.
@@ -276,9 +271,6 @@ def build(
         class_and_kwargs: an optimizer class and its arguments, instead of the one in `args`. ``"params"`` or
             ``"model"`` among the arguments replaces the usual two parameter groups. A class that is no optimizer is
             created and then called with the model and the arguments.
-
-    Raises:
-        ConfigError: see `optimizer_class_and_kwargs`; or nothing in the model is trainable.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("optim", ["no parameter of the model requires a gradient, so there is nothing to train"])
@@ -349,10 +341,8 @@ def _explain(optimizer: torch.optim.Optimizer, args: Any) -> None:
 
 
 def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Reject a user's optimizer that would train nothing.
-
-    Raises:
-        ValueError: it holds none of the parameters of `model` that are trained.
+    """Reject a user's optimizer that would train nothing. Raises a `ValueError` where it holds none of the parameters
+    of `model` that are trained.
     """
     held = {id(parameter) for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -366,10 +356,8 @@ def check_given_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_given_schedule(scheduler: Any, optimizer: Any) -> None:
-    """Reject a user's schedule that was made for another optimizer.
-
-    Raises:
-        ValueError: it was made for another optimizer than `optimizer`.
+    """Reject a user's schedule that was made for another optimizer. Raises a `ValueError` where it was made for another
+    optimizer than `optimizer`.
     """
     its = getattr(scheduler, "optimizer", None)
     groups = getattr(its, "param_groups", None)
@@ -393,9 +381,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def named_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> dict[str, float]:
     """``learning_rate/<name>`` of each group of parameters, by its ``name`` or number; empty where all are equal.
-
-    Args:
-        rates: one for each group; those that are tensors are left out, for reading one may wait for the device.
+    `rates`: one for each group; those that are tensors are left out, for reading one may wait for the device.
     """
     groups = zip(optimizer.param_groups, rates, strict=False)
     named = {f"learning_rate/{g.get('name', i)}": r for i, (g, r) in enumerate(groups) if isinstance(r, float)}

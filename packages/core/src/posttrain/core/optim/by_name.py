@@ -42,14 +42,9 @@ _HEAD_NAME = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|qa_outputs|v
 
 
 def target_matrices(model: nn.Module, targets: str | list[str]) -> list[torch.Tensor]:
-    """Trainable weights of the linear layers that `targets` selects.
-
-    Args:
-        targets: ``"all-linear"``; or a regular expression for whole module names; or a list whose entries are each a
-            name, a part of one, or such an expression.
-
-    Raises:
-        ConfigError: nothing is selected.
+    """Trainable weights of the linear layers that `targets` selects. `targets`: ``"all-linear"``; or a regular
+    expression for whole module names; or a list whose entries are each a name, a part of one, or such an expression.
+    Raises a `ConfigError` where nothing is selected.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen = {name: m.weight for name, m in linear.items() if m.weight.requires_grad and _selects(targets, name)}
@@ -115,12 +110,7 @@ def _taking(make: Callable[..., ClassAndArguments], options: dict[str, Any]) -> 
 def _plain(
     kind: Any, base: Callable[[Any], dict[str, Any]], fixed: dict[str, Any] | None = None, **options: Any
 ) -> Factory:
-    """The factory of an optimizer class that gets `base` of the arguments, what is `fixed`, and `options`.
-
-    Args:
-        kind: the class, or a function that gives it.
-        options: the defaults.
-    """
+    """The factory of the class `kind`, or what that returns: it gets `base` of the arguments, `fixed` and `options`."""
 
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
         return kind if isinstance(kind, type) else kind(), base(args) | (fixed or {}) | options | given

@@ -17,9 +17,7 @@ SIDES = ("std", "reverse_std", "left", "right", "full")
 
 def split_groups(params: Iterable[Any], chosen: Iterable[torch.Tensor], **options: Any) -> list[dict[str, Any]]:
     """Parameter groups in which the parameters in `chosen` stand apart from the rest of their group, with `options`.
-
-    Args:
-        params: parameters, or parameter groups. Groups that end up empty are left out.
+    `params`: parameters, or parameter groups. Groups that end up empty are left out.
     """
     groups = list(params)
     if groups and not isinstance(groups[0], dict):
@@ -31,16 +29,14 @@ def split_groups(params: Iterable[Any], chosen: Iterable[torch.Tensor], **option
 
 
 def projection(grad: torch.Tensor, rank: int, side: str = "std") -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The leading singular vectors of a gradient.
+    """The leading singular vectors of a gradient. Returns (left, right) of shapes (m, r) and (r, n); None on a side
+    that is not projected. ``left.T @ grad @ right.T`` is the gradient in the subspace, and ``left @ that @ right``
+    brings it back.
 
     Args:
         grad: (m, n).
         rank: r; no more than min(m, n) vectors are returned.
         side: ``"left"``, ``"right"`` or ``"full"``, both; ``"std"`` is the shorter side, ``"reverse_std"`` the other.
-
-    Returns:
-        (left, right) of shapes (m, r) and (r, n); None on a side that is not projected. ``left.T @ grad @ right.T`` is
-        the gradient in the subspace, and ``left @ that @ right`` brings it back.
     """
     if side in ("std", "reverse_std"):
         side = "left" if (grad.shape[0] < grad.shape[1]) == (side == "std") else "right"

@@ -169,10 +169,8 @@ def register(name: str) -> Callable[[Any], Any]:
 
 
 def warmup_steps(args: Any, num_training_steps: int) -> int:
-    """Warm-up steps in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up.
-
-    Raises:
-        ValueError: it counts tokens.
+    """Warm-up steps in a run of `num_training_steps`: ``args.warmup_steps``, or that share of them, rounded up. Raises
+    a `ValueError` where it counts tokens.
     """
     given = args.warmup_steps
     if isinstance(given, str):
@@ -200,11 +198,7 @@ def _problems_of_length(name: str, text: str) -> Iterator[str]:
 
 
 def option_problems(name: str, options: dict[str, Any], lr: float) -> Iterator[str]:
-    """Problems with the options of a schedule, as sentences.
-
-    Args:
-        lr: the peak learning rate.
-    """
+    """Problems with the options of a schedule, as sentences. `lr`: the peak learning rate."""
     schedule = _schedule(name)
     taken = inspect.signature(schedule).parameters
     known = {key: option for key, option in taken.items() if key not in ("self", "optimizer", "last_epoch", *GIVEN)}
@@ -294,16 +288,14 @@ def build(
     scheduler_class: type[LambdaLR] = LambdaLR,
     **options: Any,
 ) -> LRScheduler:
-    """The scheduler called `name`. Step it after each optimizer step, or with the metric after each evaluation.
+    """The scheduler called `name`. Step it after each optimizer step, or with the metric after each evaluation. Raises
+    a `ConfigError` where there is no such schedule, or it does not take these options.
 
     Args:
         name: a key of `SCHEDULES`.
         num_warmup_steps, num_training_steps: steps of the warm-up and of the whole run, which includes it.
         scheduler_class: steps a curve.
         options: of the schedule, by name.
-
-    Raises:
-        ConfigError: no such schedule, or options that it does not take.
     """
     name = plain(name)
     if name not in SCHEDULES:

@@ -16,6 +16,7 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.checkpoint.manager import AVERAGED_WEIGHTS
 from posttrain.core.config import opt
 from posttrain.core.errors import CheckpointError
+from posttrain.core.evaluation.eval_loop import keeps_averages
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def make(model: nn.Module, args: Any, optimizer: Any) -> EMA | None:
     """
     if args.ema_decay is None:
         return None
-    if hasattr(optimizer, "eval"):
+    if keeps_averages(optimizer):
         raise ValueError(
             f"ema_decay={args.ema_decay} with {type(optimizer).__name__} would average twice, because that optimizer "
             "already evaluates an average. Set ema_decay=None, or use another optimizer."

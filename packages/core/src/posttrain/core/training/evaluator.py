@@ -14,7 +14,7 @@ from posttrain.core.data import pipeline
 from posttrain.core.data.samplers import inner_sampler
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.logging.metrics import speed_metrics
-from posttrain.core.state import EvalLoopOutput
+from posttrain.core.state import EvalLoopOutput, merit
 from posttrain.core.training.preemption import EvaluationLeft
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ class Evaluator:
         return owner.model
 
     def _trained_weights_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Where a whole model is evaluated in half precision. What was trained comes back as it was; another model
-        stays in half precision, which takes half the memory.
-        """
+        """Where a whole model is evaluated in half precision: a trained one comes back as it was, another stays."""
         owner, halves = self.owner, self.owner.args.bf16_full_eval or self.owner.args.fp16_full_eval
         if not halves or owner.is_in_train or owner.optimizer is None or owner.dist.shards:
             return contextlib.nullcontext()
@@ -145,13 +143,12 @@ class Evaluator:
         if args.metric_for_best_model is None:
             return False
         value = eval_loop.named_metric(metrics, args.metric_for_best_model)
-        sign = 1 if args.greater_is_better else -1
-        best = -math.inf if state.best_metric is None else sign * state.best_metric
-        if not sign * value > best:  # NaN never is
+        best = -math.inf if state.best_metric is None else merit(state.best_metric, args.greater_is_better)
+        if not merit(value, args.greater_is_better) > best:  # NaN never is
             return False
         state.best_metric, state.best_global_step = value, state.global_step
         # Saved before it is evaluated, where steps are saved and epochs evaluated.
-        saved = state.global_step in (saves.saved_step, saves.pending)
+        saved = state.global_step in (saves.saved_step, saves.saver.pending)
         kept = saved or args.save_strategy == "best" or self.owner.control.should_save
         state.best_model_checkpoint = str(self.owner.store.path(state.global_step)) if kept else None
         return True

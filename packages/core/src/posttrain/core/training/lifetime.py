@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from posttrain.core.callbacks import ClosingCallback
+from posttrain.core.config import value_of
 from posttrain.core.data import pipeline, workers
 from posttrain.core.distributed import sharding
 from posttrain.core.evaluation import eval_loop
@@ -101,7 +102,7 @@ def _drop_model(owner: Trainer) -> None:
 
 def _compare_with_optimizer(owner: Trainer, resumes: bool) -> None:
     """Warn where a run goes on with the optimizer of an earlier one, which does not follow arguments that changed."""
-    now = {name: getattr(owner.args, name) for name in builder.OF_OPTIMIZER}
+    now = {name: value_of(owner.args, name) for name in builder.OF_OPTIMIZER}
     if resumes or not owner._owns_optimizer or owner.optimizer is None:  # a checkpoint says itself what changed
         owner._made_with = now
     elif changed := [f"{n} from {old!r} to {now[n]!r}" for n, old in owner._made_with.items() if old != now[n]]:

@@ -21,6 +21,7 @@ from torch import nn
 from posttrain.core.config import opt
 from posttrain.core.data import accelerator
 from posttrain.core.errors import NonFiniteError
+from posttrain.core.optim.lr_scheduler import plain
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class HealthArguments:
 
     def _normalize(self) -> None:
         given: Any = self.debug or ""
-        self.debug = [str(getattr(one, "value", one)) for one in (given.split() if isinstance(given, str) else given)]
+        self.debug = [plain(one) for one in (given.split() if isinstance(given, str) else given)]
 
     def _problems(self) -> Iterator[str]:
         for name in self.debug:
@@ -297,9 +298,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def _fault(tensors: Iterator[torch.Tensor]) -> str | None:
-    """``"NaN"``, ``"inf"`` or ``"-inf"``, whichever is found first; the last only if there is nothing else, because
-    masks contain it.
-    """
+    """``"NaN"``, ``"inf"`` or ``"-inf"``, the first found; the last only if there is nothing else: masks hold it."""
     lowest = None
     for tensor in tensors:
         values = tensor.detach()

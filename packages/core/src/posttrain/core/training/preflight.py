@@ -23,6 +23,7 @@ from torch import nn
 
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
+from posttrain.core.config import value_of, values_of
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
 from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, wrong_args
@@ -30,6 +31,7 @@ from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
 from posttrain.core.optim import builder
+from posttrain.core.state import metric_key
 from posttrain.core.training.plan import END_OF_STREAM
 
 logger = logging.getLogger(__name__)
@@ -151,11 +153,8 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
 
 def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:
     """The config of the trainer `owner`: `args`, or a `config_class` with the fields of plain ones, and the arguments
-    that were `moved` into it from the constructor, by field.
-
-    Raises:
-        TypeError: `args` is no config of posttrain.
-        ConfigError: an argument contradicts what was written in `args`, be it the default.
+    that were `moved` into it from the constructor, by field. Raises a `TypeError` where `args` is no config of
+    posttrain, and a `ConfigError` where an argument contradicts what was written in `args`, be it the default.
     """
     if args is None:
         return config_class(**moved)
@@ -165,15 +164,15 @@ def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[
     default = {field.name: field.default for field in dataclasses.fields(of_class) if field.init}
     written = {*vars(args).get("_given", ())}
     if not isinstance(args, config_class):
-        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        given = values_of(args)
         args = config_class(**{name: value for name, value in given.items() if name in default})
         own = [name for name in config_class.__annotations__ if name not in {*given, *moved}]
-        rest = ", ".join(f"{name}={value!r}" for name in own if (value := getattr(args, name, None)) is not None)
+        rest = ", ".join(f"{name}={value!r}" for name in own if (value := value_of(args, name)) is not None)
         logger.info("args of another class are kept. The rest is %s's default: %s.", config_class.__name__, rest)
     problems = [
         f"{name}={value!r} was passed to {owner}, and {name}={known!r} in its args"
         for name, value in moved.items()
-        if (known := getattr(args, name)) != value and (name in written or known != default[name])
+        if (known := value_of(args, name)) != value and (name in written or known != default[name])
     ]
     if problems:
         raise ConfigError(owner, problems)
@@ -287,7 +286,7 @@ def metric_problems(args: Any, parts: Parts) -> Iterator[Problem]:
         return
     if _hears_evaluations(parts.callbacks):
         return
-    key = eval_loop.metric_key(wanted).removeprefix("eval_")
+    key = metric_key(wanted).removeprefix("eval_")
     if isinstance(sets, Mapping) and sets:
         prefix = next((f"{name}_" for name in sets if key.startswith(f"{name}_")), None)
         if prefix is None:

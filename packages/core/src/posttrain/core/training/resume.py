@@ -107,9 +107,7 @@ def _plan_without_position(plan: Plan, loader: Any, checkpoint: Path, by_steps: 
 
 
 def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) -> tuple[int, int]:
-    """(epoch, rows of it already read) of a checkpoint that holds `state` and no position of the data. Where its steps
-    held another number of rows, the share of the epoch that they had read tells.
-    """
+    """(epoch, rows of it read) of a checkpoint without a position; of steps of another size, by the epoch's share."""
     unit, length = loader.rows_per_batch, plan.batches_per_epoch or 1
     # That of `state` is the size of this run by now.
     size = TrainerState.load_from_json(checkpoint / "trainer_state.json").train_batch_size
@@ -125,9 +123,7 @@ def _position(plan: Plan, loader: Any, state: TrainerState, checkpoint: Path) ->
 
 
 def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
-    """Move `run` and its schedule to where `checkpoint` stands, of which `taken` was loaded already. It holds no
-    position: it is of `save_only_model` or of another trainer.
-    """
+    """Move `run` to where `checkpoint` stands, which holds no position, and of which `taken` was loaded already."""
     state, lr_scheduler = run.owner.state, run.owner.lr_scheduler
     step, lacks = state.global_step, list(taken.lacks)
     if "schedule" not in taken.parts and not schedules.follows_a_metric(lr_scheduler):
@@ -169,7 +165,7 @@ def resume(run: Run, checkpoint: Path) -> None:
     ema.load(run.ema, checkpoint)
     owner.state = state = TrainerState.load_from_json(checkpoint / "trainer_state.json")
     for name in ("is_local_process_zero", "is_world_process_zero", "train_batch_size", "is_hyper_param_search"):
-        setattr(state, name, getattr(fresh, name))
+        setattr(state, name, vars(fresh)[name])
     if (best := state.best_model_checkpoint) is not None:
         remote = owner.store.remote
         is_there = owner.dist.on_main(
@@ -222,9 +218,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
 
 
 def _changed_options(fresh: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, Any]]:
-    """`differences` where arguments cannot be read: what the loaded options of `optimizer` tell of them, beside its
-    `fresh` `group_options` from before its state was loaded.
-    """
+    """`differences` by what the options of `optimizer` are and were before its state was loaded (`fresh`)."""
     new, old = fresh[0], group_options(optimizer)[0]
     options = [(name, key) for name, keys in ({"learning_rate": ("initial_lr",)} | _OPTIONS).items() for key in keys]
     return {name: (old[key], new.get(key)) for name, key in options if key in old and old[key] != new.get(key)}

@@ -342,7 +342,7 @@ class Run:
         if control.should_log or control.should_evaluate or control.should_save:
             for guard in self.guards:
                 guard.settle()
-        if args.save_async and owner.checkpoints.pending is not None:
+        if args.save_async and owner.checkpoints.saver.pending is not None:
             if owner.dist.num_processes == 1 or control.should_log:
                 saving.settle(wait=False)
         if owner.control.should_log and owner.state.global_step > self.progress.last_logged:

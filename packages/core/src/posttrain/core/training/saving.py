@@ -53,7 +53,7 @@ class Saving:
         not written yet, unless this is to `wait`.
         """
         owner = self.owner
-        if (outcome := owner.checkpoints.settle(wait)) is None:
+        if (outcome := owner.checkpoints.saver.settle(wait)) is None:
             return
         best = owner.state.best_model_checkpoint
         owner.run.unsaved = outcome if outcome.path is None else None
@@ -61,6 +61,7 @@ class Saving:
             if owner.state.best_global_step == outcome.step:
                 owner.state.best_model_checkpoint = None
             return
+        owner.checkpoints.saved_step = outcome.step
         state = owner.checkpoints.state_at_save  # one that was written in the background is of an earlier step
         if owner.args.push_to_hub:
             self.upload(outcome.path, state)

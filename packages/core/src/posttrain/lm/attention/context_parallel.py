@@ -53,10 +53,8 @@ SLICING: WeakKeyDictionary[nn.Module, _Slicing] = WeakKeyDictionary()  # by the 
 
 
 def enable(model: nn.Module, group: Any) -> None:
-    """Let `model` compute a slice of the rows of each forward on each process of `group`. May be called again.
-
-    Raises:
-        ValueError: for a problem from `problem_of`.
+    """Let `model` compute a slice of the rows of each forward on each process of `group`. May be called again. Raises a
+    `ValueError` for a problem from `problem_of`.
     """
     body = body_of(model)
     if body in SLICING:

@@ -119,10 +119,7 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
 
 
 def _seen_of_blocks(segments: Segments, window: int | None) -> torch.Tensor:
-    """(n, n) the number of visible pairs in a block of BLOCK x BLOCK queries and keys, for n = N / BLOCK rounded up.
-
-    A token attends to a range of its own segment and of each segment that this one continues.
-    """
+    """(n, n) the visible pairs of each BLOCK x BLOCK queries and keys: of a segment, and of those it continues."""
     lengths, starts = torch.tensor(segments.lengths), torch.tensor(segments.starts)
     offsets, parents = torch.tensor(segments.offsets), torch.tensor(segments.parents)
     ids, positions = segments.segment_ids(), segments.position_ids()[0]

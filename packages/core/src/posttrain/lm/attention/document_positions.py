@@ -13,9 +13,7 @@ class DocumentPositions:
     """Numbers the tokens of one document, by itself.
 
     Where positions have several axes, the plain numbers come before them: transformers separates documents by them.
-
-    Args:
-        model: whose rule it is; its weights are not kept, so that workers can be given this.
+    `model`: whose rule it is; its weights are not kept, so that workers can be given this.
     """
 
     def __init__(self, model: nn.Module) -> None:

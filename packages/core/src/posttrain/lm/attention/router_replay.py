@@ -36,9 +36,7 @@ def enable(model: nn.Module) -> None:
     """Let the forward of `model` accept `ROUTES`. Without it its results do not change.
 
     The keyword goes on to the layers, so a layer that is recomputed in the backward pass chooses the same experts.
-
-    Raises:
-        ValueError: for a problem from `problem_of`.
+    Raises a `ValueError` for a problem from `problem_of`.
     """
     if problem := problem_of(model):
         raise ValueError(problem)

@@ -118,9 +118,7 @@ class Segments:
 
     def dense_mask(self, window: int | None = None) -> torch.Tensor:
         """(N, N) bool: whether token i sees token j, by definition. For tests, and for models that take masks.
-
-        Args:
-            window: a token sees this many positions back, its own counted; None for all.
+        `window`: a token sees this many positions back, its own counted; None for all.
         """
         positions, ids = self.position_ids()[0], self.segment_ids()
         sees = torch.eye(len(self.lengths), dtype=torch.bool)  # of segments: itself, and what it continues

@@ -26,7 +26,15 @@ from torch import nn
 from posttrain.core.data.pipeline import to_device
 from posttrain.core.evaluation.eval_loop import eval_mode
 from posttrain.core.models.trainable import is_quantized
-from posttrain.core.models.wrapping import PretrainedModel, base_model, is_of_transformers, text_part, unwrap
+from posttrain.core.models.wrapping import (
+    PretrainedModel,
+    base_model,
+    is_compiled,
+    is_of_transformers,
+    setting,
+    text_part,
+    unwrap,
+)
 from posttrain.lm.attention import document_positions
 from posttrain.lm.attention.attention_blocks import Blocks, layout_of, piece_by_piece
 from posttrain.lm.attention.document_kernels import block_mask, bounds_of, document_kernel
@@ -44,10 +52,7 @@ def enable_segments(model: nn.Module, example: ImageExample | None = None) -> No
     """Let the forward of `model` accept ``segments``. Without them its results do not change.
 
     Registers an attention function with transformers and sets it as ``segments_<previous one>``, of a model that sees
-    for its decoder of text.
-
-    Raises:
-        ValueError: for a problem from `segments_problem`.
+    for its decoder of text. Raises a `ValueError` for a problem from `segments_problem`.
     """
     if problem := segments_problem(model, example):
         raise ValueError(problem)
@@ -69,13 +74,13 @@ def segments_problem(model: nn.Module, example: ImageExample | None = None) -> s
     name = type(base).__name__
     if not is_of_transformers(base):
         return f"{name} is no model of transformers, whose attention can be replaced."
-    if hasattr(model, "_orig_mod") or unwrap(model)._compiled_call_impl is not None:
+    if is_compiled(model):
         return "The model is compiled, and would be compiled anew for each batch."
     if problem := document_positions.invocation_problem(model):
         return problem
     if problem := reading_problem(base, example):
         return problem
-    if unknown := sorted({*(getattr(text_part(base).config, "layer_types", None) or ())} - {*LAYER_TYPES}):
+    if unknown := sorted({*(setting(text_part(base).config, "layer_types") or ())} - {*LAYER_TYPES}):
         return f"{name} has layers of {', '.join(unknown)}, which do not keep segments apart."
     if _underlying(model) not in IMPLEMENTATIONS:
         return (
@@ -323,7 +328,8 @@ def segment_attention(
     dropout: float = 0.0,
     blocks: type[Blocks] = Blocks,
 ) -> torch.Tensor:
-    """Softmax attention of one flattened row under ``segments.dense_mask(window)``, without building it.
+    """Softmax attention of one flattened row under ``segments.dense_mask(window)``, without building it. Returns (1, H,
+    N, E), laid out as (1, N, H, E), in the type of the inputs or of autocast.
 
     Args:
         query: (1, H, N, D). key: (1, G, N, D) and value: (1, G, N, E), where G divides H.
@@ -331,9 +337,6 @@ def segment_attention(
         softcap: bounds them to (-softcap, softcap) by a tanh (Gemma 2).
         sinks: (H,) the score of each head's attention sink (GPT-OSS).
         blocks: computes long documents on the CPU.
-
-    Returns:
-        (1, H, N, E), laid out as (1, N, H, E), in the type of the inputs or of autocast.
     """
     device = query.device.type
     query, key, value = in_one_type(query, key, value)
@@ -404,9 +407,7 @@ def _by_tiles(query, key, value, tiles, scale) -> torch.Tensor:
 
 
 def _on_gpu(query, key, value, segments, scale, window, softcap) -> torch.Tensor:
-    """Documents of one length as a batch, others in 16 bits by flash-attn or torch's own kernel, all else by flex
-    attention.
-    """
+    """Documents of one length as a batch, others in 16 bits by flash-attn or torch's kernel, else flex attention."""
     count, longest = len(segments.lengths), max(segments.lengths)
     if max(segments.parents) < 0 and count * longest == segments.num_tokens and window is None and not softcap:
         q, k, v = (tensor[0].unflatten(1, (count, longest)).transpose(0, 1) for tensor in (query, key, value))

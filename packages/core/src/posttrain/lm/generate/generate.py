@@ -81,13 +81,9 @@ def unknown_options(given: Mapping[str, Any]) -> list[str]:
 
 
 def load_generation_config(source: Any) -> Any:
-    """The `transformers.GenerationConfig` that `source` is or names; always a copy.
-
-    Args:
-        source: an object, a dict of its values, its file, a folder that holds one, or the name of a model on the Hub.
-
-    Raises:
-        ValueError: its values do not go together, so that it could not be saved with the model.
+    """The `transformers.GenerationConfig` that `source` is or names; always a copy. `source`: an object, a dict of its
+    values, its file, a folder that holds one, or the name of a model on the Hub. Raises a `ValueError` where its values
+    do not go together, so that it could not be saved with the model.
     """
     from transformers import GenerationConfig
 
@@ -144,10 +140,8 @@ class LongestFirst(EpochSampler):
 
 
 def longest_first(dataset: Any, main_input: str = "input_ids", pad_token_id: int | None = None) -> LongestFirst | None:
-    """The order of generation for `dataset`; None if its lengths would need a second read of every row.
-
-    Args:
-        pad_token_id: not counted in labels, like -100; None if the id does not identify padding.
+    """The order of generation for `dataset`; None if its lengths would need a second read of every row. `pad_token_id`:
+    not counted in labels, like -100; None if the id does not identify padding.
     """
     columns = columns_of(dataset)
     if is_stream(dataset):
@@ -181,14 +175,12 @@ def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, 
     """The arguments of ``generate`` in an evaluation.
 
     The call overrides `args`, which override the model's generation config. For a model without an encoder, a length
-    excludes the prompt, because it would otherwise depend on the batch.
+    excludes the prompt, because it would otherwise depend on the batch. Raises a `ValueError` where `args` sets outputs
+    shorter than the longest label. An unset length is raised instead.
 
     Args:
         given: arguments of `evaluate` or `predict`; None means unset.
         longest: the maximum tokens of a row's labels; None if unknown.
-
-    Raises:
-        ValueError: `args` sets outputs shorter than the longest label. An unset length is raised instead.
     """
     found = {name: value for name, value in given.items() if value is not None}
     if "generation_config" in found:
@@ -225,16 +217,16 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
             f"never be generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To "
             "cut outputs short on purpose, pass max_length=... to evaluate or predict."
         )
-    message = "The longest label of the evaluation set has %d tokens, so up to that many are generated, not %s. Set  "
-    logger.info(message + "generation_max_length to choose another length.", longest, who)
+    logger.info(
+        f"The longest label of the evaluation set has {longest} tokens, so up to that many are generated, not {who}. "
+        "Set generation_max_length to choose another length."
+    )
     return {"max_new_tokens": longest} if own.max_new_tokens is not None else {"max_length": longest + encodes}
 
 
 def padding_id(processing_class: Any, model: nn.Module) -> int:
-    """The padding of generated rows: the pad token, or else the eos token.
-
-    Raises:
-        ValueError: there is neither.
+    """The padding of generated rows: the pad token, or else the eos token. Raises a `ValueError` where there is
+    neither.
     """
     tokenizer = tokenizer_of(processing_class)
     for source in (tokenizer, generation_config(model), config_of(model)):
@@ -318,14 +310,12 @@ def split_prompts(inputs: Mapping[str, Any], pad_token_id: int) -> tuple[dict[st
     """Rows of prompt and target become (prompts padded on the left, targets padded on the right with -100).
 
     The target is the last run of labelled tokens: the completion, or the last answer of a conversation. The prompt is
-    everything before it, or the whole row without labels. The padding side of the batch does not matter.
+    everything before it, or the whole row without labels. The padding side of the batch does not matter. Raises a
+    `DataError` where a row is labelled from its first token on, so it has no prompt.
 
     Args:
         inputs: ``input_ids`` (B, T), with ``attention_mask`` and ``labels`` of the same shape where there are any;
             other inputs that are not per token are kept, image tensors among them, and `TOKEN_KINDS`.
-
-    Raises:
-        DataError: a row is labelled from its first token on, so it has no prompt.
     """
     ids = inputs["input_ids"]
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")

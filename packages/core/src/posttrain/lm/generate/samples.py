@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import Naming
+from posttrain.core.files import naming
 
 SAMPLES = "samples.jsonl"
 #: The folder of rollouts, whose files end in their optimizer step: ``<name>_00010.parquet``, or ``.jsonl``.
@@ -29,7 +29,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    with Naming(path), path.open("a+b") as file:
+    with naming(path), path.open("a+b") as file:
         if file.seek(0, 2):
             file.seek(-1, 2)
             text = text if file.read(1) == b"\n" else "\n" + text

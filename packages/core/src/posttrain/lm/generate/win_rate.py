@@ -8,9 +8,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.errors import DataError, write_text
+from posttrain.core.errors import DataError
+from posttrain.core.files import write_text
 from posttrain.core.logging.trackers import show_table
-from posttrain.core.models.wrapping import is_peft_model, unwrap
+from posttrain.core.models.wrapping import is_peft_model, replaced, unwrap
 from posttrain.lm.generate.completion_callbacks import _Answers
 
 REFERENCE = "win_rate_reference.json"
@@ -70,11 +71,8 @@ class WinRateCallback(_Answers):
     def _of_reference(self) -> list[tuple[str, str]]:
         trainer, model = self.trainer, unwrap(self.trainer.model)
         if hasattr(getattr(trainer, "ref_model", None), "generate"):
-            trained, trainer.model = trainer.model, trainer.ref_model
-            try:
+            with replaced(trainer, "model", trainer.ref_model):
                 return self.answer()
-            finally:
-                trainer.model = trained
         with model.disable_adapter() if is_peft_model(model) else contextlib.nullcontext():
             return self.answer()
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data.host_copies import send
+from posttrain.core.models.wrapping import replaced
 from posttrain.lm.images.image_positions import seeing_part
 
 #: Inputs of videos, which have an encoding of their own.
@@ -78,15 +79,12 @@ def features_once(model: nn.Module, copies: ImageCopies | None, inputs: Mapping[
         args = tuple(once.get(name, value) for name, value in zip(names, args, strict=False))
         found = encode(*args, **{name: once.get(name, value) for name, value in kwargs.items()})
         for name in ("pooler_output", "deepstack_features"):
-            if getattr(found, name, None) is not None:
-                setattr(found, name, _expanded(getattr(found, name), copies, several=name != "pooler_output"))
+            if (features := getattr(found, name, None)) is not None:
+                setattr(found, name, _expanded(features, copies, several=name != "pooler_output"))
         return found
 
-    owner.get_image_features = encode_once
-    try:
+    with replaced(owner, "get_image_features", encode_once):
         yield shown
-    finally:
-        del owner.get_image_features
 
 
 def _expanded(features: Any, copies: ImageCopies, several: bool) -> Any:

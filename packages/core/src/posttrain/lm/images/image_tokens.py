@@ -47,10 +47,8 @@ class ImageTokens:
         self._runs = re.compile(rf"({'|'.join(map(re.escape, words))})\1+")
 
     def show(self, text: str, sizes: Sequence[tuple[int, int]]) -> Shown:
-        """`text` with the tokens of images of these `sizes` (width, height) in the places of their placeholders.
-
-        Raises:
-            DataError: it has more or fewer places for images, or the processor refuses one of that size.
+        """`text` with the tokens of images of these `sizes` (width, height) in the places of their placeholders. Raises
+        a `DataError` where it has more or fewer places for images, or the processor refuses one of that size.
         """
         self.vision.check_places(text, image=sizes)
         images = [self._of_size(size) for size in sizes]
@@ -86,16 +84,14 @@ class ImageTokens:
 
 
 def row_lengths(dataset: Any, prepare: Any, lengths: Callable[[Sequence[Any], Sequence[int]], list[int]]) -> list[int]:
-    """Tokens of each row of `dataset`, at least 1. Texts are tokenized, and of images the first bytes are read.
+    """Tokens of each row of `dataset`, at least 1. Texts are tokenized, and of images the first bytes are read. Raises
+    a `DataError` where an image cannot be opened, and such rows are not to be dropped.
 
     Args:
         dataset: rows by index, numbered by `posttrain.lm.images.images.numbered`.
         prepare: ``(rows, numbers) -> drafts``, with the attributes ``vision``, ``reader`` and ``max_length``. It is
             asked without a maximum length, and with `ImageTokens` in place of its processor.
         lengths: ``(drafts, numbers) -> tokens of each row``.
-
-    Raises:
-        DataError: an image cannot be opened, and such rows are not to be dropped.
     """
     brief, started = copy.copy(prepare), time.perf_counter()
     brief.vision, brief.reader, brief.max_length = ImageTokens(prepare.vision), prepare.reader.size, None

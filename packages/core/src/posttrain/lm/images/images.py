@@ -81,10 +81,7 @@ class Video:
     @classmethod
     def of(cls, value: Any, fps: float | None = None) -> Video:
         """A video of a row: a list of frames, an array (frames, height, width, channels), or a dict with "frames" and
-        "fps".
-
-        Raises:
-            ImageError: it is something else, such as a file.
+        "fps". Raises an `ImageError` where it is something else, such as a file.
         """
         if isinstance(value, Video):
             return value
@@ -120,15 +117,12 @@ class ImageReader:
         return cls(args.max_image_pixels, args.fetch_remote_images)
 
     def __call__(self, value: Any) -> Any:
-        """`value` as a decoded PIL image in RGB; a `Video` with its frames so.
+        """`value` as a decoded PIL image in RGB; a `Video` with its frames so. Raises an `ImageError` with the reason.
 
         Args:
             value: a PIL image; an array (height, width) or (height, width, channels) of bytes; encoded bytes; a path;
                 a URL (file, data, or http(s) where that is allowed); or a dict with "bytes" or "path", as `datasets`
                 stores images.
-
-        Raises:
-            ImageError: with the reason.
         """
         if isinstance(value, Video):
             return replace(value, frames=read_images(value.frames, self, "frame {} of a video"))
@@ -141,11 +135,9 @@ class ImageReader:
         return (image_ops.exif_transpose(image) if opened else image).convert("RGB")
 
     def size(self, value: Any) -> tuple[int, int]:
-        """(width, height) of what `value` is read to, from its first bytes: nothing is decoded.
-
-        Raises:
-            ImageError: as for reading, but for images that are truncated or damaged behind their first bytes.
-            ValueError: it is a video.
+        """(width, height) of what `value` is read to, from its first bytes: nothing is decoded. Raises an `ImageError`
+        as for reading, but for images that are truncated or damaged behind their first bytes, and a `ValueError` where
+        it is a video.
         """
         if isinstance(value, Video):
             raise ValueError(
@@ -307,10 +299,8 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Video]:
-    """What the column of videos holds: ``videos``, a list of them, or ``video``, one.
-
-    Raises:
-        ImageError: a video is given as something else than its frames.
+    """What the column of videos holds: ``videos``, a list of them, or ``video``, one. Raises an `ImageError` where a
+    video is given as something else than its frames.
     """
     several, one = (row.get(name) for name in VIDEO_COLUMNS)
     if several is not None and (not isinstance(several, Sequence) or isinstance(several, (str, bytes))):
@@ -411,10 +401,8 @@ def described(value: Any, shown: Any) -> str:
 
 
 def fault_of(error: DataError, row: int, drops_bad_images: bool) -> str:
-    """Why the row of that number is dropped, going by the `error` that reading it raised.
-
-    Raises:
-        DataError: an image cannot be read, and such rows are not to be dropped.
+    """Why the row of that number is dropped, going by the `error` that reading it raised. Raises a `DataError` where an
+    image cannot be read, and such rows are not to be dropped.
     """
     if isinstance(error, ImageError) and not drops_bad_images:
         raise DataError(f"Row {row}: {error}. Correct the row, or set bad_images=drop.") from error

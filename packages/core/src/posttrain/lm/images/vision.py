@@ -61,6 +61,7 @@ def image_token_id(model: Any) -> int | None:
 
 def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[str, Any], list[Any]]:
     """(`row` with contents in parts and images in no column; its images and videos, in the order in which they show).
+    Raises a `DataError` where there are more images than places for them, or fewer.
 
     Args:
         row: with ``images`` or ``image``, and ``videos`` or ``video``, or with images in the parts of its messages:
@@ -69,9 +70,6 @@ def place_images(row: Mapping[str, Any], fields: Iterable[str]) -> tuple[dict[st
             a part, the images come before the text of the user's first message. Parts of the type "video" are the same
             for videos, see `Video.of`.
         fields: the columns of messages, in the order in which they are rendered.
-
-    Raises:
-        DataError: there are more images than places for them, or fewer.
     """
     given, videos = images_of(row), videos_of(row)
     row = {name: value for name, value in row.items() if name not in (*IMAGE_COLUMNS, *VIDEO_COLUMNS)}
@@ -234,9 +232,7 @@ class VisionProcessor:
 
     def show(self, text: str, images: Sequence[Any]) -> Shown:
         """`text` with the tokens of its `images` (PIL, or a `Video` of them) in the places of their placeholders.
-
-        Raises:
-            DataError: it has more or fewer places for images, or the processor refused them.
+        Raises a `DataError` where it has more or fewer places for images, or the processor refused them.
         """
         videos = [one for one in images if isinstance(one, Video)]
         pictures = [one for one in images if not isinstance(one, Video)]
@@ -339,10 +335,8 @@ class CountedBatch(dict):
     entries: Mapping[str, Sequence[int]] | None = None
 
     def halves(self) -> tuple[CountedBatch, CountedBatch]:
-        """The first and second half of the rows, each with its images; what became of them goes with the first.
-
-        Raises:
-            ValueError: it has one row, or cannot be cut.
+        """The first and second half of the rows, each with its images; what became of them goes with the first. Raises
+        a `ValueError` where it has one row, or cannot be cut.
         """
         if self.entries is None:
             raise ValueError("a batch of several completions of prompts with images cannot be cut by rows")

@@ -28,11 +28,9 @@ CLASSIFIERS = {
 
 
 def check_peft_config(peft_config: Any) -> Any:
-    """The module peft, after a check of `peft_config`.
-
-    Raises:
-        ImportError: it is not installed. TypeError: `peft_config` is none of its configs. ValueError: it begins in a
-            way that it alone cannot describe.
+    """The module peft, after a check of `peft_config`. Raises an `ImportError` where it is not installed, a `TypeError`
+    where `peft_config` is none of its configs, and a `ValueError` where it begins in a way that it alone cannot
+    describe.
     """
     peft = require("peft", "posttrain-core[peft]", why="peft_config")
     if not isinstance(peft_config, peft.PeftConfig):
@@ -58,16 +56,13 @@ def check_peft_config(peft_config: Any) -> Any:
 
 
 def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = None) -> nn.Module:
-    """Freeze `model` and put the adapter that `peft_config` describes on it.
+    """Freeze `model` and put the adapter that `peft_config` describes on it. Returns the `peft.PeftModel`.
 
     Args:
         train_parts: of a vision-language model, the parts that get adapters; see `parts.adapter_config`.
 
     On a base of 4 or 8 bits the adapter is kept in bfloat16 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314),
     and modules trained whole in the dtype of the model.
-
-    Returns:
-        The `peft.PeftModel`.
     """
     peft = check_peft_config(peft_config)
     if is_peft_model(model):
@@ -115,10 +110,8 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
 
 
 def with_task(model: nn.Module, peft_config: Any) -> Any:
-    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model.
-
-    Raises:
-        ConfigError: it is for classifiers, and `model` is a plain language model.
+    """`peft_config` with the task that `model` is for, where it has none, or that of a plain language model. Raises a
+    `ConfigError` where it is for classifiers, and `model` is a plain language model.
     """
     name = type(base_model(model)).__name__
     task = next((task for ending, task in CLASSIFIERS.items() if name.endswith(ending)), None)
@@ -165,10 +158,8 @@ def _tell_unmatched(model: Any) -> None:
 
 
 def set_trained(model: nn.Module, peft_config: Any, train_parts: str | None) -> nn.Module:
-    """`model` with the adapter of `peft_config` if there is one, and with what else shall not be trained frozen.
-
-    Raises:
-        ValueError: nothing of it can be trained, or it has no such parts.
+    """`model` with the adapter of `peft_config` if there is one, and with what else shall not be trained frozen. Raises
+    a `ValueError` where nothing of it can be trained, or it has no such parts.
     """
     if peft_config is not None:
         model = add_adapter(model, peft_config, train_parts)
@@ -202,10 +193,7 @@ def _with_old_name_of_cache(make: Callable[..., dict[str, Any]], *args: Any, **k
 
 
 def _cast_outside_of_autocast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a layer of LoRA reads: `x` itself where autocast casts it for each product, as in peft's 4-bit layers.
-
-    Else peft copies each input to float32, and autocast the copy to 16 bits again, forward and backward.
-    """
+    """What a LoRA layer reads: `x` under autocast, for which peft would copy it to float32 and autocast back."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 

@@ -50,7 +50,9 @@ def load_causal_lm(
     """Load a model by folder or Hub name, in float32 unless `model_init_kwargs` has a dtype.
 
     float32, because a change of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, would be rounded
-    away in bfloat16.
+    away in bfloat16. Raises a `MissingModelError` where there is no such folder, and the Hub gave nothing under that
+    name; a `CheckpointError` where an index in the folder names files outside of it, or an adapter does not name its
+    base; and a `ValueError` where `auto_class` sees images, and the model reads text alone.
 
     Args:
         model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto". The base
@@ -64,11 +66,6 @@ def load_causal_lm(
 
     A vision-language model is loaded whole for rows of text alone, also where transformers has a class for its text
     part: what is saved is the same kind of model, with all of its parts.
-
-    Raises:
-        MissingModelError: there is no such folder, and the Hub gave nothing under that name.
-        CheckpointError: an index in the folder names files outside of it, or an adapter does not name its base.
-        ValueError: `auto_class` sees images, and the model reads text alone.
     """
     import transformers
 
@@ -119,10 +116,8 @@ def obey_softcap(model: nn.Module) -> None:
 
 
 def whole_class(config: Any, auto_class: str, name_or_path: str) -> str:
-    """The class of `READING` or `SEEING` that loads every part of a model with this config.
-
-    Raises:
-        ValueError: the model was to see images, and only `READING` has a class for it.
+    """The class of `READING` or `SEEING` that loads every part of a model with this config. Raises a `ValueError` where
+    the model was to see images, and only `READING` has a class for it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -177,14 +172,9 @@ def load_tokenizer(
     auto_class: str = "AutoTokenizer",
     **kwargs: Any,
 ) -> Any:
-    """The tokenizer at a folder or Hub name, or the one next to the weights of a loaded model.
-
-    Args:
-        auto_class: the class of transformers to load with; AutoProcessor for models with images.
-
-    Raises:
-        ValueError: a model that was not loaded from anywhere.
-        MissingModelError: the folder holds no tokenizer.
+    """The tokenizer at a folder or Hub name, or the one next to the weights of a loaded model. `auto_class`: the class
+    of transformers to load with; AutoProcessor for models with images. Raises a `ValueError` for a model that was not
+    loaded from anywhere, and a `MissingModelError` where the folder holds no tokenizer.
     """
     import transformers
 
@@ -265,11 +255,9 @@ def missing_folder(name_or_path: str | os.PathLike[str], needs_config: bool = Tr
 
 @contextlib.contextmanager
 def explain_missing(path: str, what: str) -> Iterator[None]:
-    """Explain whether a folder or an answer of the Hub is missing if loading from `path` fails.
-
-    Raises:
-        MissingModelError: instead of transformers' error in this context.
-        CheckpointError: a file of JSON there is damaged.
+    """Explain whether a folder or an answer of the Hub is missing if loading from `path` fails. Raises a
+    `MissingModelError` instead of transformers' error in this context, and a `CheckpointError` where a file of JSON
+    there is damaged.
     """
     if _looks_local(path) and not os.path.exists(path):
         raise MissingModelError(f"The {what} folder {path!r} does not exist (looked from {os.getcwd()}).")
@@ -294,15 +282,13 @@ def has_routers(config: Any) -> bool:
 
 
 def router_coefficient(model: nn.Module, given: float | None) -> float:
-    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0.
-
-    Raises:
-        ValueError: `model` is no mixture of experts, and a weight is given.
+    """The weight of the load-balancing loss: `given`, or that of a mixture of experts' config, or 0. Raises a
+    `ValueError` where `model` is no mixture of experts, and a weight is given.
     """
     base = base_model(model)
     config = wrapping.text_config(wrapping.config_of(base))
     if has_routers(config):
-        return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
+        return (wrapping.setting(config, "router_aux_loss_coef") or 0.0) if given is None else given
     if given:
         raise ValueError(
             f"router_aux_loss_coef={given} weighs the load-balancing loss of routers, and {type(base).__name__} has "

@@ -21,10 +21,8 @@ PARTS = ("language", "vision", "both")
 
 
 def part_names(model: nn.Module) -> dict[str, list[str]]:
-    """The names of the modules of a vision-language model that have weights of their own, by part.
-
-    Raises:
-        ValueError: the model has no vision part.
+    """The names of the modules of a vision-language model that have weights of their own, by part. Raises a
+    `ValueError` where the model has no vision part.
     """
     base = base_model(model)
     if not sees(base):
@@ -47,10 +45,8 @@ def _language(base: Any) -> set[nn.Module]:
 
 
 def freeze_others(model: nn.Module, parts: str) -> None:
-    """Freeze every weight that is not of `parts`, one of `PARTS`. Tied weights are the language part's.
-
-    Raises:
-        ValueError: the model has no vision part.
+    """Freeze every weight that is not of `parts`, one of `PARTS`. Tied weights are the language part's. Raises a
+    `ValueError` where the model has no vision part.
     """
     names, base = part_names(model)["language"], base_model(model)
     language = {weight for name in names for weight in base.get_submodule(name).parameters(recurse=False)}
@@ -66,10 +62,8 @@ def adapter_config(model: nn.Module, peft_config: Any, parts: str | None) -> Any
     """`peft_config` for an adapter on `parts` of `model`.
 
     With `parts` None the modules that the config names are taken, wherever they are; a config that names none gets the
-    linear layers of the language part of a vision-language model, of which peft knows no default.
-
-    Raises:
-        ValueError: the model has no vision part, or this kind of adapter cannot leave modules out.
+    linear layers of the language part of a vision-language model, of which peft knows no default. Raises a `ValueError`
+    where the model has no vision part, or this kind of adapter cannot leave modules out.
     """
     given = vars(peft_config)
     if parts is None:

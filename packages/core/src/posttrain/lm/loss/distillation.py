@@ -77,13 +77,11 @@ class Measure:
 
 
 def divergence_terms(student_logps: torch.Tensor, teacher_logps: torch.Tensor, beta: float) -> torch.Tensor:
-    """The terms of the generalised Jensen-Shannon divergence, whose sum over the last dimension it is.
+    """The terms of the generalised Jensen-Shannon divergence, whose sum over the last dimension it is. Returns (...,
+    V); 0 for a token that has no probability under either.
 
     Args:
         student_logps, teacher_logps: (..., V) log-probabilities. beta: see `Measure`.
-
-    Returns:
-        (..., V); 0 for a token that has no probability under either.
     """
     student, teacher = (logps.clamp(min=-1e30) for logps in (student_logps, teacher_logps))
     if beta == 0:

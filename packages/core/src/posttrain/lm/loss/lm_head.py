@@ -91,16 +91,14 @@ def loss_in_head(
     labels; its `logits` are then a tensor of 3 numbers: the summed loss, with its graph, and, detached, the number of
     correctly predicted targets and the summed entropy in nats (`LossStats`); without `return_stats` only the loss.
     ``model(**inputs).loss`` does not exist: add its other terms, such as the auxiliary loss of a mixture of experts.
-    With `groups` 2 G more numbers follow: the summed loss and the targets of each group.
+    With `groups` 2 G more numbers follow: the summed loss and the targets of each group. Raises a `ValueError` for a
+    problem from `supports_loss_in_head`.
 
     Args:
         labels: (B, T), for the inputs of the forward.
         shifted: the labels are aligned with the logits already, as after `shift_labels`.
         dft: weight each loss as `posttrain.core.losses.logits.dynamic_weights` has it.
         groups: (B, T) the group of each label, 0 to G - 1 = `num_groups` - 1; aligned as the labels are.
-
-    Raises:
-        ValueError: for a problem from `supports_loss_in_head`.
     """
     targets = labels if shifted else shift_labels(labels)
     if groups is not None and not shifted:
@@ -160,10 +158,8 @@ def logps_in_head(
 
 @contextlib.contextmanager
 def states_in_head(model: nn.Module, labels: torch.Tensor) -> Iterator[list[HeadStates]]:
-    """Within this context the model's head computes no logits. What they would come from is left in the list.
-
-    Args:
-        labels: (B, T), aligned with the logits; the M positions that have one are kept, in their order.
+    """Within this context the model's head computes no logits. What they would come from is left in the list. `labels`:
+    (B, T), aligned with the logits; the M positions that have one are kept, in their order.
     """
     found: list[HeadStates] = []
     shares = _is_sharded(model)  # the weight is whole during the forward alone
@@ -185,10 +181,7 @@ def divergence_in_head(
 ) -> contextlib.AbstractContextManager[None]:
     """As `loss_in_head`, but the model's `logits` are two numbers: the divergence from `teacher`, summed over the
     positions that have a label, with its graph; and the summed entropy in nats, detached. See
-    `posttrain.lm.loss.distillation.linear_divergence`.
-
-    Args:
-        labels: (B, T), aligned with the logits.
+    `posttrain.lm.loss.distillation.linear_divergence`. `labels`: (B, T), aligned with the logits.
     """
 
     def loss(hidden: torch.Tensor, head: CausalHead) -> torch.Tensor:
@@ -236,7 +229,7 @@ def packed_head(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden.float(), packed, bias, "none", [], "")
 
-    return forward_replaced(linear, forward)
+    return wrapping.replaced(linear, "forward", forward)
 
 
 def gains_from_packing(weight: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
@@ -287,11 +280,11 @@ def _head_replaced(
             setattr(config, found.softcap_switch, None)
             stack.callback(setattr, config, found.softcap_switch, found.softcap)
 
-        def replaced(hidden: torch.Tensor) -> torch.Tensor:
+        def scored(hidden: torch.Tensor) -> torch.Tensor:
             part = [None if slicing is None else slicing.current] if by_slices else []
             return function(hidden, found, *part) / found.scale  # the model will multiply it by the scale
 
-        stack.enter_context(forward_replaced(found.linear, replaced, name))
+        stack.enter_context(wrapping.replaced(found.linear, name, scored))
         yield
 
 
@@ -313,7 +306,7 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
         if type(wrapped) is nn.DataParallel:
             return None, "The model is in nn.DataParallel, which copies it for every forward."
         wrapped = wrapped.module
-    if getattr(wrapped, "_compiled_call_impl", None) is not None:
+    if wrapped._compiled_call_impl is not None:
         return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:
@@ -405,7 +398,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
         inputs["decoder_input_ids"] = ids
     hidden = torch.zeros(1, 2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
     body = wrapping.body_of(base)
-    skipped = forward_replaced(body, lambda *args, **kwargs: _BodyOutput([hidden]))
+    skipped = wrapping.replaced(body, "forward", lambda *args, **kwargs: _BodyOutput([hidden]))
     handle = linear.register_forward_hook(put, prepend=True)
     try:
         with eval_mode(base), whole_rows(), skipped if body is not base else contextlib.nullcontext():
@@ -418,20 +411,7 @@ def _logits_for(base: nn.Module, linear: nn.Linear) -> tuple[torch.Tensor, torch
     return given[0].float(), logits.float(), tolerance
 
 
-@contextlib.contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any], name: str = "forward") -> Iterator[None]:
-    """Within this context the attribute `name` of `module` is `forward`."""
-    own = vars(module).get(name)
-    setattr(module, name, forward)
-    try:
-        yield
-    finally:
-        setattr(module, name, own) if own is not None else delattr(module, name)
-
-
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether parameters of `model` are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor
-    parallelism.
-    """
+    """Whether parameters are in parts, even if only between forwards: by FSDP, DeepSpeed or tensor parallelism."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return bool(kinds & {"FSDPModule", "FullyShardedDataParallel"}) or is_in_pieces(*model.parameters())

@@ -217,10 +217,7 @@ class Gradients:
 def _score(
     logits: torch.Tensor, tiles: Tiles, labels: torch.Tensor, stats: tuple[str, ...], scores: torch.Tensor
 ) -> None:
-    """Write the losses of a block of n rows, and each of `stats`, into `scores`, (1 + len(stats), n).
-
-    Its probabilities are then in the buffer of `tiles`. Logits are overwritten.
-    """
+    """Write losses and `stats` of n rows into `scores`, (1 + len(stats), n); their logits become probabilities."""
     smoothing, part, found = tiles.options.label_smoothing, tiles.options.part, {}
     if part is not None:
         out = tiles.probabilities[: len(logits)]
@@ -250,10 +247,7 @@ def _score(
 
 
 def _highest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum of each row of (n, V), and its first index.
-
-    On the CPU, argmax of torch 2.13 takes seven times as long as max, so it only searches one chunk.
-    """
+    """The maximum of each row of (n, V) and its first index; on the CPU argmax of torch 2.13 takes 7 times as long."""
     whole = logits.shape[1] // ARGMAX_WIDTH * ARGMAX_WIDTH
     if logits.device.type != "cpu" or not whole:
         return logits.max(1)
@@ -273,11 +267,7 @@ def _score_all(
     gradients: Gradients | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(1 + len(stats), M) the loss of each row and each of `stats`.
-
-    Args:
-        gradients: get those of the summed loss. weights: (M,) for those of `dynamic_weights`; None: without.
-    """
+    """(1 + len(stats), M) losses and `stats`; `gradients`: of the sum, `weights` (M,) those of `dynamic_weights`."""
     scores = tiles.scores(1 + len(stats))
     for start, stop in tiles:
         tile = tiles.multiply(start, stop)
@@ -299,9 +289,7 @@ def _score_all(
 
 def spend_gradients(ctx, grad_loss: torch.Tensor, what: str, otherwise: str = "") -> tuple[torch.Tensor | None, ...]:
     """The gradients of a function of (hidden, weight, bias, and five more) whose forward made them, for one backward.
-
-    Raises:
-        RuntimeError: the second time, naming the function `what`, and what to do `otherwise`.
+    Raises a `RuntimeError` the second time, which names the function `what`, and what to do `otherwise`.
     """
     if ctx.gradients is None:
         raise RuntimeError(

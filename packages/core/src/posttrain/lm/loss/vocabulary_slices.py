@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from posttrain.core.distributed.sharding import is_piece
+
 
 class Slice(NamedTuple):
     """The part of a vocabulary that a process has.
@@ -50,7 +52,7 @@ def of_weight(weight: Any) -> tuple[torch.Tensor, Slice | None]:
 
     Rows that are split otherwise are gathered; the gradient is cut again.
     """
-    if not hasattr(weight, "full_tensor"):
+    if not is_piece(weight):
         return weight, None
     mesh, (placement, *others) = weight.device_mesh, weight.placements
     if others or not placement.is_shard(0):

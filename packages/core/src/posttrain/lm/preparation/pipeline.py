@@ -67,7 +67,9 @@ def prepare_rows(
     limits: Mapping[str, int] | None = None,
     on_bad_rows: str = "drop",
 ) -> Any:
-    """Turn the rows of a dataset into tokens.
+    """Turn the rows of a dataset into tokens. Raises a `DataError` for no rows, unknown columns, no row to train on,
+    one that cannot be where `on_bad_rows` is "raise", a token outside the model's vocabulary, or a row that is longer
+    than its positions.
 
     Args:
         dataset: a `datasets.Dataset`, a list of dicts, a torch dataset of dicts, or a stream (`IterableDataset` of
@@ -81,10 +83,6 @@ def prepare_rows(
     Returns:
         A `datasets.Dataset` with the columns of `prepare`; or an `IterableDataset` for a stream, whose `report` grows
         as it is read. A dataset on disk is cached next to itself; other processes wait for the first to finish.
-
-    Raises:
-        DataError: no rows, unknown columns, no row to train on, one that cannot be where `on_bad_rows` is "raise", a
-            token outside the model's vocabulary, or a row that is longer than its positions.
     """
     import datasets
     from torch.utils.data import IterableDataset

@@ -25,9 +25,7 @@ Faults = dict[str, tuple[int, list[int]]]
 @contextlib.contextmanager
 def naming_undecodable(dataset: Any, name: str) -> Iterator[None]:
     """Name the row whose bytes are no UTF-8, if the work in this context failed on one and `dataset` has numbered rows.
-
-    Raises:
-        DataError: instead of Python's error.
+    Raises a `DataError` instead of Python's error.
     """
     try:
         yield
@@ -73,13 +71,8 @@ class RowReport:
     def add_read(
         self, facts: Mapping[str, Any], on_bad_rows: str, logger: logging.Logger, rows: int | None = None
     ) -> None:
-        """``add(**facts)`` of rows that are prepared while batches are made, and `judge`.
-
-        Args:
-            rows: of the dataset; None: an unknown number.
-
-        Raises:
-            DataError: all of them, or the first `ENOUGH`, were dropped.
+        """``add(**facts)`` of rows that are prepared while batches are made, and `judge`. `rows`: of the dataset; None:
+        an unknown number. Raises a `DataError` where all of them, or the first `ENOUGH`, were dropped.
         """
         known = set(self.dropped)
         self.add(**facts)
@@ -128,9 +121,7 @@ class RowReport:
 
     def judge(self, on_bad_rows: str, logger: logging.Logger | None = None, known: Iterable[str] = ()) -> None:
         """Refuse rows that were dropped for a fault, if they are to be; else warn of reasons that are not `known`.
-
-        Raises:
-            DataError: naming the first rows of each reason.
+        Raises a `DataError` that names the first rows of each reason.
         """
         bad = {why: rows for why, rows in self.dropped.items() if not any(part in why for part in ASKED_FOR)}
         if bad and on_bad_rows == "raise":

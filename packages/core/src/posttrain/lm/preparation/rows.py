@@ -73,10 +73,8 @@ class RowPreparation:
         return tuple(name for name, kind in self.columns_made().items() if kind == "tokens")
 
     def columns_read(self, columns: list[str], name: str) -> list[str] | None:
-        """Those of the `columns` of dataset `name` that are read; None for all.
-
-        Raises:
-            DataError: the columns fit no format.
+        """Those of the `columns` of dataset `name` that are read; None for all. Raises a `DataError` where the columns
+        fit no format.
         """
         raise NotImplementedError
 
@@ -157,10 +155,8 @@ def check_row(row: Any) -> None:
 
 
 def whole_numbers(value: Any, name: str) -> np.ndarray:
-    """(N,) int32 of the list of tokens or labels in column `name`.
-
-    Raises:
-        DataError: it is empty, or no list of whole numbers of 32 bits.
+    """(N,) int32 of the list of tokens or labels in column `name`. Raises a `DataError` where it is empty, or no list
+    of whole numbers of 32 bits.
     """
     try:
         numbers = np.asarray(value)

@@ -27,9 +27,7 @@ _TURNS = tuple(  # some templates show a call only where the turn has no content
 
 def are_text(render: Callable[[list[dict[str, Any]]], str]) -> bool:
     """Whether a chat template inserts arguments unchanged, so that it needs JSON text: found with a test call.
-
-    Args:
-        render: the text of a conversation; raises DataError where the template refuses it.
+    `render`: the text of a conversation; raises DataError where the template refuses it.
     """
     return not _shows_json(render, as_text=False) and _shows_json(render, as_text=True)
 
@@ -47,10 +45,8 @@ def _shows_json(render: Callable[[list[dict[str, Any]]], str], as_text: bool) ->
 
 
 def put(messages: Sequence[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
-    """`messages` with the arguments of their calls as JSON text, or as dicts.
-
-    Raises:
-        DataError: arguments that should be a dict are a text that is no JSON, or JSON of something else.
+    """`messages` with the arguments of their calls as JSON text, or as dicts. Raises a `DataError` where arguments that
+    should be a dict are a text that is no JSON, or JSON of something else.
     """
     return [
         message | {"tool_calls": [_put(call, as_text) for call in calls]}

@@ -65,14 +65,12 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def detect_format(columns: Iterable[str], among: Iterable[str] = FORMATS) -> str:
-    """The format of a dataset with these columns (or of a row, whose keys are its columns).
+    """The format of a dataset with these columns (or of a row, whose keys are its columns). Raises a `DataError` where
+    no format fits, which names the columns found and wanted.
 
     Args:
         columns: column names, or a row.
         among: the formats to choose from, best first.
-
-    Raises:
-        DataError: no format fits; names the columns found and wanted.
     """
     names, among = set(columns), list(among)
     for name in among:
@@ -96,13 +94,9 @@ def is_conversational(row: Mapping[str, Any]) -> bool:
 
 
 def sharegpt_to_messages(row: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """``{"from": "human", "value": "Hi"}`` -> ``{"role": "user", "content": "Hi"}``, for each turn of a row.
-
-    Args:
-        row: a row with a ``conversations`` column, or that column's value.
-
-    Raises:
-        DataError: a turn lacks ``from`` or ``value``, or an unknown speaker.
+    """``{"from": "human", "value": "Hi"}`` -> ``{"role": "user", "content": "Hi"}``, for each turn of a row. `row`: a
+    row with a ``conversations`` column, or that column's value. Raises a `DataError` where a turn lacks ``from`` or
+    ``value``, or has an unknown speaker.
     """
     turns = row["conversations"] if isinstance(row, Mapping) else row
     messages = []
@@ -147,14 +141,12 @@ def to_messages(value: Any, name: str = "messages") -> list[Message]:
 def message_choice(
     value: Sequence[Mapping[str, Any]], train_on: str | Sequence[str] | None = None
 ) -> list[bool] | None:
-    """The messages of a conversation to train on; None for all of its text, headers of turns included.
+    """The messages of a conversation to train on; None for all of its text, headers of turns included. Raises a
+    `DataError` for a flag that is neither true nor false.
 
     Args:
         value: messages or ShareGPT turns; a message's ``"train": true`` or ``"weight": 1`` wins over its role.
         train_on: roles, "all" or "last" (the assistant's last). None: all; the assistant's if any message is flagged.
-
-    Raises:
-        DataError: a flag that is neither true nor false.
     """
     flagged = any(name in message for message in value for name in MESSAGE_FLAGS)
     if not flagged and train_on in (None, "all"):
@@ -219,10 +211,8 @@ class Template:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, continue_final_message: bool = False
     ) -> str:
-        """The text of a conversation.
-
-        Raises:
-            DataError: the template refused it (e.g. roles that do not alternate), or arguments of calls are no JSON.
+        """The text of a conversation. Raises a `DataError` where the template refused it (e.g. roles that do not
+        alternate), or arguments of calls are no JSON.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         return self._render(self._with_arguments(messages), **options)
@@ -250,10 +240,8 @@ class Template:
         The prompt is what the model is given before it writes: with the generation prompt, or, where it ends in an
         unfinished turn of the assistant, with that turn left open. If a template renders the end of a prompt
         differently in a longer conversation (an empty thought, for example), the common part counts. Where the
-        completion begins with a message of another role, `next_role`, the prompt is what its messages render to.
-
-        Raises:
-            DataError: the template renders the prompt's messages differently in the conversation.
+        completion begins with a message of another role, `next_role`, the prompt is what its messages render to. Raises
+        a `DataError` where the template renders the prompt's messages differently in the conversation.
         """
         answers = next_role == "assistant"
         unfinished = answers and prompt[-1]["role"] == "assistant"
@@ -278,10 +266,8 @@ class Template:
         the text before and after it must not change.
 
         Of a template that ends no turn of the assistant, the token that opens the next message ends it, see
-        `posttrain.lm.text.turn_closers`; after a last turn it is added to the text.
-
-        Raises:
-            DataError: neither way finds where a message starts and stops.
+        `posttrain.lm.text.turn_closers`; after a last turn it is added to the text. Raises a `DataError` where neither
+        way finds where a message starts and stops.
         """
         spans: list[Span] = []
         is_answer = [message["role"] == "assistant" for message in messages]
@@ -350,9 +336,7 @@ class Template:
         return start, stop + agreed
 
     def _ending(self, messages: Sequence[Message]) -> str:
-        """The text after the last message, whose content is the placeholder; empty if the messages do not render
-        alone.
-        """
+        """The text after the last message, a placeholder; empty if the messages do not render alone."""
         try:
             return self.render(messages).partition(PLACEHOLDER)[2]
         except DataError:
@@ -428,13 +412,8 @@ def end_tokens(tokenizer: Any, eos_token_id: int | None = None) -> set[int]:
 
 
 def require_calls(template: Template, messages: Sequence[Message], chosen: Sequence[bool] | None = None) -> None:
-    """Reject a conversation whose tool calls the template omits: it would train on empty turns.
-
-    Args:
-        chosen: the messages to check; None: all.
-
-    Raises:
-        DataError: the template omits a call.
+    """Reject a conversation whose tool calls the template omits: it would train on empty turns. `chosen`: the messages
+    to check; None: all. Raises a `DataError` where the template omits a call.
     """
     named, count = [], 0
     for i, message in enumerate(messages):

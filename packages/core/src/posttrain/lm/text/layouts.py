@@ -47,10 +47,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant): ?")  # as in Anthropic's HH-RLHF
 
 def find(columns: Iterable[str], kind: str) -> dict[str, str] | None:
     """{column that trainers read: the column that holds it} of a layout with these `columns`; None where nothing has to
-    be changed, or nothing fits.
-
-    Args:
-        kind: the format that the trainer reads, one of `KINDS`.
+    be changed, or nothing fits. `kind`: the format that the trainer reads, one of `KINDS`.
     """
     columns, found = list(columns), {}
     names = {name.strip().lower(): name for name in columns} | {name: name for name in columns}
@@ -157,9 +154,7 @@ def _converted(layout: Mapping[str, str], chats: bool, row: Mapping[str, Any]) -
 
 
 def _as_text(value: Any) -> Any:
-    """A number as its text: columns of CSV that hold nothing else are read as numbers, and whole ones beside an empty
-    cell as floats.
-    """
+    """A number as its text: CSV columns of numbers are read as numbers, and beside an empty cell as floats."""
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     return str(value) if isinstance(value, (int, float)) else value
 

@@ -106,9 +106,7 @@ def unreadable(text: str) -> str:
 
 def explain_unreadable(texts: Iterable[Any]) -> None:
     """Say that a tokenizer cannot read one of `texts`, after it failed on them; return if all hold characters alone.
-
-    Raises:
-        DataError: one cannot be read, see `unreadable`.
+    Raises a `DataError` where one cannot be read, see `unreadable`.
     """
     for text in texts:
         if isinstance(text, str) and (fault := unreadable(text)):

@@ -17,11 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_template(source: str | os.PathLike[str], trust_remote_code: bool = False) -> str:
-    """The chat template in a Jinja file, or of the tokenizer in a folder or under a name on the Hub.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder, and the Hub gave nothing under that name.
-        ValueError: the tokenizer there has no chat template.
+    """The chat template in a Jinja file, or of the tokenizer in a folder or under a name on the Hub. Raises a
+    `FileNotFoundError` where there is no such file or folder and the Hub gave nothing under that name, and a
+    `ValueError` where the tokenizer there has no chat template.
     """
     path = os.fspath(source)
     if os.path.isfile(path):
@@ -43,13 +41,9 @@ def load_template(source: str | os.PathLike[str], trust_remote_code: bool = Fals
 
 
 def set_up_tokenizer(tokenizer: Any, args: Any) -> None:
-    """Set the chat template and special tokens that `args` name, and a pad token if there is none.
-
-    Args:
-        args: a config; of ``chat_template_path``, ``eos_token`` and ``pad_token`` it may have any.
-
-    Raises:
-        ValueError: a token that is not in the vocabulary. FileNotFoundError: no chat template there.
+    """Set the chat template and special tokens that `args` name, and a pad token if there is none. `args`: a config; of
+    ``chat_template_path``, ``eos_token`` and ``pad_token`` it may have any. Raises a `ValueError` for a token that is
+    not in the vocabulary, and a `FileNotFoundError` where there is no chat template.
     """
     for problem in token_problems(tokenizer, args):
         raise problem

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from posttrain.core.errors import write_text
+from posttrain.core.files import write_text
 
 LAST = 4096
 """Bytes of a program's output that are read, from its end."""

@@ -24,7 +24,8 @@ import torch
 from posttrain.core.arguments import TrainingArguments
 from posttrain.core.config import opt, value_of
 from posttrain.core.data.samplers import is_stream, mix
-from posttrain.core.errors import DataError, write_text
+from posttrain.core.errors import DataError
+from posttrain.core.files import write_text
 from posttrain.core.state import EvalLoopOutput, TrainOutput
 from posttrain.core.training.preflight import Parts, Problem
 from posttrain.rl.losses.advantages import total_rewards

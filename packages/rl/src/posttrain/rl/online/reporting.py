@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from posttrain.core.checkpoint.disk import run_goes_on
 from posttrain.core.config import value_of
 from posttrain.core.distributed.strategies.base import Distributed
-from posttrain.core.errors import write_text
+from posttrain.core.files import run_goes_on, write_text
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import Metrics
 from posttrain.core.logging.trackers import show_table

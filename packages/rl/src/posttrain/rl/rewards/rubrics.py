@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-from posttrain.core.errors import Naming
+from posttrain.core.files import naming
 from posttrain.rl.generation.server import Server
 
 HIGHEST = 10
@@ -129,7 +129,7 @@ class RubricReward:
             with _WRITING:
                 self._known[key] = grades
                 if self.cache is not None:
-                    with Naming(self.cache), open(self.cache, "a", encoding="utf-8") as file:
+                    with naming(self.cache), open(self.cache, "a", encoding="utf-8") as file:
                         file.write(json.dumps([key, grades]) + "\n")
         return self._known[key]
 

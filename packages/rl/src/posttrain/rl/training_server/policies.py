@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from posttrain.core.checkpoint import codec, weights
-from posttrain.core.checkpoint.disk import remove
 from posttrain.core.checkpoint.store import Store
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.errors import CheckpointError, did_you_mean, require
+from posttrain.core.files import remove
 from posttrain.core.models.wrapping import PretrainedModel, text_config
 from posttrain.core.optim import builder
 from posttrain.lm.loading import adapters

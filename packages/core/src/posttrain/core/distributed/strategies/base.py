@@ -80,9 +80,14 @@ class Distributed(World):
 
     def place(self, model: nn.Module, trained: bool = False) -> None:
         """Move `model` to this process's device, unless it was loaded with a device map or the arguments forbid it; one
-        that is `trained` and will be sharded is moved layer by layer.
+        that is `trained` and will be sharded is moved layer by layer. Raises a `ValueError` where it has no values.
         """
         if not (trained and self.shards) and self.moves(model):
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError(
+                    f"The weights of this {type(model).__name__} are on the meta device, where they have no values. "
+                    "Load it with from_pretrained, or make it outside of torch.device('meta') and init_empty_weights()."
+                )
             model.to(self.device)
         self._use_device(model)
         if trained and self._warns_of_bfloat16:

@@ -1,4 +1,4 @@
-"""Durable writes, free-space checks and errors about full disks."""
+"""Durable writes, free-space checks and the errors of failed writes, which name their file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,43 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.core.errors import CheckpointError, means_disk_full
+from posttrain.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 class DiskFullError(CheckpointError):
     """A checkpoint was not written because the disk, or the user's quota, is full."""
+
+
+def means_disk_full(error: BaseException) -> bool:
+    """Whether `error` is how the system, or a library, says that a disk or a quota is full."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # safetensors and torch report the system's error only as text.
+    return "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+
+
+def name_file(error: BaseException, path: str | os.PathLike[str]) -> None:
+    """Let `error` name `path`, where it is of a failed write, which does not know its file; leave any other alone."""
+    if isinstance(error, OSError) and error.errno and not error.filename:
+        error.filename = str(path)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around the code that writes `path`: the error of a failed write names it (`name_file`)."""
+    try:
+        yield
+    except OSError as error:
+        name_file(error, path)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` in UTF-8 to `path`, which every `OSError` names."""
+    with naming(path):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def sync_file(path: str | Path) -> None:
