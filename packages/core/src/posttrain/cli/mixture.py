@@ -41,12 +41,15 @@ class DatasetConfig:
 
 @dataclass
 class DatasetMixtureConfig:
-    """Datasets to be joined, for `get_dataset`. Raises a `DataError` where a mapping has no path, or an unknown key.
+    """Datasets to be joined, for `get_dataset`.
 
     Args:
         datasets: a `DatasetConfig` each, or mappings with its fields, which are turned into them.
         streaming: whether rows are read as they are needed.
         test_split_size: the share of the rows, or their number, that is held out as the split ``"test"``.
+
+    Raises:
+        DataError: a mapping has no path, or an unknown key.
     """
 
     datasets: list[Any] = field(
@@ -62,8 +65,10 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
-    """The joined rows of `mixture_config` as the split ``"train"``, and with `test_split_size` also ``"test"``. Raises
-    a `DataError` where there is no dataset, or the fractions cannot be followed.
+    """The joined rows of `mixture_config` as the split ``"train"``, and with `test_split_size` also ``"test"``.
+
+    Raises:
+        DataError: there is no dataset, or the fractions cannot be followed.
     """
     datasets = require("datasets", "posttrain-core[datasets]", why="reading datasets")
     rows = joined(mixture_config.datasets, mixture_config.streaming)

@@ -95,8 +95,10 @@ class ScriptParser:
         return self._commands
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Let fields have these values, where neither a file nor a flag sets them; those of commands too. Returns the
-        names that no class has, with their values: ``["--name", "value"]``.
+        """Let fields have these values, where neither a file nor a flag sets them; those of commands too.
+
+        Returns:
+            the names that no class has, with their values: ``["--name", "value"]``.
         """
         parsers: list[ScriptParser] = [self, *(self._commands.parsers.values() if self._commands else ())]
         unknown = {name: parse.Setting(f"default of {name}", _as_text(value)) for name, value in values.items()}
@@ -126,8 +128,7 @@ class ScriptParser:
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """One config of each class, in their order. Of a flag that is given twice, the last counts. Raises a
-        `ConfigError` that lists everything that is wrong.
+        """One config of each class, in their order. Of a flag that is given twice, the last counts.
 
         Args:
             args: the words; None: those of this process.
@@ -135,6 +136,9 @@ class ScriptParser:
                 that follow the one value of a flag.
             fail_with_unknown_args: False leaves such words out.
             separate_remaining_strings: return those of the files and those of the flags as two elements.
+
+        Raises:
+            ConfigError: listing everything that is wrong.
         """
         words = list(sys.argv[1:] if args is None else args)
         if self._commands is not None and words and words[0] in self._commands.parsers:

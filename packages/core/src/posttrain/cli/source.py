@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.config import ConfigMeta, JSONObject, opt, validate
-from posttrain.core.errors import DataError, UnsavedError, did_you_mean, means_disk_full, missing, require
+from posttrain.core.errors import DataError, UnsavedError, did_you_mean, missing, require
+from posttrain.core.files import means_disk_full
 from posttrain.lm.text import layouts
 
 logger = logging.getLogger(__name__)
@@ -160,10 +161,14 @@ class DataSource(metaclass=ConfigMeta):
         return {name: part.max_tokens for name, part in self.parts().items() if part.max_tokens is not None} or None
 
     def load(self) -> tuple[Any, Any | None]:
-        """Read the training rows and the evaluation rows. Returns two datasets (`datasets.Dataset` or
-        `IterableDataset`); the second is None if it is not configured. Of a mixture the first is a dict of datasets by
-        name, and with `eval_share` so is the second. Raises a `DataError` where a split does not exist, which names the
-        existing ones.
+        """Read the training rows and the evaluation rows.
+
+        Returns:
+            two datasets (`datasets.Dataset` or `IterableDataset`); the second is None if it is not configured. Of a
+            mixture the first is a dict of datasets by name, and with `eval_share` so is the second.
+
+        Raises:
+            DataError: a split does not exist; names the existing ones.
         """
         train, held_out = self._training_sets()
         return self._first(train), None if held_out is None else self._first(held_out)

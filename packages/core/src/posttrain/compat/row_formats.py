@@ -32,8 +32,10 @@ def is_conversational_from_value(row: Mapping[str, Any]) -> bool:
 def maybe_convert_to_chatml(row: Mapping[str, Any]) -> dict[str, Any]:
     """`row` with messages in place of ShareGPT turns, and ``messages`` in place of ``conversations``.
 
-    Speakers are named as chat templates know them ("human" is "user", "gpt" is "assistant"). Raises a `DataError` where
-    a speaker is unknown, or a turn has no text.
+    Speakers are named as chat templates know them ("human" is "user", "gpt" is "assistant").
+
+    Raises:
+        DataError: a speaker is unknown, or a turn has no text.
     """
     made = {name: to_messages(value, name) if _is_talk(value) else value for name, value in row.items()}
     if "conversations" in made:
@@ -47,13 +49,15 @@ def apply_chat_template(
     """The texts of a conversational row, rendered by the chat template of `processing_class`.
 
     ``messages`` become ``text``. A prompt is rendered up to where the answer begins, and ``completion``, ``chosen`` and
-    ``rejected`` are what follows: the prompt and one of them are the whole conversation. A ``label`` is kept. Raises a
-    `DataError` where the row holds no messages, or its prompt ends with a message that no answer follows.
+    ``rejected`` are what follows: the prompt and one of them are the whole conversation. A ``label`` is kept.
 
     Args:
         row: a ``chat_template_kwargs`` in it goes to the template.
         tools: functions or their JSON schemas, which the template describes.
         template_kwargs: variables of the template.
+
+    Raises:
+        DataError: the row holds no messages, or its prompt ends with a message that no answer follows.
     """
     options = {**(row.get("chat_template_kwargs") or {}), **template_kwargs, "tools": list(tools or ()) or None}
 
@@ -89,8 +93,10 @@ def prepare_multimodal_messages(
 ) -> list[Message]:
     """`messages` whose contents are lists of parts, with `images` in the parts that wait for one.
 
-    Where no part waits, they come before the text of the user's first message. Raises a `DataError` where there are
-    more images than places for them, or fewer.
+    Where no part waits, they come before the text of the user's first message.
+
+    Raises:
+        DataError: there are more images than places for them, or fewer.
     """
     row, shown = place_images({"messages": list(messages), "images": list(images or ())}, ("messages",))
     waiting = iter(shown)

@@ -203,8 +203,10 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
 
     Each group is written in the module that reads it. Subclass it as a dataclass to add fields; a subclass may define
     ``_normalize(self)`` and ``_problems(self)`` (see `posttrain.core.config.validate`) and a table ``OLD_NAMES``. The
-    constructor has no side effects: it uses no folder, device or process group. Raises a `ConfigError`, which is a
-    `ValueError` and a `TypeError`, that lists everything wrong with the arguments.
+    constructor has no side effects: it uses no folder, device or process group.
+
+    Raises:
+        ConfigError: a `ValueError` and a `TypeError` that lists everything wrong with the arguments.
     """
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = OLD_NAMES

@@ -58,8 +58,10 @@ class TrainerCallback:
     may_fail = False
 
     def log_metric(self, name: str, value: Any, weight: Any = 1, reduce: str = "mean", per_epoch: bool = False) -> None:
-        """In an event: log the mean of `value` in the next record, or what else `Trainer.log_metric` can do. Raises a
-        `RuntimeError` where no trainer is calling a callback.
+        """In an event: log the mean of `value` in the next record, or what else `Trainer.log_metric` can do.
+
+        Raises:
+            RuntimeError: no trainer is calling a callback.
         """
         if _log_of_event is None:
             raise RuntimeError(
@@ -173,8 +175,10 @@ class CallbackHandler:
         return None
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Put callbacks saved in a checkpoint in place of those present, class by class and in order. `states` are
-        `TrainerState.stateful_callbacks`.
+        """Put callbacks saved in a checkpoint in place of those present, class by class and in order.
+
+        Args:
+            states: `TrainerState.stateful_callbacks`.
         """
         for name, saved in states.items():
             saved = saved if isinstance(saved, list) else [saved]

@@ -28,8 +28,6 @@ def tokenize(
     name: str = "train",
 ) -> Any:
     """A `datasets` dataset with the columns ``input_ids``, ``attention_mask`` and ``labels``, ragged, and nothing else.
-    Raises a `DataError` where there is no such column, or no row with text, or one without where `on_bad_rows` is
-    "raise".
 
     Args:
         source, target: the columns of text; a column may hold texts by name ({"en": ..., "de": ...}), written
@@ -38,6 +36,9 @@ def tokenize(
         max_source_length, max_target_length: in tokens, with the special ones; longer ones are truncated at the end.
         on_bad_rows: "drop" rows in which one of them is no text, with a warning that names them, or "raise".
         name: the dataset's, in that warning.
+
+    Raises:
+        DataError: there is no such column, or no row with text, or one without where `on_bad_rows` is "raise".
     """
     columns = list(dataset.column_names or next(iter(dataset), {}))
     for column in (source, target):

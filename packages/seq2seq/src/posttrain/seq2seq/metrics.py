@@ -59,7 +59,10 @@ def text_metrics(tokenizer: Any, names: Sequence[str] = ("bleu", "chrf")) -> Cal
     """A `compute_metrics` that scores generated texts against the labels: some of `SCORES`, and ``gen_len``.
 
     ``gen_len`` is the mean number of tokens of an output, without padding. Of several sequences for one row, the first
-    is scored. Raises a `ValueError` where there is no score of such a name.
+    is scored.
+
+    Raises:
+        ValueError: there is no score of such a name.
     """
     for name in names:
         if name not in SCORES:

@@ -37,7 +37,7 @@ def rng_state() -> dict[str, Any]:
 def _states_of(kind: str) -> list[torch.Tensor]:
     if kind == "mps":
         return [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else []
-    module = torch.get_device_module(kind)
+    module = getattr(torch, kind)
     return module.get_rng_state_all() if module.is_initialized() else []
 
 
@@ -48,7 +48,7 @@ def _set_states_of(kind: str, states: list[torch.Tensor]) -> int:
         for state in states[:here]:
             torch.mps.set_rng_state(state.clone())
         return min(here, len(states))
-    module = torch.get_device_module(kind)
+    module = getattr(torch, kind)
     here = module.device_count() if states else 0
     for device, state in enumerate(states[:here]):
         module.set_rng_state(state.clone(), device)

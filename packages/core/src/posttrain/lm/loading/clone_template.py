@@ -18,8 +18,7 @@ def clone_chat_template(
     """Let `tokenizer` write chats as the tokenizer at `source_tokenizer_path` does, and `model` know the tokens for it.
 
     The added tokens that `tokenizer` lacks are taken over, its eos token becomes that of the source, in the configs of
-    the model too, and the embeddings grow. The rows of new tokens are to be trained. Raises a `ValueError` where the
-    source has no chat template.
+    the model too, and the embeddings grow. The rows of new tokens are to be trained.
 
     Args:
         resize_to_multiple_of: round the number of embeddings up to a multiple of this; unused tokens fill the
@@ -27,6 +26,9 @@ def clone_chat_template(
 
     Returns:
         (model, tokenizer, ids of the tokens that are new); both are changed in place.
+
+    Raises:
+        ValueError: the source has no chat template.
     """
     source = load_tokenizer(source_tokenizer_path)
     if source.chat_template is None:
@@ -60,14 +62,16 @@ def setup_chat_format(
     had it; `clone_chat_template` takes over the template of another tokenizer.
 
     The tokens ``<|im_start|>`` and ``<|im_end|>`` become begin and end of a text, the latter also its padding. The rows
-    of new tokens are to be trained. Raises a `ValueError` where the tokenizer has a chat template, or another format is
-    asked for.
+    of new tokens are to be trained.
 
     Args:
         format: ``"chatml"``, the only one.
 
     Returns:
         (model, tokenizer), changed in place.
+
+    Raises:
+        ValueError: the tokenizer has a chat template, or another format is asked for.
     """
     if tokenizer.chat_template is not None:
         raise ValueError(

@@ -117,14 +117,16 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     Any template is taken, not a list of known ones: it stays as it is, within a macro that is called for each turn of
     the assistant. Single turns render as before; where the template does not end them, the token that opens the next
     message is added, by which such models stop. A thought that the template drops from earlier turns stays, and the
-    system's words are in each question if the template writes them into the last one. Raises a `ValueError` where there
-    is no chat template, or it does not show where the turns start and stop.
+    system's words are in each question if the template writes them into the last one.
 
     Args:
         processing_class: a tokenizer or a processor with a chat template. Of named ones, ``default`` is read.
 
     Returns:
         The template to set as ``processing_class.chat_template``; None if the present one does both already.
+
+    Raises:
+        ValueError: there is no chat template, or it does not show where the turns start and stop.
     """
     words = tokenizer_of(processing_class)
     source = template_of(processing_class) or template_of(words)
