@@ -43,9 +43,9 @@ def run(words: list[str]) -> None:
         print("\n".join(f"  {line}" for line in found))
     asked, directory = first["asked"], first["directory"]
     if asked is None and flags.keys() == {"trajectory"}:
-        name = str(flags["trajectory"].value)
-        trajectories.named(name, folders[0])
-        done = subprocess.run(first["command"], cwd=directory, env=os.environ | {REPLAYED: name})
+        trajectory = str(flags["trajectory"].value)
+        trajectories.named(trajectory, folders[0])
+        done = subprocess.run(first["command"], cwd=directory, env=os.environ | {REPLAYED: trajectory})
         if done.returncode:
             raise ConfigError("rerun", [f"the program of the run has exited with {done.returncode}"])
         return

@@ -244,8 +244,8 @@ class Episodes:
         episodes = background.begin([one(*each) for each in enumerate(samples)])
         episodes.add_done_callback(lambda _: asked.put(None))
         try:
-            answer = partial(loop.call_soon_threadsafe, _answer)
-            serve(asked, open_turns, answer, asyncio.Future.cancelled, stalled)
+            tell = loop.call_soon_threadsafe
+            serve(asked, open_turns, lambda *done: tell(_answer, *done), asyncio.Future.cancelled, stalled)
             log(metrics, episodes.result())
         except BaseException:
             episodes.cancel()

@@ -293,9 +293,10 @@ def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
     """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
     engine's.
     """
-    slow = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}", "The rollout waits for it."
+    what = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}"
     try:
-        return background.call(partial(environment.reset, **row), slow=slow)
+        with background.naming_slow(what, "The rollout waits for it."):
+            return background.call(partial(environment.reset, **row))
     except ConnectionError as error:
         raise RuntimeError(
             f"{type(environment).__name__}.reset() has failed: {type(error).__name__}: {error}. If it asks another "

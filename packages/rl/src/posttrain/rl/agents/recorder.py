@@ -207,8 +207,12 @@ class Recorder:
             earlier = self._numbers.get(int(number)) if number.isdigit() else None
             if earlier is None:
                 raise RequestError(f"{request.previous!r} is no answer of this trajectory.", 404, "not_found")
-            before, told = earlier.history, history[: int(request.instructed)]
-            history = [*told, *before[int(bool(told) and before[0]["role"] == "system") :], *history[len(told) :]]
+            before, instructions = earlier.history, history[: int(request.instructed)]
+            history = [
+                *instructions,
+                *before[int(bool(instructions) and before[0]["role"] == "system") :],
+                *history[len(instructions) :],
+            ]
             tools = earlier.tools if request.same_tools else tools
         if not isinstance(history, str) and not are_ids(history):
             history = with_names(history)
