@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from posttrain.cli.help import bounds_of, default_of, groups
+from posttrain.cli.help import bounds_text, default_of, groups
 from posttrain.core import TrainingArguments
 from posttrain.core.config import field_types
 from posttrain.core.registry import methods
@@ -43,7 +43,7 @@ def _page(config_class: type, known: set[str]) -> tuple[str, int]:
         for field in fields:
             count += 1
             kinds = [k.__name__ for k in field_types(config_class).get(field.name, ()) if k is not type(None)]
-            help, bounds = _cell(field.metadata.get("help", "")), _cell(bounds_of(field))
+            help, bounds = _cell(field.metadata.get("help", "")), _cell(bounds_text(field))
             default = _cell(f"`{default_of(field)!r}`")
             lines.append(
                 f"| `{field.name}` | {' or '.join(kinds)} | {default} | {help}{f' ({bounds})' * bool(bounds)} |"

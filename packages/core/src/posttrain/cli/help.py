@@ -74,7 +74,7 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def _bounds(field: dataclasses.Field) -> str:
+def bounds_text(field: dataclasses.Field) -> str:
     """``">= 0, < 1"`` or the choices of `field`; empty where there are none."""
     bounds = bounds_of(field)
     words = {"min": ">=", "max": "<=", "above": ">", "below": "<"}
@@ -84,7 +84,7 @@ def _bounds(field: dataclasses.Field) -> str:
 
 def _lines(config_class: type, field: dataclasses.Field) -> list[str]:
     kinds = [kind.__name__ for kind in field_types(config_class).get(field.name, ()) if kind is not type(None)]
-    facts = "; ".join(part for part in (_bounds(field), f"default {default_of(field)!r}") if part)
+    facts = "; ".join(part for part in (bounds_text(field), f"default {default_of(field)!r}") if part)
     width = shutil.get_terminal_size((100, 24)).columns
     text = f"{field.metadata.get('help', '')} [{facts}]".strip()
     head = f"  --{field.name} {'|'.join(dict.fromkeys(kinds)).upper()}"
