@@ -240,7 +240,7 @@ def test_a_process_that_fails_in_the_background_is_told_to_the_first(tmp_path, m
         outcomes[rank] = saver.settle()
 
     def fail(part):
-        if "rank-1.safetensors" in str(part._images[0][0]):
+        if "rank-1.safetensors" in str(part.images[0][0]):
             raise OSError(errno.ENOSPC, "No space left on device")
         finish(part)
 

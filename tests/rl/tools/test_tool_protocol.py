@@ -20,6 +20,7 @@ from tests import tiny
 from tests.rl.agents import conversations
 
 HERE = Path(__file__).parent / "templates"
+UNCUT = {"turns": 0, "tokens": 0}
 TRL = Path(find_spec("trl").origin).parent / "chat_templates" if find_spec("trl") else None
 CHATML_END, OF_USER = "<|im_end|>", "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response>"
 QWEN = '<tool_call>\n{"name": "look", "arguments": {"where": "x \\"y\\"", "far": 2}}\n</tool_call><|im_end|>'
@@ -193,7 +194,7 @@ def test_a_call_is_read_and_answered_as_the_official_template_does_it(name):
     written, tail = FAMILIES[name]
     before = sample_of(codec, written)
     one, shown, environments = converse(codec, written)
-    assert environments.counts == {"calls": 1, "failures": 0}
+    assert environments.counts == UNCUT | {"calls": 1, "failures": 0}
     (call,) = one.completion[0]["tool_calls"]
     assert call["type"] == "function" and call["function"] == {
         "name": "look",
@@ -382,7 +383,7 @@ def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
 def test_a_call_that_is_not_closed_cannot_be_read_and_is_answered(name, closing):
     assert closing in FAMILIES[name][0]
     one, _, environments = converse(codec_of(name), FAMILIES[name][0].replace(closing, ""))
-    assert environments.counts == {"calls": 1, "failures": 1}
+    assert environments.counts == UNCUT | {"calls": 1, "failures": 1}
     assert one.completion[0]["content"] == "" and "tool_calls" not in one.completion[0]
     assert one.completion[1]["content"].startswith("error: this call cannot be read; a call is written")
 
@@ -404,7 +405,7 @@ def test_built_in_rewards_and_tables_see_thoughts_that_stand_apart():
 def test_a_call_in_another_form_is_answered_with_the_right_one(name, text):
     codec = codec_of(name)
     one, _, environments = converse(codec, text)
-    assert environments.counts == {"calls": 1, "failures": 1} and "tool_calls" not in one.completion[0]
+    assert environments.counts == UNCUT | {"calls": 1, "failures": 1} and "tool_calls" not in one.completion[0]
     assert one.completion[1]["content"].startswith("error: this call cannot be read; a call is written ")
     form = codec.protocol(SCHEMAS).example
     assert form in one.completion[1]["content"] and "look" not in form
@@ -462,7 +463,10 @@ def test_a_response_template_of_the_tokenizer_is_asked_first():
     }  # fmt: skip
     one, _, environments = converse(codec, "Well. " + QWEN)
     assert own and one.completion[0]["tool_calls"][0]["function"]["arguments"] == {"where": 'x "y"', "far": 2}
-    assert one.completion[0]["content"].strip() == "Well." and environments.counts == {"calls": 1, "failures": 0}
+    assert one.completion[0]["content"].strip() == "Well." and environments.counts == UNCUT | {
+        "calls": 1,
+        "failures": 0,
+    }
     # without tools, too, messages are what the tokenizer makes of them; what it cannot parse is a text
     ids = codec.tokenizer("Hello.<|im_end|>")["input_ids"]
     assert codec.decode(ASKED, ids, codec.encode(ASKED)) == [{"role": "assistant", "content": "Hello."}]
