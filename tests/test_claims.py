@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "claims"
-SCRIPTS = (
-    "agents", "completion_only", "distillation", "dpo", "dpo_smollm2", "kto", "lora", "packing", "verifiable_rewards",
-)  # fmt: skip
-ON_SMOLLM2 = {"agents", "dpo_smollm2", "verifiable_rewards"}
+SCRIPTS = ("agents", "completion_only", "distillation", "dpo", "kto", "lora", "packing", "verifiable_rewards")
+ON_SMOLLM2 = {"agents", "verifiable_rewards"}
 #: Its smoke run takes about two seconds.
 QUICK = "completion_only"
 

@@ -306,7 +306,7 @@ def find_head(model: nn.Module) -> tuple[CausalHead | None, str | None]:
         if type(wrapped) is nn.DataParallel:
             return None, "The model is in nn.DataParallel, which copies it for every forward."
         wrapped = wrapped.module
-    if getattr(wrapped, "_compiled_call_impl", None) is not None:  # a reference is no module
+    if isinstance(wrapped, nn.Module) and wrapped._compiled_call_impl is not None:  # a reference is no module
         return None, "The model is compiled: its head is part of the compiled graph."
     linear = output_embedding(model)
     if linear is None:
