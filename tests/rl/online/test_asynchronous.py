@@ -776,7 +776,7 @@ def test_no_environment_serves_two_rollouts_at_a_time(tmp_path):
     class Begins(Counter):
         def reset(self, **row):
             begun.append(self)
-            if len(begun) > 8:
+            if len(begun) == 16:
                 release.set()  # a second rollout has its environments, while the first is not scored
             return super().reset(**row)
 
