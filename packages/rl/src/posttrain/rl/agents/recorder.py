@@ -207,12 +207,10 @@ class Recorder:
             earlier = self._numbers.get(int(number)) if number.isdigit() else None
             if earlier is None:
                 raise RequestError(f"{request.previous!r} is no answer of this trajectory.", 404, "not_found")
-            before, instructions = earlier.history, history[: int(request.instructed)]
-            history = [
-                *instructions,
-                *before[int(bool(instructions) and before[0]["role"] == "system") :],
-                *history[len(instructions) :],
-            ]
+            before, first = earlier.history, int(request.instructed)
+            if first and before[0]["role"] == "system":  # instructions stand in place of the former ones
+                before = before[1:]
+            history = [*history[:first], *before, *history[first:]]
             tools = earlier.tools if request.same_tools else tools
         if not isinstance(history, str) and not are_ids(history):
             history = with_names(history)

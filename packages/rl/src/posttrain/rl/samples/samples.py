@@ -76,8 +76,8 @@ class Sample:
     def turn_spans(self) -> list[tuple[int, tuple[int, int]]]:
         """Of each of its turns of the policy, the number in its trajectory, and where it begins and ends in `ids`."""
         learn = self.learn or [True] * len(self.ids)
-        edges = [place for place, (one, next_) in enumerate(pairwise([False, *learn, False])) if one != next_]
         if self.turns is None:
+            edges = [place for place, (one, next_) in enumerate(pairwise([False, *learn, False])) if one != next_]
             return list(enumerate(zip(edges[::2], edges[1::2], strict=True)))
         found, stop = [], 0
         for number, size in self.turns:  # nothing may stand between two of them
