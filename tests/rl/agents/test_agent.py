@@ -28,7 +28,6 @@ from posttrain.rl import (
     RLOOConfig,
     RLOOTrainer,
 )
-from posttrain.rl.agents.recorder import next_ids
 from posttrain.rl.generation.engines import CopiedGenerator
 from posttrain.rl.generation.local import LocalGenerator
 from posttrain.rl.generation.local_steps import LocalSteps
@@ -672,4 +671,4 @@ def test_a_message_that_begins_as_the_turn_ended_is_read_whole(hint):
     )
     (asked,) = tokenizer(hint)["input_ids"]
     for written in range(4):
-        assert next_ids(PromptCodec(tokenizer), [written], [{"role": "user", "content": hint}], ()) == [asked]
+        assert PromptCodec(tokenizer).next_ids([written], [{"role": "user", "content": hint}], ()) == [asked]

@@ -21,8 +21,14 @@ with pytest.MonkeyPatch.context() as patch:  # other tests find no packages of t
 
     base._populate_registry()
 
+from datasets import Dataset  # noqa: E402
+
+from posttrain.rl import GRPOConfig, GRPOTrainer  # noqa: E402
+from posttrain.rl.samples.prompts import PromptCodec  # noqa: E402
+from posttrain.rl.samples.rendered import RenderedPrompts  # noqa: E402
 from posttrain.rl.tools.protocol import ToolProtocol  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.rl.agents.scripted import ScriptedEngine, call  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -152,3 +158,60 @@ def test_calls_are_read_and_answered_alike(name):
         assert protocol.answer_ids(ids, answers, TOOLS) == bridged[len(prompt) + len(ids) :]
         compared += 1
     assert compared >= 10
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "llama-3", "nemotron-3"])
+def test_a_renderer_of_a_run_writes_and_reads_what_the_chat_template_does(name):
+    tokenizer, renderer = pair(name)
+    template, rendered = PromptCodec(tokenizer), RenderedPrompts(tokenizer, name)
+    prompt = rendered.encode(ASKED, TOOLS)
+    assert prompt == list(renderer.render_ids(ASKED, tools=TOOLS, add_generation_prompt=True))
+    turn = drawn(3, several=False)
+    ids = written(list(renderer.render_ids([*ASKED, turn], tools=TOOLS)), prompt, renderer)
+    (message,), (expected,) = rendered.decode(ASKED, ids, prompt, TOOLS), template.decode(ASKED, ids, prompt, TOOLS)
+    calls = [[one["function"] for one in said["tool_calls"]] for said in (message, expected, turn)]
+    assert calls[0] == calls[1] == calls[2] and message["content"].strip() == expected["content"]
+    asked = rendered.protocol(TOOLS)
+    assert asked.describes and ids[-1] in asked.end_ids
+    answers = [
+        {"role": "tool", "name": "look", "tool_call_id": call["id"], "content": "1"} for call in turn["tool_calls"]
+    ]
+    assert rendered.next_ids(ids, answers, TOOLS) == template.next_ids(ids, answers, TOOLS)
+    broken = rendered.protocol(TOOLS).read(tokenizer('<tool_call>\n{"name": "look",\n</tool_call>')["input_ids"], TOOLS)
+    assert name != "qwen3" or [call.arguments for call in broken.calls] == [None]
+    assert rendered.encode("A text.") == template.encode("A text.")
+
+
+def test_a_run_with_a_renderer_trains_on_what_it_sampled(tmp_path):
+    tokenizer, _ = pair("qwen3")
+    model = tiny.causal_lm("qwen3", vocab_size=len(tokenizer))
+
+    def look(where: str):
+        """Look somewhere.
+
+        Args:
+            where: A place.
+        """
+        return where.upper()
+
+    def learned(folder, **arguments):
+        engine = ScriptedEngine(tokenizer, lambda prompt: "It is." if "HERE" in prompt else call("look", where="here"))
+        config = GRPOConfig(
+            str(tmp_path / folder), max_steps=1, num_generations=2, per_device_train_batch_size=2, report_to="none",
+            max_completion_length=200, use_cpu=True, **arguments,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            copy.deepcopy(model), lambda completions, **_: [float(len(c)) for c in completions], config,
+            Dataset.from_list([{"prompt": ASKED}] * 2), processing_class=tokenizer, tools=[look], generator=engine,
+        )  # fmt: skip
+        trainer.train()
+        assert not trainer.old_logps.recomputes
+        return engine.written
+
+    assert learned("renderer", renderer="qwen3") == learned("template")
+
+
+@pytest.mark.parametrize(("name", "why"), [("auto", "has none for the model"), ("qwen9", "No renderer config")])
+def test_a_renderer_that_there_is_not_is_named(name, why):
+    with pytest.raises(ValueError, match=f"renderer='{name}' cannot be used: .*{why}"):
+        RenderedPrompts(pair("qwen3")[0], name)

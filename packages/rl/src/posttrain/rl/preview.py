@@ -13,7 +13,8 @@ from posttrain.lm.loading import loading
 from posttrain.lm.text import chat_template, layouts
 from posttrain.rl.preference.data import prepare_preferences
 from posttrain.rl.preference.rows import COMPLETIONS, preparation_options
-from posttrain.rl.samples.prompts import PromptCodec, check_prompts
+from posttrain.rl.samples.prompts import check_prompts
+from posttrain.rl.samples.rendered import codec_of
 
 
 def of_preferences(run: Run, count: int, kind: str) -> tuple[list[preview.Row], list[str]]:
@@ -35,7 +36,7 @@ def of_prompts(run: Run, count: int) -> tuple[list[preview.Row], list[str]]:
     reading = layouts.how_read(rows, tokenizer, ("prompt_only",))
     rows = layouts.canonical(rows, tokenizer, ("prompt_only",))
     check_prompts(rows, "train_dataset")
-    codec, shown = PromptCodec(tokenizer, run.config.chat_template_kwargs), []
+    codec, shown = codec_of(tokenizer, run.config), []
     for number, row in enumerate(islice(iter(rows), count)):
         ids = codec.encode(row["prompt"])
         cells = preview.cells_of(ids, [-100] * len(ids), tokenizer)

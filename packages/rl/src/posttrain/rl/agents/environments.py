@@ -261,7 +261,7 @@ class Environments:
             if turns == self.max_turns:
                 return self._cut(sample, "turns")
             answers = yield from self.answers(sample, calls, protocol.example)
-            ids = protocol.answer_ids(sample.ids, answers, schemas)
+            ids = codec.next_ids(sample.ids, answers, schemas)
             if len(ids) >= (room := room_left(sample, most, context)):
                 return self._cut(sample, "tokens")
             sample = replace(sample, completion=[*sample.completion, *answers])

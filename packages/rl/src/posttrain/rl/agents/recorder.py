@@ -13,9 +13,8 @@ import functools
 import itertools
 import json
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +22,8 @@ import torch
 
 from posttrain.core.data.samplers import mix
 from posttrain.core.errors import DataError
-from posttrain.lm.text.chat_template import PLACEHOLDER, encode_texts, to_messages
+from posttrain.lm.text.chat_template import encode_texts
 from posttrain.rl.agents.messages import (
-    Message,
     Reply,
     ReplyCall,
     Request,
@@ -36,7 +34,7 @@ from posttrain.rl.agents.messages import (
 )
 from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.tools.protocol import QUESTION, behind, identifier
+from posttrain.rl.tools.protocol import identifier
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +233,7 @@ class Recorder:
         more: Any = request.history[len(before.history) :]
         if isinstance(more, str):
             return before, encode_texts(self.codec.tokenizer, [more])[0].ids
-        return before, more if are_ids(more) else next_ids(self.codec, before.ids, more, request.tools)
+        return before, more if are_ids(more) else self.codec.next_ids(before.ids, more, request.tools)
 
     def _with_room(self, request: Request, before: Written | None, asked: list[int], length: int) -> Sampling:
         """How this turn is drawn, within what is left for its sequence."""
@@ -293,27 +291,6 @@ class Recorder:
             num_read=len(asked),
             stop=stop,
         )
-
-
-def next_ids(
-    codec: PromptCodec, written: Sequence[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-) -> list[int]:
-    """The tokens of `messages` behind a turn of the policy, whose tokens are `written`: the end of its turn, they, and
-    the next beginning. Raises DataError where the chat template refuses such messages, and ValueError where it does not
-    support tools, whose answers are among them.
-    """
-    count = next((i for i, message in enumerate(messages) if message["role"] != "tool"), len(messages))
-    if count:
-        return codec.protocol(tools).answer_ids(written, messages[:count], tools, messages[count:])
-    template, unfinished = codec.template(list(tools)), messages[-1]["role"] == "assistant"
-    turn = {"role": "assistant", "content": PLACEHOLDER}
-    text = template.render([QUESTION, turn, *to_messages(messages)], not unfinished, unfinished)
-    _, found, tail = text.partition(PLACEHOLDER)
-    if not found:
-        raise DataError("the chat template leaves out an earlier turn of the assistant")
-    ending = os.path.commonprefix([tail, template.turn_ending])
-    whole, end = (encoding.ids for encoding in encode_texts(codec.tokenizer, [tail, ending]))
-    return behind(written, whole, len(end), codec.tokenizer)
 
 
 def _key(history: Any) -> str | tuple[Any, ...]:

@@ -73,6 +73,11 @@ class GenerationArguments:
         "or of vLLM's SamplingParams.",
     )
     chat_template_kwargs: JSONObject = opt(None, "Variables given to the chat template.")
+    renderer: str | None = opt(
+        None,
+        "Renderer of the package renderers that writes prompts and answers and reads calls, in place of the chat "
+        "template: its name, such as qwen3, or auto for the model's own.",
+    )
     generation_max_rows: int = opt(
         MAX_ROWS,
         "Completions that the local engine writes at once: memory grows with them, and the rest wait.",

@@ -65,11 +65,11 @@ from posttrain.rl.samples.prompts import (
     GroupedStream,
     GroupSampler,
     Layout,
-    PromptCodec,
     context_length,
     require_prompts,
     with_room,
 )
+from posttrain.rl.samples.rendered import codec_of
 from posttrain.rl.samples.samples import Rollout, Sample, take_rollout
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class RolloutTrainer(LanguageModelTrainer):
         kwargs = images.vision.template_kwargs(args.chat_template_kwargs) if images else None
         tokenizer = tokenizer_of(processor)
         limit = id_limits(self.model).get("input_ids")
-        self.codec = PromptCodec(tokenizer, kwargs or args.chat_template_kwargs, limit)
+        self.codec = codec_of(tokenizer, args, kwargs, limit)
         config = wrapping.config_of(self.model)
         context = context_length(config, args.vllm_max_model_length if args.use_vllm else None)
         ends = self._ends_of_calls()

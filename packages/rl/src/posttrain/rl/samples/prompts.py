@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +22,14 @@ from posttrain.core.training.preflight import Parts, Problem, caught
 from posttrain.lm.images.images import has_images
 from posttrain.lm.text import chat_template, layouts
 from posttrain.lm.text.tokenization import explain_unreadable
-from posttrain.rl.tools.protocol import ToolProtocol, argument_types, has_parser, parse_response
+from posttrain.rl.tools.protocol import (
+    QUESTION,
+    ToolProtocol,
+    argument_types,
+    behind,
+    has_parser,
+    parse_response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +221,7 @@ def rows_at(dataset: Any, places: Sequence[int]) -> Any:
 
 
 #: Arguments that are not for prompts with images.
-OF_TEXT_ALONE = ("use_transformers_continuous_batching", "max_staleness", "cache_implementation")
+OF_TEXT_ALONE = ("use_transformers_continuous_batching", "max_staleness", "cache_implementation", "renderer")
 
 
 def image_problems(args: Any, parts: Parts, reads_images: bool) -> Iterator[Problem]:
@@ -293,15 +301,42 @@ class PromptCodec:
                 explain_unreadable([prompt])
                 raise
         else:
-            messages = chat_template.to_messages(prompt, "prompt")
-            unfinished = messages[-1]["role"] == "assistant"
-            text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
-            ids = chat_template.encode_texts(self.tokenizer, [text if show is None else show(text)])[0].ids
+            ids = self.message_ids(chat_template.to_messages(prompt, "prompt"), tools, show)
         if not ids:
             raise DataError("the prompt is empty, and a model needs at least one token")
         if self.limit is not None and (largest := max(ids)) >= self.limit:
             raise DataError(f"The prompt {prompt!r:.80}: {out_of_range('input_ids', largest, self.limit)}")
         return ids
+
+    def message_ids(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, show: Callable[[str], str] | None
+    ) -> list[int]:
+        """The tokens of a conversation, up to the turn that the policy begins or goes on with."""
+        unfinished = messages[-1]["role"] == "assistant"
+        text = self.template(tools).render(messages, not unfinished, continue_final_message=unfinished)
+        return chat_template.encode_texts(self.tokenizer, [text if show is None else show(text)])[0].ids
+
+    def next_ids(
+        self, written: Sequence[int], messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        """The tokens of `messages` behind a turn of the policy, whose tokens, or the last of them, are `written`: the
+        end of its turn, they, and the next beginning. Answers of tools come first, in the order of the calls. Raises
+        DataError where the chat template refuses such messages, and ValueError where it does not support tools, whose
+        answers are among them.
+        """
+        count = next((i for i, message in enumerate(messages) if message["role"] != "tool"), len(messages))
+        if count:
+            return self.protocol(tools).answer_ids(written, messages[:count], tools, messages[count:])
+        template, unfinished = self.template(list(tools)), messages[-1]["role"] == "assistant"
+        turn = {"role": "assistant", "content": chat_template.PLACEHOLDER}
+        said = chat_template.to_messages(messages)
+        text = template.render([QUESTION, turn, *said], not unfinished, unfinished)
+        _, found, tail = text.partition(chat_template.PLACEHOLDER)
+        if not found:
+            raise DataError("the chat template leaves out an earlier turn of the assistant")
+        ending = os.path.commonprefix([tail, template.turn_ending])
+        whole, end = (encoding.ids for encoding in chat_template.encode_texts(self.tokenizer, [tail, ending]))
+        return behind(written, whole, len(end), self.tokenizer)
 
     def encode_completion(self, prompt: Any, completion: Any) -> list[int]:
         """The tokens of a completion that is given, with the one that ends it: a text, or the messages that follow; a
