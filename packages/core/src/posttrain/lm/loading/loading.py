@@ -31,7 +31,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 TOKENIZER_FILES = re.compile(r"token|vocab|\.model$|\.spm$")
 #: Of the parameters of the angles, those that no rule changes; and those that a rule needs.
 ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-ROPE_NEEDS = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
+ROPE_NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
 ROPE_NEEDS |= {"llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 ROPE_NEEDS |= {"longrope": ("short_factor", "long_factor")}
 
