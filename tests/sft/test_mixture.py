@@ -7,7 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
 from datasets.distributed import split_dataset_by_node
 
 from posttrain.cli.mixture import CommandSource
@@ -16,7 +16,7 @@ from posttrain.core.data.collators import DataCollatorForSeq2Seq
 from posttrain.core.data.stateful_dataloader import Loader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.sft import SFTConfig, SFTTrainer
-from posttrain.sft.mixture import MixedStream, mix_rows, stages_of
+from posttrain.sft.mixture import MixedStream, mix_datasets, mix_rows, stages_of
 from posttrain.sft.packing import pack_columns
 from tests import tiny
 
@@ -509,7 +509,49 @@ def test_streams_from_parquet_and_webdataset_are_mixed_and_go_on_bit_by_bit(pack
     assert {"loss/archives", "loss/table"} <= {key for record in records(resumed) for key in record}
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", ["header", "end"])
+def test_an_archive_that_is_damaged_is_named_and_not_read_up_to_there(damage, streaming, tmp_path):
+    for shard in range(2):
+        archive(tmp_path / f"rows-{shard}.tar", tiny.CORPUS * 3)
+    whole, size = (tmp_path / "rows-1.tar").read_bytes(), 2 * tarfile.BLOCKSIZE  # of a row with its header
+    changed = whole[: 4 * size] + b"\xff" * size + whole[5 * size :] if damage == "header" else whole[: 4 * size + 100]
+    (tmp_path / "rows-1.tar").write_bytes(changed)
+    for name in (str(tmp_path), [str(tmp_path / f"rows-{shard}.tar") for shard in range(2)]):
+        with pytest.raises(DataError, match=rf"rows-1.tar is damaged behind its file 4, at byte {4 * size}"):
+            CommandSource(dataset_name=name, dataset_streaming=streaming).load()
+
+
 # What cannot be mixed
+
+
+def alike(rows, label=1):
+    columns = {"input_ids": [[1, 2, 3]] * rows, "labels": [[label] * 3] * rows}
+    return Dataset.from_dict(columns, features=Features(dict.fromkeys(columns, List(Value("int64")))))
+
+
+@pytest.mark.parametrize("rows", [None, 12], ids=["epochs", "run"])
+def test_a_stream_that_runs_dry_is_named_where_its_weight_cannot_be_met(rows):
+    open_iterator = iter([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 3)
+
+    def once():
+        yield from open_iterator
+
+    weights, whole = {"maths": 1, "tales": 1}, alike(30)
+    empty = alike(3).to_iterable_dataset().filter(lambda row: False)
+    for stream in (empty, IterableDataset.from_generator(once)):
+        with pytest.raises(DataError, match="'tales' of the mixture gives no rows when it is read from its start"):
+            list(MixedStream({"maths": whole, "tales": stream}, weights, rows=rows))
+    again = MixedStream({"maths": alike(1), "tales": whole.to_iterable_dataset()}, weights, rows=rows)
+    assert len(list(again)) == (rows or 61)  # one that can be read again is, until the other has ended
+
+
+@pytest.mark.parametrize(
+    ("empty", "by_tokens", "said"), [(alike(0), False, "no rows"), (alike(2, -100), True, "no trained tokens")]
+)
+def test_a_dataset_whose_weight_cannot_be_met_is_named(empty, by_tokens, said):
+    with pytest.raises(DataError, match=f"'tales' of the mixture has {said}"):
+        mix_datasets({"maths": alike(4), "tales": empty}, {"maths": 1, "tales": 1}, by_tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
-"""Where tokens begin in a text: by decoding a few of them at a time, as by decoding all that stand before each."""
+"""Which teacher a row names, and where tokens begin in a text, decoded a few at a time as from the beginning."""
 
+import math
 import random
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.rl.online.teachers import WINDOW, beginnings
+from posttrain.core.errors import DataError
+from posttrain.rl.online.teachers import WINDOW, ServerTeacher, beginnings
+from posttrain.rl.samples.samples import Sample
 from tests import tiny
 
 TEXT = "héllo wörld \N{HIRAGANA LETTER A}\N{CJK UNIFIED IDEOGRAPH-65E5} \N{GRINNING FACE} the quick\n\n\tfox  "
@@ -62,3 +65,10 @@ def test_a_byte_that_is_no_character_makes_all_that_follow_in_its_run_none():
     ids = tokenizer.convert_tokens_to_ids(["<0xFF>", *["<0x61>"] * 3 * WINDOW])
     text = tokenizer.decode(ids)
     assert set(text) == {"\ufffd"} and beginnings(ids, tokenizer, text) == all_before(ids, tokenizer, text)
+
+
+@pytest.mark.parametrize("name", [None, math.nan, 0, "", ["a"]])
+def test_a_row_that_names_no_teacher_is_shown(name):
+    teachers = ServerTeacher({"a": "http://host:1", "b": "http://host:2"}, 3)
+    with pytest.raises(DataError, match=r"with the prompt 'Why \?' has teacher_id=.*not among the teachers \(a, b\)"):
+        teachers.complete(None, [Sample({"teacher_id": name}, "Why ?", [5])])

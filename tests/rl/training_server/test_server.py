@@ -14,7 +14,7 @@ from posttrain.core.checkpoint import codec  # noqa: E402
 from posttrain.core.checkpoint.store import Store  # noqa: E402
 from posttrain.rl.training_server import policies, samplers, server  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.rl.training_server.client import HEADERS, PROTOBUF, ROWS, Client, fields, floats, logps_of, message  # noqa: E402, F401
+from tests.rl.training_server.client import PROTOBUF, ROWS, Client, fields, floats, logps_of, message, sized  # noqa: E402
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "stop": []}
 RL = [([5, 6, 7], [6, 7, 8], [-1.0, -6.0, -6.5], [1.0, 2.0, -1.0])]
@@ -207,6 +207,37 @@ def test_a_step_is_made_of_all_its_gradients_or_not_made(client):
     assert client.forward_backward(model, ROWS, only=True) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("learning_rate", value) for value in (math.nan, -1.0, math.inf)],
+        *[("beta1", 1.0), ("beta2", 1.5), ("eps", -1e-3), ("weight_decay", math.nan), ("grad_clip_norm", -1.0)],
+    ],
+)
+def test_a_step_with_numbers_out_of_range_is_refused_and_the_model_stays(client, name, value):
+    model = client.create()["model_id"]
+    before = client.forward_backward(model, ROWS)
+    assert f"{name}={value} must be at least 0 and below" in client.step(model, **{name: value})["error"]
+    assert client.forward_backward(model, ROWS, only=True) == before
+    assert "metrics" in client.step(model)
+
+
+def test_what_is_cut_off_is_the_clients_mistake(client, caplog):
+    model = client.create()["model_id"]
+    whole = message(model, ROWS, "ppo")
+    tokens = sized(1, sized(1, sized(1, b"\1\2\3")))
+    option = sized(7, sized(1, "clip_low_threshold") + sized(2, sized(1, "")))
+    for body in (whole + sized(3, tokens), whole + option):
+        code, _, found = client.send("forward_backward", body, {"Content-Type": PROTOBUF})
+        found = json.loads(found) if code == 400 else client.result(json.loads(found))
+        assert found["category"] == "user" and "cut off" in found["error"]
+    refused = client.do("optim_step", model_id=model, adam_params=[1e-2])
+    assert refused["category"] == "user" and "adam_params must be an object" in refused["error"]
+    code, _, found = client.send("optim_step", b"[" * 100_000)
+    assert code == 400 and json.loads(found)["category"] == "user"
+    assert "failed." not in caplog.text
+
+
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -389,6 +420,7 @@ def test_only_the_samplers_that_were_used_last_are_held(client, monkeypatch):
         ({}, {"max_tokens": 600}, "max_tokens=600 must be 1 to 509"),
         ({}, {"max_tokens": 0}, "max_tokens=0 must be 1 to 509"),
         ({}, {"temperature": -1}, "temperature=-1.0 must be at least 0"),
+        ({}, {"temperature": math.nan}, "temperature=nan must be at least 0"),
         ({"num_samples": 0}, {}, "count=0 1 to 4096"),
     ],
 )

@@ -91,6 +91,20 @@ def test_what_every_conversation_begins_with_repeats_none():
     assert data.compare({"train": rows}, {"test": [{"text": LONG}]})[1] == rows
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Crème brûlée", ["creme", "brulee"]),
+        ("Cre\u0300me bru\u0302le\u0301e", ["creme", "brulee"]),  # the same, decomposed
+        ("ﬁne Ｗｉｄｅ in\u00adside\u200b", ["fine", "wide", "inside"]),
+        ("हिन्दी भाषा", ["हनद", "भष"]),  # vowel signs and the virama do not part a word
+        ("한국어", ["한국어"]),
+    ],
+)
+def test_a_word_is_the_same_however_it_is_encoded(text, words):
+    assert data.words_of({"text": text}) == words
+
+
 def test_texts_without_spaces_have_a_word_for_each_sign():
     text = "私は猫が好きですがあなたは犬が好きですか"
     assert len(data.words_of({"text": text})) == len(text)

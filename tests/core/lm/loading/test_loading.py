@@ -125,3 +125,58 @@ def test_rope_scaling_keeps_the_models_own_base_of_the_angles_and_is_saved(kwarg
         assert (logits - own(ids).logits).abs().max() > 1e-3
         model.save_pretrained(tmp_path)
         torch.testing.assert_close(loading.load_causal_lm(tmp_path)(ids).logits, logits, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------ rules of angles
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize("given", [YARN, {"type": "yarn", "factor": 4.0}, {"full_attention": YARN}])
+def test_the_rule_of_layers_of_full_attention_is_changed_and_saved(given, tmp_path):
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+    own = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in ANGLES.items()}
+    size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    size |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=8)
+    config = Gemma3TextConfig(**size, layer_types=["sliding_attention", "full_attention"], rope_parameters=own)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "a")
+    model = loading.load_causal_lm(tmp_path / "a", {"rope_parameters": given}).eval()
+    assert model.config.rope_parameters["sliding_attention"] == own["sliding_attention"]
+    rule = {name: model.config.rope_parameters["full_attention"][name] for name in ("rope_theta", *YARN)}
+    assert rule == YARN | {"rope_theta": 5e5}
+    model.save_pretrained(tmp_path / "b")
+    again, plain = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in "ba")
+    ids = torch.arange(4, 44).unsqueeze(0)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert not torch.allclose(plain(ids).logits, model(ids).logits, atol=1e-5)
+
+
+ANGLES = {"full_attention": 5e5, "sliding_attention": 1e4}
+SECTIONS = {"rope_theta": 1e4, "mrope_section": [2, 1, 1], "rope_type": "default"}
+
+
+def test_what_no_rule_has_is_kept():
+    assert loading.angles(SECTIONS, YARN) == {"rope_theta": 1e4, "mrope_section": [2, 1, 1]} | YARN
+    assert loading.angles({"rope_theta": 1e4, **YARN}, {"rope_type": "default"}) == {
+        "rope_theta": 1e4,
+        "rope_type": "default",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("yarn", "must be a mapping, such as"),
+        ({"rope_type": "yarm", "factor": 4.0}, "'yarm' is no rule, did you mean 'yarn'"),
+        ({"rope_type": "yarn"}, "yarn needs factor too"),
+        ({"rope_type": "llama3", "factor": 8}, "llama3 needs low_freq_factor, high_freq_factor too"),
+        ({"rope_type": "linear", "factor": 0.5}, "the factor must be a number of at least 1"),
+        ({"rope_type": "linear", "factor": "4"}, "the factor must be a number of at least 1"),
+    ],
+)
+def test_what_is_no_rule_is_said(given, said):
+    with pytest.raises(ValueError, match=said):
+        loading.angles(SECTIONS, given)
+    with pytest.raises(ValueError, match="no 'chunked_attention'; give rules by kind, of full_attention"):
+        loading.angles({"full_attention": SECTIONS}, {"chunked_attention": YARN})

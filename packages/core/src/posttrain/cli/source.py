@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -337,6 +338,8 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     if kind in ("csv", "tsv"):  # "007", "True" and "NA" are texts
         where |= {"converters": dict.fromkeys(layouts.TEXTS, str), "keep_default_na": False, "na_values": [""]}
         where |= {"sep": "\t"} if kind == "tsv" else {}
+    for archive in names if builder == "webdataset" else Path(names[0]).rglob("*.tar") if kind == "webdataset" else ():
+        _check_archive(archive)
     builder = "csv" if builder == "tsv" else builder
     reader, config = (builder, None) if builder else (names[0], config)
     try:
@@ -346,6 +349,24 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
         reason = _reason(error).rstrip(".")
         elsewhere = "" if Path(names[0]).exists() else f". It is no file or folder here (looked from {Path.cwd()})."
         raise DataError(f"{path} cannot be read: {reason}{elsewhere}") from error
+
+
+def _check_archive(name: str | Path) -> None:
+    """Raise a `DataError` where the tar file `name` is damaged: its rows would end there, and nothing would say so."""
+    if Path(name).suffix.lower() != ".tar":  # a compressed one would be read whole
+        return
+    try:
+        with tarfile.open(name, "r:") as archive:
+            files = len(archive.getmembers())
+            archive.fileobj.seek(archive.offset)  # type: ignore[union-attr]
+            is_damaged = any(archive.fileobj.read(tarfile.BLOCKSIZE))  # type: ignore[union-attr]  # zeros end it
+    except tarfile.TarError as error:
+        raise DataError(f"{name} cannot be read: {error}. Copy or make that archive again, or leave it out.") from error
+    if is_damaged:
+        raise DataError(
+            f"{name} is damaged behind its file {files}, at byte {archive.offset}, and what follows would be left out. "
+            "Copy or make that archive again, or leave it out."
+        )
 
 
 def _reason(error: Exception) -> str:

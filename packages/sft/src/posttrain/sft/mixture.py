@@ -259,6 +259,12 @@ def mix_datasets(
     spans, given, most = _amounts(names, weights, by_tokens, budgets)
     lengths = np.array([len(part) for part in parts.values()])
     tokens = [trained_tokens(part) for part in parts.values()] if by_tokens or most is not None else None
+    for name, rows, sizes in zip(names, lengths.tolist(), tokens or [None] * len(names), strict=True):
+        if given is not None and (not rows or (by_tokens and sizes is not None and not sizes.any())):
+            what = "trained tokens" if rows else "rows"
+            raise DataError(
+                f"The dataset {name!r} of the mixture has no {what}, so its weight cannot be met; leave it out."
+            )
     how: dict[str, Any] = {"spans": spans, "tokens": tokens, "by_tokens": by_tokens, "budgets": most, "epochs": epochs}
     order, _, drawn = mix_rows(lengths, given, seed, **how)
     for name, budget in (budgets or {}).items():
@@ -398,7 +404,7 @@ class MixedStream(IterableDataset[dict[str, Any]]):
     def _next(self, number: int, at: dict[str, Any], readers: dict[int, Iterator[Any]]) -> dict[str, Any] | None:
         """The next row of a dataset, in its next pass where one has ended; None at the end of the epoch."""
         part = self.ex_iterables[number]
-        for _ in range(2):
+        for turn in range(2):
             if number not in readers:
                 part.load_state_dict(at["parts"][number])
                 part.set_epoch(self.epoch + at["passes"][number])
@@ -410,8 +416,14 @@ class MixedStream(IterableDataset[dict[str, Any]]):
             at["parts"][number] = {}
             at["passes"][number] += 1
             if not self._is_of_run and all(at["passes"]):
+                return None
+            if turn:
                 break
-        return None
+        raise DataError(
+            f"The dataset {self._names[number]!r} of the mixture gives no rows when it is read from its start, so its "
+            "weight cannot be met. Leave it out, give more rows (each process needs some), or a stream that can be "
+            "read again: one made by datasets.IterableDataset.from_generator of a function, not of an open iterator."
+        )
 
 
 def named_sets(dataset: Any, name: str = "eval") -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,17 @@ def texts_of(row: Any) -> Iterator[str]:
 
 
 def words_of(row: Any) -> list[str]:
-    """The words of the texts of a row in lower case, without punctuation; an ideogram is a word too."""
-    return [word for text in texts_of(row) for word in _WORD.findall(text.lower())]
+    """The words of the texts of a row in lower case, without punctuation and accents; an ideogram is a word too."""
+    return [word for text in texts_of(row) for word in _WORD.findall(_plain(text.lower()))]
+
+
+def _plain(text: str) -> str:
+    """`text` however it is encoded, without signs that have no place of their own, which would be no part of a word."""
+    if text.isascii():
+        return text
+    apart = unicodedata.normalize("NFKD", text)
+    kept = (sign for sign in apart if unicodedata.category(sign) not in ("Mn", "Mc", "Me", "Cf"))
+    return unicodedata.normalize("NFKC", "".join(kept))
 
 
 def ngrams(words: Sequence[str], size: int) -> dict[int, int]:

@@ -29,7 +29,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 #: A file that a tokenizer is loaded from, by what its name holds.
 TOKENIZER_FILES = re.compile(r"token|vocab|\.model$|\.spm$")
-
+#: Of the parameters of the angles, those that no rule changes; and those that a rule needs.
+ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+ROPE_NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
+ROPE_NEEDS |= {"llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+ROPE_NEEDS |= {"longrope": ("short_factor", "long_factor")}
 
 #: The classes of transformers that load a model and what reads its rows, of text alone and with images.
 READING = ("AutoModelForCausalLM", "AutoTokenizer")
@@ -52,11 +56,12 @@ def load_causal_lm(
     float32, because a change of one millionth of a weight, usual at a learning rate of 1e-6 to 1e-5, would be rounded
     away in bfloat16. Raises a `MissingModelError` where there is no such folder, and the Hub gave nothing under that
     name; a `CheckpointError` where an index in the folder names files outside of it, or an adapter does not name its
-    base; and a `ValueError` where `auto_class` sees images, and the model reads text alone.
+    base; and a `ValueError` where `auto_class` sees images, and the model reads text alone, or `rope_parameters` is no
+    rule.
 
     Args:
-        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto". The base
-            of the angles, unless `rope_parameters` has one, is the model's own.
+        model_init_kwargs: given to ``from_pretrained``; `dtype` may be a string such as "bfloat16" or "auto". For
+            `rope_parameters` see `angles`.
         quantization_config: a config of transformers, such as `BitsAndBytesConfig`, `TorchAoConfig` or `GPTQConfig`, or
             a dict of its fields. `model_init_kwargs` may have it instead, or the fields of a `BitsAndBytesConfig` one
             by one.
@@ -85,8 +90,7 @@ def load_causal_lm(
         config = _config(path, kwargs)
         # transformers puts it in the place of the config's, and the base of the angles would be lost with that.
         if rope := kwargs.pop("rope_scaling", None) or kwargs.get("rope_parameters"):
-            own = wrapping.setting(config, "rope_parameters") or {}
-            kwargs["rope_parameters"] = {n: own[n] for n in ("rope_theta", "partial_rotary_factor") if n in own} | rope
+            kwargs["rope_parameters"] = angles(wrapping.setting(config, "rope_parameters") or {}, rope)
         name = auto_class
         if auto_class in (READING[0], SEEING[0]):
             name = whole_class(config, auto_class, path)
@@ -95,6 +99,34 @@ def load_causal_lm(
     obey_softcap(model)
     stored_otherwise = wrapping.setting(config, "quantization_config") is not None
     return to_one_type(model) if stored_otherwise and not is_quantized(model) else model
+
+
+def angles(own: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """The ``rope_parameters`` of a model, whose `own` are changed to the rule `given`, such as ``{"rope_type": "yarn",
+    "factor": 4.0}``; what no rule has, such as the base of the angles, stays unless it is given. Where layers have
+    rules by their kind, the rule is that of full attention, unless it says by kind. Raises a `ValueError` where it is
+    no rule of transformers.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    wrong = f"model_init_kwargs: rope_parameters={given!r}"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{wrong} must be a mapping, such as {{'rope_type': 'yarn', 'factor': 4.0}}.")
+    if kinds := [name for name, rule in own.items() if isinstance(rule, Mapping)]:
+        rules = given if any(isinstance(rule, Mapping) for rule in given.values()) else {"full_attention": given}
+        if others := [kind for kind in rules if kind not in kinds]:
+            raise ValueError(f"{wrong}: this model has no {others[0]!r}; give rules by kind, of {', '.join(kinds)}.")
+        return {**own, **{kind: angles(own[kind], rule) for kind, rule in rules.items()}}
+    rule = {"rope_type": given.get("type", "default")} | {
+        name: value for name, value in given.items() if name != "type"
+    }
+    if (name := rule["rope_type"]) not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
+        raise ValueError(f"{wrong}: {name!r} is no rule{did_you_mean(str(name), known)} ({', '.join(known)}).")
+    if missing := [each for each in ROPE_NEEDS.get(name, ()) if each not in rule]:
+        raise ValueError(f"{wrong}: {name} needs {', '.join(missing)} too.")
+    if "factor" in rule and not (isinstance(rule["factor"], (int, float)) and rule["factor"] >= 1):
+        raise ValueError(f"{wrong}: the factor must be a number of at least 1.")
+    return {each: own[each] for each in ROPE_KEPT if each in own} | rule
 
 
 def obey_softcap(model: nn.Module) -> None:

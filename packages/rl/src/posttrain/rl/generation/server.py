@@ -41,12 +41,18 @@ class Server:
         url: such as ``http://host:8000``. timeout: seconds within which it must answer a request.
         headers: of every request.
         by_proxy: reach an https address through the proxy that the environment names (``https_proxy``), if any.
+        limit: the argument of the user that sets `timeout`, for messages.
     """
 
     def __init__(
-        self, url: str, timeout: float = 1800.0, headers: Mapping[str, str] | None = None, by_proxy: bool = False
+        self,
+        url: str,
+        timeout: float = 1800.0,
+        headers: Mapping[str, str] | None = None,
+        by_proxy: bool = False,
+        limit: str = "vllm_request_timeout",
     ) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url, self.timeout, self._limit = url.rstrip("/"), timeout, limit
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -103,7 +109,7 @@ class Server:
                 why = f"cannot be reached: {str(error) or type(error).__name__}"
                 if isinstance(error, TimeoutError):
                     why = f"has not answered {path} within {timeout:g} seconds. If completions take that long, raise "
-                    why += "vllm_request_timeout."
+                    why += f"{self._limit}."
                 raise ConnectionError(f"The server at {self.url} {why}") from error
             if answer.will_close:
                 connection.close()

@@ -247,9 +247,10 @@ class ServerTeacher:
         if len(self.servers) == 1:
             return next(iter(self.servers))
         name = sample.row.get("teacher_id")
-        if name not in self.servers:
+        if name not in [*self.servers]:  # it may be of any type
             raise DataError(
-                f"A row has teacher_id={name!r}, which is not among the teachers ({', '.join(self.servers)})"
+                f"The row with the prompt {str(sample.prompt)[:80]!r} has teacher_id={name!r}, which is not "
+                f"among the teachers ({', '.join(self.servers)})"
                 f"{did_you_mean(str(name), self.servers) or '.'} With several teacher_server_urls, each row names its "
                 "teacher in the column teacher_id."
             )

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from posttrain.core.files import naming
 from posttrain.rl.generation.server import Server
+
+logger = logging.getLogger(__name__)
 
 HIGHEST = 10
 """The best grade by a criterion; the worst is 0."""
@@ -42,12 +48,13 @@ class RubricReward:
             trainers have them.
         api_key_env: the environment variable with the key.
         concurrency: requests at a time. timeout: seconds of one. retries: further attempts of a request, after 1, 2, 4
-            ... seconds. What still fails is None, and counted in ``judge/failed``.
-        cache: a file, into which verdicts are written, a line each, and from which they are read.
+            ... seconds. What still fails is None, and counted in ``judge/failed``; the log has the first reason.
+        cache: a file, into which verdicts are written, a line each, and from which they are read. A line that a killed
+            run left unfinished is asked for again.
         temperature: of the judge.
 
     Raises:
-        ValueError: there are no criteria, or weights are not of them or sum to 0 or less.
+        ValueError: there are no criteria, weights are not of them or sum to 0 or less, or the cache is no such file.
     """
 
     def __init__(
@@ -68,11 +75,8 @@ class RubricReward:
         self.criteria, self.weights = dict(criteria), dict(weights or dict.fromkeys(criteria, 1.0))
         if not self.criteria:
             raise ValueError("RubricReward needs criteria, such as {'correct': 'The result is right.'}.")
-        if (
-            self.weights.keys() != self.criteria.keys()
-            or min(self.weights.values()) < 0
-            or not sum(self.weights.values())
-        ):
+        numbers = [w for w in self.weights.values() if isinstance(w, (int, float)) and 0 <= w < math.inf]
+        if self.weights.keys() != self.criteria.keys() or len(numbers) < len(self.criteria) or not sum(numbers):
             raise ValueError(
                 f"RubricReward: weights={self.weights} must have a number of at least 0 for each of "
                 f"{', '.join(self.criteria)}, and not all 0."
@@ -81,11 +85,32 @@ class RubricReward:
         self.concurrency, self.timeout, self.retries = concurrency, timeout, retries
         self.cache = cache
         self._known: dict[str, list[dict[str, int]]] = {}
-        self._tokens = {"prompt_tokens": 0, "completion_tokens": 0}
+        self._told, self._begin = False, ""
         self.__name__ = "rubric"
         if cache is not None and os.path.exists(cache):
-            with open(cache, encoding="utf-8") as lines:
-                self._known = dict(map(json.loads, lines))
+            self._read_cache(cache)
+
+    def _read_cache(self, cache: str | os.PathLike[str]) -> None:
+        text = Path(cache).read_text(encoding="utf-8", errors="replace")
+        self._begin = "" if text.endswith("\n") else "\n"
+        cut = 0
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                key, grades = json.loads(line)
+                self._known[key] = self.read(json.dumps({"grades": grades}), len(grades))
+            except NoVerdict:
+                continue  # by other criteria, whose requests have other keys
+            except json.JSONDecodeError:
+                cut += bool(line)
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"RubricReward: line {number} of cache={os.fspath(cache)!r} is no verdict ({error}). Give a file "
+                    "that RubricReward has written, or a new one."
+                ) from error
+        if cut:
+            logger.warning(
+                "%d lines of %s are unfinished, as after a kill; their verdicts are asked for again.", cut, cache
+            )
 
     def __call__(
         self,
@@ -97,12 +122,15 @@ class RubricReward:
         places = list(range(len(prompts)))
         runs = [list(run) for _, run in groupby(places, key=lambda i: repr(prompts[i]))] if self.relative else []
         groups = runs if self.relative else [[place] for place in places]
-        before = dict(self._tokens)
+        spent = Counter({"prompt_tokens": 0, "completion_tokens": 0})
 
         def grade(group: list[int]) -> list[dict[str, int]] | None:
             try:
-                return self.grade(prompts[group[0]], [completions[place] for place in group])
-            except NoVerdict:
+                return self.grade(prompts[group[0]], [completions[place] for place in group], spent)
+            except NoVerdict as error:
+                if not self._told:
+                    self._told = True
+                    logger.warning("%s Its reward is None; later ones are counted in judge/failed.", error)
                 return None
 
         with ThreadPoolExecutor(self.concurrency) as pool:
@@ -112,25 +140,26 @@ class RubricReward:
             rewards += [None] * len(group) if grades is None else [self._mean(each) for each in grades]
         if log_metric is not None:
             log_metric("judge/failed", sum(reward is None for reward in rewards) / max(len(rewards), 1))
-            for name, number in self._tokens.items():
-                log_metric(f"judge/{name}", number - before[name])
+            for name, number in spent.items():
+                log_metric(f"judge/{name}", number)
         return rewards
 
-    def grade(self, prompt: Any, completions: Sequence[Any]) -> list[dict[str, int]]:
+    def grade(self, prompt: Any, completions: Sequence[Any], spent: Counter[str] | None = None) -> list[dict[str, int]]:
         """The grade of each completion by each criterion; NoVerdict where the judge cannot be reached, or its answer is
-        not of the schema.
+        not of the schema. The tokens that the judge read and wrote are added to `spent`.
         """
         body = self.request(prompt, completions)
         key = hashlib.sha256(
             json.dumps([self.url.rstrip("/") + "/chat/completions", body], sort_keys=True).encode()
         ).hexdigest()
         if key not in self._known:
-            grades = self.read(self._ask(body), len(completions))
+            grades = self.read(self._ask(body, Counter() if spent is None else spent), len(completions))
             with _WRITING:
                 self._known[key] = grades
                 if self.cache is not None:
                     with naming(self.cache), open(self.cache, "a", encoding="utf-8") as file:
-                        file.write(json.dumps([key, grades]) + "\n")
+                        file.write(self._begin + json.dumps([key, grades]) + "\n")
+                        self._begin = ""
         return self._known[key]
 
     def request(self, prompt: Any, completions: Sequence[Any]) -> dict[str, Any]:
@@ -162,11 +191,11 @@ class RubricReward:
         """The grades of `number` completions, of the judge's answer; NoVerdict where it is not of the schema."""
         try:
             verdict = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise NoVerdict(f"The judge's answer is no JSON: {text!r}.") from error
+        except (TypeError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deep
+            raise NoVerdict(f"The judge's answer is no JSON: {_short(text)}.") from error
         grades = verdict.get("grades") if isinstance(verdict, dict) and verdict.keys() == {"grades"} else None
         if not isinstance(grades, list) or len(grades) != number or not all(map(self._is_grade, grades)):
-            raise NoVerdict(f"The judge's answer is not of the schema, for {number} completions: {text!r}.")
+            raise NoVerdict(f"The judge's answer is not of the schema, for {number} completions: {_short(text)}.")
         return grades
 
     def _is_grade(self, grade: Any) -> bool:
@@ -178,16 +207,20 @@ class RubricReward:
         total = sum(self.weights[name] * value for name, value in grade.items())
         return total / sum(self.weights.values()) / HIGHEST
 
-    def _ask(self, body: dict[str, Any]) -> Any:
+    def _ask(self, body: dict[str, Any], spent: Counter[str]) -> Any:
         secret = os.environ.get(self.api_key_env)
-        server = Server(
-            self.url, self.timeout, {"Authorization": f"Bearer {secret}"} if secret else None, by_proxy=True
-        )
+        headers = {"Authorization": f"Bearer {secret}"} if secret else None
+        server = Server(self.url, self.timeout, headers, by_proxy=True, limit="timeout")
         try:
             found = server.call("/chat/completions", body, retries=self.retries)
             with _WRITING:
-                for name in self._tokens:
-                    self._tokens[name] += int((found.get("usage") or {}).get(name) or 0)
+                for name in ("prompt_tokens", "completion_tokens"):
+                    spent[name] += int((found.get("usage") or {}).get(name) or 0)
             return found["choices"][0]["message"]["content"]
-        except (ConnectionError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ConnectionError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise NoVerdict(f"The judge at {self.url} gave no answer: {type(error).__name__}: {error}.") from error
+
+
+def _short(answer: Any) -> str:
+    text = repr(answer)
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -246,11 +246,17 @@ class Policy:
 
     def optim_step(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Take a step of AdamW with the gradients since the last one, and the numbers of `ADAM` that are in `params`; a
-        ValueError where there are no gradients that a step can be taken with.
+        ValueError where one is out of its range, or there are no gradients that a step can be taken with.
         """
+        if not isinstance(params, Mapping):
+            raise ValueError(f"optim_step: adam_params must be an object with some of {', '.join(ADAM)}.")
         if others := sorted(params.keys() - ADAM.keys()):
             raise ValueError(f"optim_step has no {others[0]!r}; AdamW here takes {', '.join(ADAM)}.")
         settings = {name: float(params.get(name, default)) for name, default in ADAM.items()}
+        for name, value in settings.items():
+            below = 1.0 if name.startswith("beta") else math.inf
+            if not 0 <= value < below:  # the weights would be NaN for good, or climb
+                raise ValueError(f"optim_step: {name}={value} must be at least 0 and below {below:g}.")
         failure, self._failure = self._failure, None
         if failure is not None:
             self.optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 from collections import OrderedDict, defaultdict
@@ -189,7 +190,7 @@ def read_request(base: Base, ends: tuple[int, ...], body: dict[str, Any]) -> Req
     strings = tuple(part for part in parts if isinstance(part, str))
     tokens = tuple(part for part in parts if isinstance(part, int)) + (ends if stop is None or strings else ())
     temperature, top_p = float(given.get("temperature", 1.0)), float(given.get("top_p", 1.0))
-    if temperature < 0 or not 0 < top_p <= 1 or not 1 <= count <= MOST:
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or not 1 <= count <= MOST:
         raise ValueError(f"{temperature=} must be at least 0, {top_p=} above 0 and at most 1, {count=} 1 to {MOST}")
     how = Sampling(most, temperature, top_p, max(int(given.get("top_k", 0)), 0), stop=strings, eos_token_ids=tokens)
     generator = torch.Generator().manual_seed(secrets.randbits(62) if seed is None else int(seed) % 2**62)

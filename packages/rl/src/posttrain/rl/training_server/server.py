@@ -130,7 +130,7 @@ class TrainingServer:
                 found = await answer(http, _read(http, await body_of(http, LONGEST)))
             except RequestError as error:
                 return JSONResponse({"error": str(error), "category": "user"}, error.status)
-            except (ValueError, TypeError, KeyError, AttributeError, CheckpointError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, CheckpointError) as error:
                 return JSONResponse({"error": f"{http.url.path}: {_why(error)}", "category": "user"}, 400)
             if isinstance(found, Response):
                 return found

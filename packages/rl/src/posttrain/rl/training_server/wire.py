@@ -98,7 +98,7 @@ class ForwardBackward:
         for pair in map(read, self._options):
             value = read(_one(pair, 2, b""))
             is_text = 2 in value
-            found[_one(pair, 1, "")] = _one(value, 2, "") if is_text else struct.unpack("<d", _one(value, 1, b""))[0]
+            found[_one(pair, 1, "")] = _one(value, 2, "") if is_text else _unpacked("d", _one(value, 1, b""))[0]
         return found
 
     def data(self) -> list[Datum]:
@@ -113,7 +113,15 @@ def _datum(fields: Fields, where: str) -> Datum:
     data = b"".join(_one(read(_one(chunk, 1, b"")), 1, b"") for chunk in chunks)
     named = {_one(pair, 1, ""): read(_one(pair, 2, b"")) for pair in map(read, fields.get(2, []))}
     inputs = {name: _tensor(tensor, f"{where}.{name}") for name, tensor in named.items()}
-    return Datum(list(struct.unpack(f"<{len(data) // 4}i", data)), inputs)
+    return Datum(list(_unpacked(f"{len(data) // 4}i", data)), inputs)
+
+
+def _unpacked(kind: str, data: bytes) -> tuple[Any, ...]:
+    """The numbers of `kind` in `data`; a ValueError where it has other than those."""
+    try:
+        return struct.unpack(f"<{kind}", data)
+    except struct.error as error:
+        raise ValueError(f"tokens or an option of the loss are cut off: {error}") from error
 
 
 def _tensor(fields: Fields, where: str) -> torch.Tensor:
