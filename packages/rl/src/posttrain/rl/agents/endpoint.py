@@ -189,7 +189,7 @@ def allow_connections() -> None:
 
 
 def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[Any, socket.socket, str]:
-    """(a server of uvicorn for `app`, its socket, to which clients can connect by now, where they call); port 0: any."""
+    """(a server of uvicorn for `app`, its socket, where clients can connect by now, its address); port 0: any."""
     uvicorn = require("uvicorn", "posttrain-rl[agents]", "a server over HTTP")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
