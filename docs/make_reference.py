@@ -41,10 +41,34 @@ SEARCH |= {
 }
 
 
+#: What people type who look for a page, and what its title does not say.
+KEYWORDS = {
+    "get-started/": ("quickstart", "install", "first run", "train on cpu"),
+    "tutorial/data/": ("tutorial", "beginner", "first steps"),
+    "sft/": ("dataset format", "custom dataset", "own data", "system prompt", "tokenizer", "chat template"),
+    "images/": ("vision", "vlm", "multimodal"),
+    "sweeps/": ("hyperparameter search", "hyperparameter tuning", "optuna", "grid search"),
+    "distributed/": ("multi gpu", "several gpus", "torchrun", "accelerate launch"),
+    "scale-out/": ("multi node", "cluster", "slurm"),
+    "long-context/": ("sequence length", "context length", "long context"),
+    "failures/": ("out of memory", "oom", "vram", "gpu memory", "nan"),
+    "checkpoints/": ("stop and resume",),
+    "evaluation/": ("metrics", "compute metrics"),
+    "after-training/": ("chat", "inference", "serve", "ollama", "gguf"),
+    "write-an-algorithm/": ("custom loss", "custom trainer"),
+    "arguments/TrainingArguments/": (
+        *("learning rate", "lr scheduler", "batch size", "gradient accumulation", "mixed precision", "bf16", "epochs"),
+        *("wandb", "tensorboard", "mlflow", "seed", "weight decay", "warmup"),
+    ),
+}
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A hook of mkdocs: the page's weight in the search."""
+    """A hook of mkdocs: the page's weight in the search, and the words that find it."""
     boost = next((weight for start, weight in SEARCH.items() if page.url.startswith(start)), 1)
     page.meta.setdefault("search", {"boost": boost})
+    if page.url in KEYWORDS:
+        page.meta["tags"] = list(KEYWORDS[page.url])
     return markdown
 
 

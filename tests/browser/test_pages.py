@@ -19,6 +19,21 @@ from posttrain.cli import main
 from tests import tiny
 from tests.browser.chromium import PROGRAM, Chromium
 
+#: Names of code in tables, up to 16 characters long, that take two lines.
+CUT_NAMES = """
+[...document.querySelectorAll('table:not([class]) code')].filter(code => /^[\\w.]{1,16}$/.test(code.textContent))
+  .filter(code => {
+    const range = document.createRange();
+    range.selectNodeContents(code);
+    return new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1;
+  }).map(code => code.textContent)
+"""
+#: By how many pixels tables are wider than the page, where they are.
+SCROLLED_TABLES = """
+[...document.querySelectorAll('table:not([class])')].map(table => table.scrollWidth - table.clientWidth)
+  .filter(more => more > 1)
+"""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed: apt-get install chromium"),
@@ -59,6 +74,26 @@ QUERIES = {
     "custom loss": "write-an-algorithm",
     "export gguf": "after-training",
     "architecture": "architecture",
+    "hyperparameter search": "sweeps",
+    "multi gpu": "distributed",
+    "learning rate": "arguments",
+    "batch size": "arguments",
+    "gradient accumulation": "arguments",
+    "wandb": "arguments",
+    "weight decay": "arguments",
+    "custom dataset": "sft",
+    "system prompt": "sft",
+    "tokenizer": "sft",
+    "train on cpu": "get-started",
+    "tutorial": "tutorial",
+    "vram": "failures",
+    "sequence length": "long-context",
+    "vision": "images",
+    "chat": "after-training",
+    "lora merge": "adapters",
+    "save model": "checkpoints",
+    "agent": "agents",
+    "judge": "online-rl",
 }
 
 
@@ -102,6 +137,9 @@ def test_no_page_of_the_site_runs_off_the_window(browser, site, width):
     assert len(pages) > 80
     for page in pages:
         look(browser, f"{address}/{page}/", page.replace("/", "-").strip(".") or "home", width)
+        assert browser.evaluate(CUT_NAMES) == [], f"{page} at {width} pixels"
+        if width > WIDTHS[0]:  # on a phone, wide tables are scrolled
+            assert browser.evaluate(SCROLLED_TABLES) == [], f"{page} at {width} pixels"
 
 
 @pytest.mark.parametrize("query", QUERIES)

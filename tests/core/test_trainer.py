@@ -10,9 +10,10 @@ from torch import nn
 
 from posttrain.core import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.callbacks import EVENTS
+from posttrain.core.checkpoint.weights import load_weights, save_weights
 from posttrain.core.errors import CheckpointError, DataError, NonFiniteError
 from posttrain.core.logging import terminal
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.contract.trainers import TRAINERS, classification_rows, classifier, pad, weights
 
 make = TRAINERS["causal-lm"]
@@ -544,3 +545,13 @@ def test_a_resumed_run_is_told_of_another_scaling_of_its_angles(rope, said, tmp_
     told = [r.getMessage() for r in caplog.records if "was trained with another config (rope_parameters" in r.message]
     assert len(told) == said
     assert all("'rope_type': 'default'" in text and "'factor': 4.0" in text for text in told)
+
+
+def test_a_resumed_run_is_told_of_other_angles_in_a_part_of_its_model(tmp_path, caplog):
+    model, _ = tiny_vision.qwen2_5_vl()
+    save_weights(model, tmp_path)
+    load_weights(model, tmp_path)
+    assert "another config" not in caplog.text
+    model.config.text_config.rope_parameters |= {"factor": 4.0}
+    load_weights(model, tmp_path)
+    assert "another config (text_config.rope_parameters: " in caplog.text and "'factor': 4.0" in caplog.text

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from posttrain.cli import main
+from posttrain.cli.tools import evaluate_rows, load
 from posttrain.core import registry
 from posttrain.seq2seq.cli import METHOD
 from tests import tiny
@@ -48,6 +49,33 @@ def test_a_run_leaves_a_model_that_can_be_loaded_and_scores_in_its_log(run_file,
     evaluations = [record for record in history if "eval_loss" in record]
     assert len(evaluations) == 2 and all("eval_exact_match" in record for record in evaluations)
     assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+@pytest.mark.parametrize("adapter", [(), ("--use_peft", "--lora_task_type", "SEQ_2_SEQ_LM")])
+def test_what_is_printed_at_the_end_of_a_run_measures_its_model(adapter, run_file, tmp_path, capsys):
+    assert main(["seq2seq", "run.yaml", "--source_prefix", "say: ", *adapter]) == 0
+    [command] = [line.split("#")[0].split() for line in capsys.readouterr().out.splitlines() if "evaluate" in line]
+    command[command.index("rows.jsonl")] = "eval.jsonl"
+    assert main([*command[1:], "--output", "results.json", "--max_new_tokens", "8"]) == 0
+    assert "2 rows\n  exact_match" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    found = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["prompt"] for row in found] == [f"say: {row['en']}" for row in rows]
+    model, tokenizer = load.load("out", device="cpu")
+    for row in found:
+        read = tokenizer(row["prompt"], return_tensors="pt")
+        [ids] = model.generate(**read, do_sample=False, max_new_tokens=8, eos_token_id=load.ends(model, tokenizer))
+        assert row["completion"] == tokenizer.decode(ids[1:], skip_special_tokens=True)
+
+
+def test_the_likeliest_choice_after_a_source_is_found(run_file):
+    model, tokenizer = load.load("model", device="cpu")
+    question = evaluate_rows.Question("the cat", None, ("sat", "a dog ran"), 0)
+    scores = evaluate_rows.choice_scores(model, tokenizer, question)
+    for (total, count), text in zip(scores, question.choices, strict=True):
+        labels = tokenizer(f" {text}", return_tensors="pt", add_special_tokens=False)["input_ids"]
+        loss = model(**tokenizer("the cat", return_tensors="pt"), labels=labels).loss.detach()
+        assert count == labels.shape[1] and total == pytest.approx(-float(loss) * count, rel=1e-4)
 
 
 def test_sources_get_their_prefix_and_are_cut(run_file, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.cli.tools import verify_resume
-from posttrain.core import trainer
+from posttrain.core import Trainer, trainer
 from posttrain.core.callbacks import TrainerCallback
 from posttrain.core.training.preemption import Interrupted
 from tests import programs, tiny
@@ -97,7 +97,8 @@ def test_a_smoke_run_fails_where_the_saved_model_is_not_the_trained_one(run_file
     assert "read back, is not the one that was trained: different: ['model.norm.weight']" in capsys.readouterr().err
 
 
-def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys, caplog):
+def test_bench_measures_some_steps_and_keeps_nothing(run_file, tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.setattr(Trainer, "save_model", lambda *_, **__: pytest.fail("a model was written"))
     caplog.set_level(logging.INFO)
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main(["bench", "sft", "run.yaml", "--bench_steps", "2", "--bench_warmup", "1"]) == 0

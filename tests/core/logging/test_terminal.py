@@ -106,6 +106,22 @@ def test_a_record_of_many_numbers_is_shown_by_those_that_people_read():
     assert terminal.line({"train_runtime": 2.0}) == "train_runtime 2"  # there is nothing else to show
 
 
+@pytest.mark.parametrize("watched", ["rewards/margins", "eval_rewards/accuracies", "frac_reward_zero_std"])
+def test_what_the_guides_say_to_watch_is_shown(watched):
+    others = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "mean_token_accuracy",
+        "reward_std",
+        "rewards/right/mean",
+        "entropy",
+    )
+    record = dict.fromkeys(
+        ("loss", *others, *(f"logps/{name}" for name in "abc"), watched, "learning_rate", "epoch"), 0.5
+    )
+    assert f"{watched} 0.5" in terminal.line(record).split("  ")
+
+
 def test_lines_without_a_bar_begin_with_the_step_and_end_with_the_pace(capsys):
     state = TrainerState(global_step=3, max_steps=4)
     logs = {"loss": 2.0, "perf/tokens_per_second": 1234.0, "perf/time_left_seconds": 61.0, "perf/step_seconds": 0.1}

@@ -255,6 +255,17 @@ def test_whose_key_opens_what(agents):
     assert not any(recorder.turns for recorder in made.recorders)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1"])
+def test_agents_are_given_an_address_that_they_can_call_at(agents, host):
+    made = agents(sums, host=host)
+    try:
+        access = made.open()
+    except OSError:
+        pytest.skip(f"nothing can listen at {host} here")
+    assert httpx.URL(access.url).host not in ("0.0.0.0", "::")
+    assert made.post(access, "messages", {"max_tokens": 9, "messages": ASKED}).status_code == 200
+
+
 def test_what_a_request_may_not_be(agents):
     made = agents(sums, max_bytes=2000)
     access = made.open(max_turns=1)

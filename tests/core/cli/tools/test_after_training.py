@@ -144,20 +144,18 @@ def test_a_message_typed_at_a_terminal_is_edited_by_readline_and_ctrl_d_ends_the
         (["chat", "BASE", "--device", "toaster"], 2, "device='toaster' cannot be used here"),
         (["chat", "EMPTY"], 1, "holds no config.json"),
         (["chat", "HOLLOW"], 1, "model.safetensors"),
-        (["chat", "TRANSLATOR"], 2, "T5Config"),
         (["evaluate", "BASE", "--tasks", "x", "--limit", "0"], 2, "--limit=0 must be >= 1"),
         (["generate", "BASE", "PROMPTS", "OUT", "--num_return", "2"], 2, "set a temperature"),
         (["generate", "PLAIN", "PROMPTS", "OUT"], 1, "no chat template"),
     ],
 )
 def test_what_cannot_be_is_said_without_a_traceback(words, status, said, base, tmp_path, capsys):
-    names = {name: tmp_path / name.lower() for name in ("EMPTY", "HOLLOW", "TRANSLATOR", "PLAIN", "PROMPTS", "OUT")}
+    names = {name: tmp_path / name.lower() for name in ("EMPTY", "HOLLOW", "PLAIN", "PROMPTS", "OUT")}
     names["EMPTY"].mkdir()
     names["PROMPTS"].write_text('{"messages": [{"role": "user", "content": "hi"}]}', encoding="utf-8")
-    for name in ("HOLLOW", "TRANSLATOR", "PLAIN"):
+    for name in ("HOLLOW", "PLAIN"):
         AutoTokenizer.from_pretrained(base, chat_template=None).save_pretrained(names[name])
     tiny.causal_lm("llama", vocab_size=384).config.save_pretrained(names["HOLLOW"])
-    tiny.seq2seq_lm().save_pretrained(names["TRANSLATOR"])
     tiny.causal_lm("llama", vocab_size=384).save_pretrained(names["PLAIN"])
     (names["PLAIN"] / "chat_template.jinja").unlink(missing_ok=True)
     assert main([str(names.get(word, base if word == "BASE" else word)) for word in words]) == status

@@ -271,16 +271,18 @@ def sets_for(run: Any) -> tuple[Any, Any | None]:
 
 
 def train(run: Any, trainer_class: Any, train_rows: Any, eval_rows: Any) -> None:
-    """Train `trainer_class` as `run` is configured, and save the final model and its tokenizer in ``output_dir``."""
-    train_and_save(made(run, trainer_class, train_rows, eval_rows))
+    """Train `trainer_class` as `run` is configured, and save the final model and its tokenizer if it keeps them."""
+    train_and_save(made(run, trainer_class, train_rows, eval_rows), run.keeps_model)
 
 
-def train_and_save(trainer: Any) -> None:
-    """Train, and save the final model in ``output_dir``."""
+def train_and_save(trainer: Any, keeps_model: bool = True) -> None:
+    """Train, and save the final model in ``output_dir`` if `keeps_model`."""
     try:
         trainer.train()
     except UnsavedError as error:  # there may be room for the model without its optimizer
         logger.warning("%s", error)
+    if not keeps_model:
+        return
     try:
         trainer.save_model()
     except Exception as error:

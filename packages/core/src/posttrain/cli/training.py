@@ -139,9 +139,13 @@ def _how(folder: Path) -> str:
 
 def _commands(folder: Path, kind: str, is_adapter: bool) -> Iterator[tuple[str, str]]:
     """(command, purpose) of what can be done with the model in `folder`, whose task or classes are `kind`."""
+    from posttrain.cli.tools.load import arguments_of_run
+
     name, writes = shlex.quote(str(folder)), "CausalLM" in kind or "CAUSAL_LM" in kind
+    encodes = "SEQ_2_SEQ_LM" in kind or "source_column" in arguments_of_run(folder)
     if writes:
         yield f"posttrain chat {name}", "talk to it"
+    if writes or encodes:
         yield f"posttrain evaluate {name} --data rows.jsonl", "measure it on rows of yours"
     elif "ForSequenceClassification" in kind or "SEQ_CLS" in kind:
         yield f"posttrain evaluate {name} --data pairs.jsonl", "measure it on pairs of yours"

@@ -42,11 +42,13 @@ class Run:
         config: the method's own config, such as an `SFTConfig`.
         model: a `posttrain.lm.loading.arguments.ModelConfig`: the model, its loading options and its adapter.
         data: a `posttrain.cli.mixture.CommandSource`: which dataset.
+        keeps_model: whether the final model is saved in ``output_dir``.
     """
 
     config: Any
     model: Any
     data: Any
+    keeps_model: bool = True
 
 
 @dataclass(frozen=True)

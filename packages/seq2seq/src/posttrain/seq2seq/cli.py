@@ -36,7 +36,7 @@ def run(run: Run) -> None:
         processing_class=tokenizer,
         compute_metrics=text_metrics(tokenizer, config.text_metrics) if config.predict_with_generate else None,
     )
-    train_and_save(trainer)
+    train_and_save(trainer, run.keeps_model)
 
 
 def load_model(options: Any) -> Any:

@@ -65,6 +65,7 @@ def run(words: list[str]) -> None:
         asked.config = dataclasses.replace(
             asked.config, output_dir=folder, max_steps=warmup + options["bench_steps"], **changes
         )
+        asked.keeps_model = False
         method.run(asked)
         if asked.config.process_index == 0:
             print("\n".join(lines(Path(folder) / "log.jsonl", warmup)))

@@ -30,9 +30,9 @@ through an agent, or on tasks of lm-eval (pip install '{EXTRA}'), such as gsm8k,
 `lm-eval ls tasks` lists them.
 
   --data ROWS            a file, a folder or a dataset of the Hub. A prompt and its completion (under any names that
-                         training reads) are compared word by word, or by the number after ####; of a prompt with
-                         choices and an answer, or of chosen and rejected, the likeliest counts, or the one that
-                         MODEL, a reward model, gives the highest score
+                         training reads, or in the columns of the run) are compared word by word, or by the number
+                         after ####; of a prompt with choices and an answer, or of chosen and rejected, the likeliest
+                         counts, or the one that MODEL, a reward model, gives the highest score
   --judge MODULE:FUNCTION  also scores the answers: (prompts, completions) -> numbers
   --env MODULE:OBJECT    an agent (episode, row), or arguments of an online trainer: environment_factory, tools,
                          reward_funcs, eval_dataset ...; or reasoning_gym:TASK, verifiers:TASKSET
@@ -101,7 +101,7 @@ def _evaluate_rows(name: str, given: dict[str, Any]) -> None:
         rows = _split_of(given.pop("data"))
     with parse.reported("evaluate"):
         function = None if judge is None else evaluate_rows.judge_of(judge)
-    rows = layouts.as_messages(rows) if chats else rows
+    rows = layouts.as_messages(rows) if chats else evaluate_rows.as_trained(rows, load.arguments_of_run(name))
     model, tokenizer = load.of_command("evaluate", name, given, may_score=True)
     asked = evaluate_rows.questions(rows, tokenizer, limit)
     if function is None and output is None and not any(one.choices or one.answer is not None for one in asked):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
 import re
 import string
@@ -16,7 +18,7 @@ from posttrain.cli.tools import generate, load
 from posttrain.core import registry
 from posttrain.core.errors import DataError
 from posttrain.core.losses import selective_log_softmax
-from posttrain.core.models.wrapping import base_model
+from posttrain.core.models.wrapping import base_model, is_encoder_decoder
 from posttrain.lm.text import layouts
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -36,6 +38,18 @@ class Question:
     answer: str | None = None
     choices: tuple[str, ...] = ()
     right: int | None = None
+
+
+def as_trained(rows: Any, arguments: Mapping[str, Any]) -> Any:
+    """`rows` with sources and targets as prompts and completions, as the run of ``posttrain seq2seq`` with these
+    `arguments` read them; as they are where it was another run, or they have no such columns.
+    """
+    source, target = ([*arguments.get(f"{name}_column", "").split(".")] for name in ("source", "target"))
+    if not {source[0], target[0]} <= set(layouts.columns(rows)):
+        return rows
+    read = functools.partial(functools.reduce, operator.getitem)
+    prefix = arguments["source_prefix"]
+    return [{"prompt": prefix + read(source, row), "completion": read(target, row)} for row in rows]
 
 
 def questions(rows: Any, tokenizer: Any, limit: int | None = None) -> list[Question]:
@@ -156,6 +170,11 @@ def choice_scores(model: nn.Module, tokenizer: Any, question: Question) -> list[
     joined = not isinstance(question.prompt, str) or question.prompt[-1:].isspace()
     texts = [choice if joined or choice[:1].isspace() else f" {choice}" for choice in question.choices]
     answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    if is_encoder_decoder(model):
+        read = torch.tensor([prompt], device=next(model.parameters()).device)
+        labels = [torch.tensor([ids], device=read.device) for ids in answers]
+        scores = [selective_log_softmax(model(input_ids=read, labels=one).logits.float(), one) for one in labels]
+        return [(float(each.sum()), each.shape[1]) for each in scores]
     whole = {"input_ids": [[*prompt, *ids] for ids in answers]}
     batch = tokenizer.pad(whole, padding_side="right", return_tensors="pt").to(next(model.parameters()).device)
     ids, mask = batch["input_ids"], batch["attention_mask"]

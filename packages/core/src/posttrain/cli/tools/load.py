@@ -16,7 +16,7 @@ from posttrain.cli import parse
 from posttrain.core.data import accelerator
 from posttrain.core.errors import CheckpointError, require
 from posttrain.core.models import special_tokens
-from posttrain.core.models.wrapping import is_peft_model, unwrap
+from posttrain.core.models.wrapping import is_encoder_decoder, is_peft_model, unwrap
 from posttrain.lm.loading import adapters, loading
 from posttrain.lm.text import chat_template
 
@@ -40,9 +40,9 @@ def load(
     trust_remote_code: bool = False,
     may_score: bool = False,
 ) -> tuple[Any, Any]:
-    """A causal language model, or an adapter on its base, ready to generate, and its tokenizer. Raises a
-    `CheckpointError` where the adapter names no base, a `FileNotFoundError` where there is no such model, and a
-    `ValueError` where there is no such device, or it is a reward model.
+    """A language model, or an adapter on its base, ready to generate, and its tokenizer. Raises a `CheckpointError`
+    where the adapter names no base, a `FileNotFoundError` where there is no such model, and a `ValueError` where there
+    is no such device, or it is a reward model.
 
     Args:
         model: folder or Hub name of a model, or the folder of an adapter.
@@ -61,16 +61,18 @@ def load(
         options |= changes_of_run(adapter, path, trust_remote_code)
     elif base is not None:
         raise CheckpointError(f"base={base!r} has no use: {path} holds no adapter.")
-    else:
-        with loading.explain_missing(path, "model"):
-            kinds = loading.config_of(path, {}, trust_remote_code).architectures or ()
+    with loading.explain_missing(path, "model"):
+        about = loading.config_of(path, {}, trust_remote_code)
+    if adapter is None:
+        kinds = about.architectures or ()
         scores, tokenizer = any(kind.endswith("ForSequenceClassification") for kind in kinds), None
     if scores and not may_score:
         raise ValueError(f"{model} is a reward model: it scores texts, and writes none. posttrain evaluate takes it.")
     tokenizer = tokenizer or loading.load_tokenizer(path, trust_remote_code)
     special_tokens.ensure_pad_token(tokenizer)
     options |= {"num_labels": 1} if scores else {}
-    auto_class = "AutoModelForSequenceClassification" if scores else loading.READING[0]
+    auto_class = "AutoModelForSeq2SeqLM" if about.is_encoder_decoder else loading.READING[0]
+    auto_class = "AutoModelForSequenceClassification" if scores else auto_class
     found: Any = loading.load_causal_lm(path, options, trust_remote_code=trust_remote_code, auto_class=auto_class)
     if adapter is not None:
         peft = require("peft", "posttrain-core[peft]", why=f"the adapter in {adapter}")
@@ -97,13 +99,17 @@ def changes_of_run(adapter: str | os.PathLike[str], base: str, trust_remote_code
 
     An adapter does not hold it, and computes something else on a base without it.
     """
-    file = Path(adapter) / "training_args.json"
-    text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
-    given: dict[str, Any] = json.loads(text).get("model_init_kwargs") or {}
+    given: dict[str, Any] = arguments_of_run(adapter).get("model_init_kwargs") or {}
     changed = given.keys() - {"attn_implementation", "dtype", "revision", "use_cache"}
     with loading.explain_missing(base, "model"):
         known = loading.config_of(base, {}, trust_remote_code).to_dict() if changed else {}
     return {name: given[name] for name in known.keys() & changed}
+
+
+def arguments_of_run(model: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of the run that saved `model`; empty where it is no folder of one."""
+    file = Path(model) / "training_args.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def read_words(command: str, words: list[str], kinds: dict[str, type]) -> tuple[str, dict[str, Any]]:
@@ -167,8 +173,9 @@ def sampling(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
 @torch.no_grad()
 def write(model: nn.Module, tokenizer: Any, prompts: list[list[int]], **options: Any) -> torch.Tensor:
     """The tokens that follow each of `prompts`, (rows, longest), with what ended them; `options`: of ``generate``."""
-    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    encodes = is_encoder_decoder(model)  # its answer is a row of its own, after the token that begins it
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="right" if encodes else "left", return_tensors="pt")
     batch = batch.to(next(model.parameters()).device)
     options |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends(model, tokenizer)}
     rows: torch.Tensor = model.generate(**batch, **options)  # type: ignore[operator]  # of transformers' models
-    return rows[:, batch["input_ids"].shape[1] :]
+    return rows[:, 1 if encodes else batch["input_ids"].shape[1] :]

@@ -25,12 +25,12 @@ from posttrain.core.models.wrapping import (
     config_of,
     generation_config,
     has_virtual_tokens,
+    is_of_transformers,
     is_pretrained,
     local_part,
     plain_class,
     plain_classes,
     replaced,
-    setting,
 )
 
 logger = logging.getLogger(__name__)
@@ -166,9 +166,18 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             )
     _refuse(f"this {kind.__name__}", directory, misfits, missing, unexpected)
     model.load_state_dict(sharded.fitted_to(tensors, own), strict=False)
-    rope = {"rope_parameters": setting(config_of(model), "rope_parameters")}
     remedy = "Load the model with the rope_parameters of that run to go on with it."
-    _tell_other_config(f"The {kind.__name__}", directory / "config.json", rope, remedy)
+    if is_of_transformers(model) and (file := directory / "config.json").is_file():
+        now = config_of(model)
+        then = type(now).from_dict(codec.read_json(file))  # the file holds no defaults of parts
+        _tell_other_config(f"The {kind.__name__}", file, _angles(then.to_dict()), _angles(now.to_dict()), remedy)
+
+
+def _angles(config: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """The ``rope_parameters`` in `config` and in those of its parts, by their path."""
+    parts = [(f"{path}{name}", part) for name, part in config.items() if isinstance(part, dict)]
+    own = {name: part for name, part in parts if name.endswith("rope_parameters")}
+    return own | {name: of for at, part in parts if at not in own for name, of in _angles(part, f"{at}.").items()}
 
 
 def _refuse(whose: str, where: Path, misfits: list[str], missing: list[str], unexpected: list[str]) -> None:
@@ -236,7 +245,8 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
             raise CheckpointError(f"There is no adapter {adapter!r} in {directory}: {ADAPTER} is missing.{whole}")
         now = {name: value for name, value in config.to_dict().items() if name not in _OF_ADAPTERS_BEGINNING}
         remedy = "Pass the peft_config of that run to go on with it."
-        _tell_other_config(f"The adapter {adapter!r}", file.parent / "adapter_config.json", now, remedy)
+        if (settings := file.parent / "adapter_config.json").is_file():
+            _tell_other_config(f"The adapter {adapter!r}", settings, codec.read_json(settings), now, remedy)
         tensors = codec.read_tensors(file)
         own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         misfits = [name for name in own if name in tensors and own[name].shape != tensors[name].shape]
@@ -250,12 +260,11 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         _refuse(f"the adapter {adapter!r}", file, [], [], [name for name in unknown if name not in own])
 
 
-def _tell_other_config(what: str, path: Path, now: dict[str, Any], remedy: str) -> None:
-    """Warn where the config of `what` in the file `path` is not `now`: with the same weights it is another model."""
-    then = codec.read_json(path) if path.is_file() else {}
+def _tell_other_config(what: str, path: Path, then: dict[str, Any], now: dict[str, Any], remedy: str) -> None:
+    """Warn where the config of `what` is `now`, and was `then` in `path`: with the same weights it is another model."""
     then, now = (
         {name: sorted(value, key=repr) if isinstance(value, list) else value for name, value in config.items()}
-        for config in (then, json.loads(json.dumps(now, default=list)))
+        for config in (json.loads(json.dumps(each, default=list)) for each in (then, now))
     )
     if changed := [name for name in now if name in then and then[name] != now[name]]:
         listed = "; ".join(f"{name}: {then[name]!r} -> {now[name]!r}" for name in changed)

@@ -15,6 +15,8 @@ from posttrain.core.state import TrainerState
 
 #: How many numbers of a record a line shows.
 SHOWN = 8
+#: What the guides say to watch.
+_WATCHED = ("rewards/accuracies", "rewards/margins", "frac_reward_zero_std")
 _MACHINE = ("perf/", "total_flos", "step_time")
 _MACHINE_ENDS = ("_runtime", "_per_second", "_preparation_time", "_alloc_delta", "_peaked_delta")
 
@@ -83,7 +85,7 @@ def line(record: dict[str, Any], max_length: int = 100) -> str:
     """The main values of a log record in one line; ``log.jsonl`` and ``log_history`` have all.
 
     Speed metrics are left out. If there are more than `SHOWN` numbers, or more than fit on a line, losses and the epoch
-    have priority, then names without a group, then rewards.
+    have priority, then names without a group and what the guides say to watch, then rewards.
     """
     names = [name for name in record if not name.startswith(_MACHINE) and not name.endswith(_MACHINE_ENDS)]
     names = names or list(record)
@@ -126,6 +128,8 @@ def _distance(name: str) -> int:
     """How far a number is from what the run is for."""
     if name.endswith(("loss", "epoch")):
         return 0
+    if name.endswith(_WATCHED):
+        return 1
     if any(part in name for part in ("entropy", "std", "num_")):
         return 3
     return 1 if "/" not in name else 2 if "rewards/" in name else 4

@@ -56,7 +56,7 @@ class Agent:
             words. It returns its reward, a dict with ``reward`` and further columns for reward functions, or None.
         seconds: of an episode at most; None: no limit. turns: of the policy at most; None: any number.
         inflight: episodes that run at a time, of all rollouts that overlap; None: any number.
-        host: the address that the endpoint listens at.
+        host: the address that the endpoint listens at. At 0.0.0.0, agents get the address of this machine.
 
     Raises:
         TypeError: `run` is none of these.

@@ -7,6 +7,7 @@ and uvicorn serve it, on the program's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -33,6 +34,8 @@ RETRIES = "x-stainless-retry-count"
 """The header in which the SDKs of OpenAI and Anthropic say how often they have sent a request before."""
 MOST_FILES = 65536
 """Open files and connections of a process."""
+ANY_ADDRESS = ("0.0.0.0", "::", "")
+"""Hosts of a server that listens at all addresses of its machine; no client can call at these."""
 GONE = 499
 """The status of a request whose client has closed the connection, as nginx has it."""
 
@@ -186,7 +189,7 @@ def allow_connections() -> None:
 
 
 def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[Any, socket.socket, str]:
-    """(a server of uvicorn for `app`, its socket, to which clients can connect by now, its address); port 0: any."""
+    """(a server of uvicorn for `app`, its socket, where clients can connect by now, its address); port 0: any."""
     uvicorn = require("uvicorn", "posttrain-rl[agents]", "a server over HTTP")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
@@ -194,9 +197,19 @@ def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[An
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
     listening.listen(backlog)
+    host = _of_this_machine(kind) if host in ANY_ADDRESS else host
     name = f"[{host}]" if kind is socket.AF_INET6 else host
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
     return uvicorn.Server(config), listening, f"http://{name}:{listening.getsockname()[1]}"
+
+
+def _of_this_machine(kind: socket.AddressFamily) -> str:
+    """The address of this machine in its network, or that of itself where it has none. Sends nothing."""
+    outside, itself = ("2001:db8::1", "::1") if kind is socket.AF_INET6 else ("192.0.2.1", "127.0.0.1")
+    with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as way:
+        way.connect((outside, 9))
+        return str(way.getsockname()[0])
+    return itself
 
 
 async def body_of(http: Any, most: int) -> bytes:
