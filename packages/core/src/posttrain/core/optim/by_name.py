@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ def layerwise(factory: Factory) -> Factory:
 
 
 def _bitsandbytes(name: str) -> Any:
-    return vars(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))[name]
+    return attrgetter(name)(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))
 
 
 def bnb_ademamix(
@@ -219,7 +220,7 @@ def schedule_free(
     if kind != "RAdam":
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
-    return vars(library)[f"{kind}ScheduleFree"], kwargs
+    return attrgetter(f"{kind}ScheduleFree")(library), kwargs
 
 
 def stable_adamw(
