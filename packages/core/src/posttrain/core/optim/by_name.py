@@ -215,12 +215,11 @@ def schedule_free(
     The optimizer has its own warm-up (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does
     the model hold the averaged weights.
     """
-    library = require("schedulefree", "schedulefree>=1.4", why="optim")
     kwargs = {"lr": args.learning_rate} if kind == "SGD" else _adam(args)
     if kind != "RAdam":
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
-    return attrgetter(f"{kind}ScheduleFree")(library), kwargs
+    return attrgetter(f"{kind}ScheduleFree")(require("schedulefree", "schedulefree>=1.4", why="optim")), kwargs
 
 
 def stable_adamw(

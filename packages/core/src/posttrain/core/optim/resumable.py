@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,8 +47,8 @@ def adafactor_class() -> type[torch.optim.Optimizer]:
 def torchao_adamw(bits: int) -> type[torch.optim.Optimizer]:
     """torchao's AdamW with state of 8 or 4 bits, saved as plain tensors. It is compiled: on the CPU a minute."""
     name, package = f"AdamW{bits}bit", "torchao>=0.11"
-    base: Any = attrgetter(name)(require("torchao.optim", package, why=f"optim='adamw_torch_{bits}bit'"))
-    quantized = attrgetter(f"OptimState{bits}bit")(require(f"torchao.optim.subclass_{bits}bit", package))
+    base: Any = vars(require("torchao.optim", package, why=f"optim='adamw_torch_{bits}bit'"))[name]
+    quantized = vars(require(f"torchao.optim.subclass_{bits}bit", package))[f"OptimState{bits}bit"]
 
     class Savable(base):
         def state_dict(self) -> dict[str, Any]:

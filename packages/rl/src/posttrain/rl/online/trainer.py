@@ -639,8 +639,6 @@ class RolloutTrainer(LanguageModelTrainer):
     @property
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
-        sampling, settings, given = self.sampling(), settings_of(self.args), self.args.generation_kwargs or {}
-        if given.get("do_sample") is False:  # what the other options are set to can be read, though nothing is drawn
-            temperature = given.get("temperature", self.temperature)
-            sampling, settings = replace(sampling, temperature=temperature), settings | {"do_sample": False}
-        return generation_config(sampling, self.codec.tokenizer, settings)
+        greedy = {"do_sample": False} if (given := self.args.generation_kwargs or {}).get("do_sample") is False else {}
+        sampling = self.sampling(given.get("temperature", self.temperature) if greedy else None)  # shown, though unused
+        return generation_config(sampling, self.codec.tokenizer, settings_of(self.args) | greedy)
