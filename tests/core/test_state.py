@@ -52,3 +52,12 @@ def test_eval_prediction_unpacks():
     predictions, labels = EvalPrediction(1, 2)
     assert (predictions, labels) == (1, 2)
     assert len(EvalPrediction(1, 2, inputs=3)) == 3 and EvalPrediction(1, 2)[1] == 2
+
+
+def test_steps_are_computed_from_any_object_with_the_arguments():
+    class Intervals:  # as a stand-in of a test has them, or a class of constants
+        logging_steps, eval_steps, save_steps = 3, 0.25, None
+
+    state = TrainerState()
+    state.compute_steps(Intervals, max_steps=10)
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == (3, 3, TrainerState().save_steps)

@@ -1,8 +1,9 @@
 import importlib.util
 import inspect
 import logging
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -593,6 +594,18 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "schedulefree", None)
     with pytest.raises(ImportError, match=r"pip install 'schedulefree>=1.4'"):
         builder.build(Net(), arguments("schedule_free_sgd"))
+
+
+@pytest.mark.parametrize(
+    ("optim", "library", "name"),
+    [("paged_lion_8bit", "bitsandbytes.optim", "Lion"), ("schedule_free_sgd", "schedulefree", "SGDScheduleFree")],
+)
+def test_a_library_may_make_its_classes_when_they_are_asked_for(optim, library, name, monkeypatch):
+    module = ModuleType(library)
+    module.__getattr__ = {name: torch.optim.Adagrad}.__getitem__
+    for package in {library.partition(".")[0], library}:
+        monkeypatch.setitem(sys.modules, package, module)
+    assert builder.optimizer_class_and_kwargs(arguments(optim), None)[0] is torch.optim.Adagrad
 
 
 def test_what_depends_on_the_model_asks_for_it():

@@ -53,6 +53,17 @@ def test_the_end_tokens_of_the_model_come_first_and_in_its_order(tmp_path):
     assert torch.tensor(trainer.sampling().eos_token_ids).unique().numel() == 3
 
 
+def test_options_of_sampling_can_be_read_where_nothing_is_drawn(tmp_path):
+    options = {"num_generations": 2, "per_device_train_batch_size": 2, "temperature": 0.8, "top_p": 0.9, "top_k": 40}
+    greedy = {"generation_kwargs": {"do_sample": False, "repetition_penalty": 1.2}}
+    args = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, **options, **greedy)
+    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
+    trainer = GRPOTrainer(tiny.causal_lm(), reward, args, [{"prompt": "a"}] * 2, processing_class=tiny.tokenizer())
+    config = trainer.generation_config
+    assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (False, 0.8, 0.9, 40)
+    assert config.repetition_penalty == 1.2 and trainer.sampling().temperature == 0
+
+
 def test_a_stand_in_can_be_made_of_a_trainer_class():
     stand_in = Mock(spec=GRPOTrainer)
     assert not hasattr(stand_in, "no_such_name")

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,8 +110,7 @@ class TrainerState:
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Convert the intervals of `args` to optimizer steps; ratios are shares of `max_steps`."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            interval = vars(args)[name]
-            if interval is not None:
+            if (interval := attrgetter(name)(args)) is not None:
                 setattr(self, name, as_steps(interval, max_steps))
 
     def to_dict(self) -> dict[str, Any]:

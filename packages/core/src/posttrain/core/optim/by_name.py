@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ def layerwise(factory: Factory) -> Factory:
 
 
 def _bitsandbytes(name: str) -> Any:
-    return vars(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))[name]
+    return attrgetter(name)(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))
 
 
 def bnb_ademamix(
@@ -214,12 +215,11 @@ def schedule_free(
     The optimizer has its own warm-up (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does
     the model hold the averaged weights.
     """
-    library = require("schedulefree", "schedulefree>=1.4", why="optim")
     kwargs = {"lr": args.learning_rate} if kind == "SGD" else _adam(args)
     if kind != "RAdam":
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
-    return vars(library)[f"{kind}ScheduleFree"], kwargs
+    return attrgetter(f"{kind}ScheduleFree")(require("schedulefree", "schedulefree>=1.4", why="optim")), kwargs
 
 
 def stable_adamw(

@@ -639,4 +639,6 @@ class RolloutTrainer(LanguageModelTrainer):
     @property
     def generation_config(self) -> GenerationConfig:
         """How completions are sampled, in the words of transformers."""
-        return generation_config(self.sampling(), self.codec.tokenizer, settings_of(self.args))
+        greedy = {"do_sample": False} if (given := self.args.generation_kwargs or {}).get("do_sample") is False else {}
+        sampling = self.sampling(given.get("temperature", self.temperature) if greedy else None)  # shown, though unused
+        return generation_config(sampling, self.codec.tokenizer, settings_of(self.args) | greedy)
