@@ -385,8 +385,8 @@ def test_reward_functions_that_posttrain_has_are_taken_from_it():
     ],
 )
 def test_scripts_about_images_are_told_what_is_not_covered(head, trainer, part):
-    script = f"{head}\nfrom trl import {trainer}\n{trainer}(model='x')\n"
-    ((line, text),) = notes(script)
+    script = f"{head}\nfrom trl import {trainer}\n{trainer}(model='x')\n{trainer}(model='y')\n"
+    ((line, text),) = notes(script)  # of the first of them
     assert line == 3 and text.startswith(f"images: {trainer} ") and part in text
     assert notes(f"from trl import {trainer}\n{trainer}(model='x')\n") == []
 

@@ -47,13 +47,13 @@ def reward(kind, completion_ids, **_):
     return [float(k) if k < 2 else sum(ids) % 7 / 7 for k, ids in zip(kind, completion_ids, strict=True)]
 
 
-def trainer(folder, **options):
+def trainer(folder, agent=None, reward_funcs=reward, **options):
     usual = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_steps=12,
                  max_completion_length=4, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
                  logging_steps=1, learning_rate=1e-2, replay_buffer_size=4)  # fmt: skip
     args = GRPOWithReplayBufferConfig(output_dir=str(folder), **usual | options)
     made = GRPOWithReplayBufferTrainer(
-        tiny.causal_lm(), reward, args, train_dataset=ROWS, processing_class=tiny.tokenizer()
+        tiny.causal_lm(), reward_funcs, args, train_dataset=ROWS, processing_class=tiny.tokenizer(), agent=agent
     )
     made.seen = []
     inner = made.complete_scored
@@ -67,11 +67,13 @@ def trainer(folder, **options):
 
 
 def groups(rollout, size=4):
-    return [rollout.part(i, i + size) for i in range(0, len(rollout), size)]
+    return [rollout.part(i, i + size) for i in range(0, rollout.num_trajectories, size)]
 
 
 def same(one, other):
     width = min(one.completion_ids.shape[1], other.completion_ids.shape[1])
+    if len(one) != len(other):
+        return False
     return torch.equal(one.completion_ids[:, :width], other.completion_ids[:, :width])
 
 
@@ -124,12 +126,45 @@ def test_groups_that_the_engine_tells_less_of_are_not_mixed_with_others(tmp_path
     assert torch.equal(used.completion_ids, equal.completion_ids) and run.replay_buffer.heap == []
 
 
-def test_an_agent_is_refused(tmp_path):
-    async def agent(episode, row):
-        return None
+def test_trajectories_of_several_sequences_stay_whole_when_they_are_divided_and_joined():
+    def rollout(numbers, width):
+        ids = torch.arange(len(numbers) * width).view(len(numbers), width) + 1
+        lengths = torch.full((len(numbers),), width)
+        several = None if len(set(numbers)) == len(numbers) else torch.tensor(numbers)
+        advantages = torch.tensor([float(number) for number in numbers])
+        return Rollout(ids, lengths, ids + 100, lengths, ids > 0, advantages, trajectories=several)
 
-    args = GRPOWithReplayBufferConfig(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="one sequence of tokens each; leave out agent"):
-        GRPOWithReplayBufferTrainer(
-            tiny.causal_lm(), reward, args, train_dataset=ROWS, processing_class=tiny.tokenizer(), agent=agent
-        )
+    whole = rollout([0, 0, 1, 2, 2, 2, 3], 2)
+    first, last = whole.part(0, 2), whole.part(2, 4)
+    assert first.trajectories.tolist() == [0, 0, 1] and last.trajectories.tolist() == [0, 0, 0, 1]
+    for name, values in Rollout.joined([first, last]).state_dict().items():
+        assert torch.equal(values, getattr(whole, name))
+    mixed = Rollout.joined([rollout([0, 1], 3), last])
+    assert mixed.trajectories.tolist() == [0, 1, 2, 2, 2, 3] and mixed.advantages.tolist() == [0, 1, 2, 2, 2, 3]
+    assert Rollout.joined([rollout([0, 1], 3), whole.part(1, 2)]).trajectories is None
+    assert [len(part["loss_mask"]) for part in mixed.micro_batches(2)] == [2, 4]
+
+
+def test_groups_of_an_agent_are_replayed_with_all_their_conversations(tmp_path):
+    async def agent(episode, row):
+        """Two conversations, of which the second does not continue the first, in every other episode."""
+        answer = await episode.generate([{"role": "user", "content": row["prompt"]}])
+        if int(row["prompt"][9:]) % 2:
+            await episode.generate([{"role": "user", "content": "And now?"}])
+        return float(row["kind"]) if row["kind"] < 2 else sum(map(ord, answer["content"] or "")) % 7 / 7
+
+    run = trainer(tmp_path, agent=agent, reward_funcs=None, max_steps=10)
+    run.train()
+    replayed = several = 0
+    kept = []
+    for made, used in run.seen:
+        assert used.num_trajectories == made.num_trajectories == 8
+        kept += [one for one in groups(made) if one.advantages.abs().sum() > 0]
+        for one, other in zip(groups(made), groups(used), strict=True):
+            if one.advantages.abs().sum() > 0:
+                assert same(one, other)
+            elif not same(one, other):
+                (source,) = [group for group in kept if same(group, other)]
+                assert torch.equal(source.advantages, other.advantages)
+                replayed, several = replayed + 1, several + (other.trajectories is not None)
+    assert replayed > 3 and several > 0

@@ -470,8 +470,12 @@ def test_the_asynchronous_trainer_of_trl_is_grpo_with_its_defaults(server, tmp_p
     assert (args.max_staleness, args.vllm_request_timeout, args.vllm_mode, args.loss_type) == (4, 30, "server", "bnpo")
     rows = [{"prompt": row["prompt"]} for row in text_rows(9)]
     model = tiny.causal_lm(initializer_range=0.1)
-    with pytest.raises(ValueError, match="rollout_worker is an object of trl's own loop. Pass an engine as generator"):
+    with pytest.raises(
+        ValueError, match="rollout_worker has no start, stop, update_model_version, check_health, rollo"
+    ):
         AsyncGRPOTrainer(model, digit_sum, args, rows, tiny.tokenizer(), rollout_worker=object())
+    with pytest.raises(ValueError, match="weight_transfer is an object of trl's own loop. Pass an engine as generator"):
+        AsyncGRPOTrainer(model, digit_sum, args, rows, tiny.tokenizer(), weight_transfer=object())
     trainer = AsyncGRPOTrainer(model, digit_sum, args, rows, tiny.tokenizer(), generator=client_of(server))
     trainer.train()
     logged = [record["staleness/max"] for record in trainer.state.log_history if "staleness/max" in record]

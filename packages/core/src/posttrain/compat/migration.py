@@ -186,11 +186,12 @@ class _Script:
         written = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
         for class_node in sorted(written, key=lambda node: node.lineno):
             self._read_class(class_node)
-        sees = self._sees()
-        for call in ast.walk(self.tree):
-            if isinstance(call, ast.Call) and (what := self._known(call.func)):
-                if sees and hasattr(what.load(), "config_class") and (word := WITH_IMAGES.get(homes(what.name)[0])):
-                    self.note(call, f"images: {what.name} {word}")
+        untold = {**WITH_IMAGES} if self._sees() else {}
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda node: node.lineno):
+            if what := self._known(call.func):
+                if hasattr(what.load(), "config_class") and (word := untold.pop(homes(what.name)[0], None)):
+                    self.note(call, f"images: {what.name} {word}")  # once for all trainers of a package
                 if not what.constructor:
                     self._rewrite_call(call, what)
 

@@ -8,17 +8,25 @@ ratio of the policy to the weights that wrote it, and weights change while compl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from posttrain.core.config import opt, other_default
+from posttrain.core.errors import checked_args
 from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.core.state import TrainOutput
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
+from posttrain.rl.generation import Sampling
 from posttrain.rl.online.arguments import RolloutConfig
+from posttrain.rl.online.rollout_worker import RolloutWorker, ScoredCompletion, WeightTransfer, WorkerEngine
+from posttrain.rl.rewards.scoring import Scores
+from posttrain.rl.samples.samples import Sample
 
 
 @dataclass
@@ -40,7 +48,12 @@ class AsyncArguments:
     )
 
     OLD_NAMES: ClassVar[dict[str, Renamed | Removed]] = {
-        "token_budget": Removed("micro-batches are completions; set per_device_train_batch_size.", harmless=(None,)),
+        "token_budget": Removed(
+            "micro-batches are completions, and results do not depend on them; per_device_train_batch_size bounds the "
+            "memory.",
+            harmless=None,
+            says_nothing=(None, -1),
+        ),
         "max_inflight_tasks": Removed(
             "what max_staleness allows is on its way; set sample_ahead for less, generation_batch_size for more.",
             harmless=(-1,),
@@ -70,12 +83,38 @@ def refuse_loop_of_trl(**given: Any) -> None:
             )
 
 
+def worker_engine(worker: Any, transfer: Any, args: Any, given: dict[str, Any]) -> WorkerEngine | None:
+    """The engine that a rollout worker and a weight transfer make; None without a worker. Raises ValueError where they
+    lack a method, or where the arguments `given` are for completions that the trainer samples itself.
+    """
+    if worker is None:
+        refuse_loop_of_trl(weight_transfer=transfer)
+        return None
+    needed = {"rollout_worker": (worker, RolloutWorker), "weight_transfer": (transfer, WeightTransfer)}
+    for name, (found, protocol) in needed.items():
+        names = [n for n in (*vars(protocol), *protocol.__annotations__) if not n.startswith("_")]
+        lacks = [] if found is None else [n for n in names if not hasattr(found, n)]
+        if lacks:
+            raise ValueError(f"{name} has no {', '.join(lacks)}, see posttrain.rl.online.rollout_worker.")
+    for name in ("generator", "rollout_func", "agent"):
+        if given.get(name) is not None:
+            raise ValueError(f"rollout_worker gives whole completions, and {name} others; pass one of the two.")
+    for name in ("dynamic_sampling", "curriculum", "router_replay"):
+        if getattr(args, name):
+            raise ValueError(f"{name}=True chooses among prompts and completions, and a rollout_worker does so itself.")
+    return WorkerEngine(worker, transfer, args.max_staleness, args.heartbeat_stale_after_s)
+
+
 @dataclass
 class AsyncGRPOConfig(AsyncArguments, GRPOConfig):
     """Arguments of `AsyncGRPOTrainer`: those of `GRPOTrainer`, of which some have other defaults."""
 
     lr_scheduler_type: str = other_default(GRPOConfig, "lr_scheduler_type", "constant")
     loss_type: str = other_default(GRPOConfig, "loss_type", "bnpo")
+    vllm_importance_sampling_mode: str = other_default(GRPOConfig, "vllm_importance_sampling_mode", "token_truncate")
+    heartbeat_stale_after_s: float = opt(
+        300.0, "Seconds after which a rollout_worker that shows no sign of life counts as hung.", above=0
+    )
 
     OLD_NAMES = {
         "fork_threshold_tokens": Removed(
@@ -87,7 +126,11 @@ class AsyncGRPOConfig(AsyncArguments, GRPOConfig):
 class AsyncGRPOTrainer(GRPOTrainer):
     """Trains a policy on groups of completions that are sampled meanwhile. Arguments: see `GRPOTrainer`.
 
-    trl's `rollout_worker` and `weight_transfer` raise a ValueError: an engine of your own is passed as `generator`.
+    Args:
+        rollout_worker: samples and scores completions in place of an engine, as
+            `posttrain.rl.online.rollout_worker.RolloutWorker` says. Its rewards are logged, and its advantages learned
+            from; the reward functions are not called, and the rows of `train_dataset` only count the steps of an epoch.
+        weight_transfer: sends it the weights, as `posttrain.rl.online.rollout_worker.WeightTransfer` says.
     """
 
     config_class: type[AsyncGRPOConfig] = AsyncGRPOConfig
@@ -111,5 +154,68 @@ class AsyncGRPOTrainer(GRPOTrainer):
         quantization_config: Any = None,
         **others: Any,
     ) -> None:
-        refuse_loop_of_trl(rollout_worker=rollout_worker, weight_transfer=weight_transfer)
-        super().__init__(**passed_on(locals(), "rollout_worker", "weight_transfer"))
+        given = passed_on(locals(), "rollout_worker", "weight_transfer")
+        given["args"] = args = self.config_class() if args is None else checked_args(args, self.config_class)
+        self.worker = worker_engine(rollout_worker, weight_transfer, args, given)
+        self._advantages = torch.empty(0)
+        super().__init__(**given | ({} if self.worker is None else {"generator": self.worker}))
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """As the base's; ends the rollout worker."""
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if self.worker is not None:
+                self.worker.close()
+
+    def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
+        """As the base's, or completions of the rollout worker in the places of `samples`."""
+        if self.worker is None or samples[0].is_evaluated:
+            return super().generate(samples, sampling)
+        worker, before = self.worker, self.worker.dropped
+        taken = self.dist.broadcast_object(
+            worker.take(self.layout.per_process * self.layout.world_size) if self.dist.is_main else None
+        )
+        self._advantages = torch.tensor([float(one.advantage) for one in taken])
+        ages = [self.state.global_step - int(one.model_version) for one in taken]
+        self.metrics.add_sum("staleness/mean", sum(ages), len(ages))
+        self.metrics.add_extreme("staleness/max", max(ages), "max")
+        self.metrics.add("staleness/dropped", worker.dropped - before)
+        return [_in_place_of(sample, taken[sample.place], sampling.eos_token_ids) for sample in samples]
+
+    def score(self, samples: list[Sample]) -> Scores:
+        """As the base's, or what the rollout worker has measured."""
+        if self.worker is None:
+            return super().score(samples)
+        given = [sample.extra["metrics"] for sample in samples]
+        names, weights = self.rewards.names, self.rewards.weights
+        rewards = torch.tensor([[own.get(f"rewards/{name}", math.nan) for name in names] for own in given])
+        if rewards.isnan().all():  # it tells the sum alone
+            rewards[:, 0] = torch.tensor([own["reward"] for own in given]) / weights[0]
+        return Scores(rewards.float(), torch.zeros_like(rewards, dtype=torch.bool), [0.0] * len(names))
+
+    def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
+        """As the base's, or those of the rollout worker."""
+        return super().compute_advantages(rewards, group_size, kl) if self.worker is None else self._advantages
+
+
+def _in_place_of(sample: Sample, one: ScoredCompletion, ends: Sequence[int]) -> Sample:
+    """`sample` with the tokens of `one`."""
+    ids, mask = [int(token) for token in one.input_ids], [bool(mark) for mark in one.completion_mask]
+    start = mask.index(True)
+    return replace(
+        sample,
+        prompt=one.prompt,
+        prompt_ids=ids[:start],
+        ids=ids[start:],
+        learn=mask[start:],
+        logps=[float(value) for value in one.old_log_probs[start:]],
+        completion=one.completion,
+        finished=ids[-1] in ends,
+        extra=sample.extra | {"metrics": one.metrics},
+    )

@@ -63,7 +63,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     args: GRPOWithReplayBufferConfig
     tag_names = ("posttrain", "grpo-with-replay-buffer")
     reads_images = False
-    does_not_take = ("agent",)
 
     def look_at_model(self, parts: Parts) -> None:
         """As the base's; makes the buffer."""
@@ -86,8 +85,8 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         if samples[0].is_evaluated or not self.args.replay_buffer_size:
             return rollout
         size, rewards = self.num_generations, total_rewards(scores.rewards, self.rewards.weights)
-        groups, equal = [rollout.part(i, i + size) for i in range(0, len(rollout), size)], equal_groups(rewards, size)
-        sizes = rollout.advantages.abs().view(len(groups), -1).sum(1)  # type: ignore[union-attr]
+        groups, equal = [rollout.part(i, i + size) for i in range(0, len(samples), size)], equal_groups(rewards, size)
+        sizes = torch.stack([_size_of_advantages(group) for group in groups])
         found = sizes * standard_deviation(rewards.view(-1, size)).squeeze(1)
         numbers, kept = (self.layout.numbers(self.dist.rank)[::size] // size).tolist(), equal.logical_not().tolist()
         mine = [
@@ -96,8 +95,8 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
             if keep
         ]
         good = sorted((one for part in self.dist.gather_object(mine) for one in part), key=lambda one: one[0])
-        buffer, fields = self.replay_buffer, rollout.state_dict().keys()  # which depend on the engine
-        buffer.heap = [one for one in buffer.heap if one[1].state_dict().keys() == fields]
+        buffer, fields = self.replay_buffer, _fields(rollout)  # which depend on the engine
+        buffer.heap = [one for one in buffer.heap if _fields(one[1]) == fields]
         buffer.add([score for _, score, _ in good], [group for *_, group in good])
         places = sorted({*range(self.layout.prompts)} - {number for number, *_ in good})
         number = min(self.dist.gather_object(samples[0].rollout))  # which may differ from process to process
@@ -116,3 +115,17 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         super().load_state_dict(dict(state))
         kept = [(score, Rollout.from_state(group)) for score, group in state.get("replay_buffer", ())]
         self.replay_buffer.heap = kept[-self.args.replay_buffer_size :] if self.args.replay_buffer_size else []
+
+
+def _size_of_advantages(group: Rollout) -> torch.Tensor:
+    """The sum of the sizes of the advantages, () float32; of a trajectory with several sequences, once."""
+    advantages = group.advantages
+    assert advantages is not None  # `complete_scored`
+    if advantages.ndim == 1:
+        advantages = advantages[group.begins([*range(group.num_trajectories)])]
+    return advantages.abs().sum()
+
+
+def _fields(rollout: Rollout) -> set[str]:
+    """What is known of its tokens."""
+    return rollout.state_dict().keys() - {"trajectories"}

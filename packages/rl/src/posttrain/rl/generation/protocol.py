@@ -152,6 +152,8 @@ class Abilities:
     updates_in_flight: bool
     #: Several threads may be in `generate`, whose completions the engine writes together.
     is_concurrent: bool
+    #: It completes prompts before it is asked to, so that nothing is sampled in the background.
+    runs_ahead: bool
 
     @classmethod
     def of(cls, generator: Generator) -> Abilities:

@@ -84,7 +84,7 @@ class Rollouts:
     def running(self) -> Iterator[None]:
         """The context of a run; with ``max_staleness`` above 0, completions are sampled in the background."""
         args, dist, sampler = self.args, self.owner.dist, self.owner.sampler
-        if args.max_staleness:
+        if args.max_staleness and not sampler.can.runs_ahead:
             self.background = Background(self)
         wanted = args.max_staleness > 0 if args.sample_ledger is None else args.sample_ledger
         engine = getattr(sampler.generator, "name", type(sampler.generator).__name__)

@@ -377,10 +377,8 @@ class Rollout:
         """
         number = self.num_trajectories
         whole = {"tokens_per_row": self.loss_mask.sum() / number}
-        edges = torch.tensor([*range(0, number, size), number])
-        first = edges if self.trajectories is None else torch.searchsorted(self.trajectories, edges)
         found = []
-        for start, stop in pairwise(first.tolist()):
+        for start, stop in pairwise(self.begins([*range(0, number, size), number])):
             rows, width = range(start, stop), int(self.completion_lengths[start:stop].max())
             prompts = [self.prompt_ids[i, : self.prompt_lengths[i]] for i in rows]
             completions = [self.completion_ids[i, : self.completion_lengths[i]] for i in rows]
@@ -403,15 +401,28 @@ class Rollout:
             found.append(part)
         return found
 
+    def begins(self, trajectories: list[int]) -> list[int]:
+        """The completions with which `trajectories` begin; of one more than there are, where the last one ends."""
+        if self.trajectories is None:
+            return trajectories
+        return torch.searchsorted(self.trajectories, torch.tensor(trajectories)).tolist()
+
     def part(self, start: int, stop: int) -> Rollout:
-        """The completions `start` to `stop`, of text and each a trajectory."""
-        return Rollout(**{name: values[start:stop] for name, values in self.state_dict().items()})
+        """The trajectories `start` to `stop`, of text."""
+        first, last = self.begins([start, stop])
+        found = Rollout(**{name: values[first:last] for name, values in self.state_dict().items()})
+        return found if found.trajectories is None else replace(found, trajectories=found.trajectories - start)
 
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
-        """The completions of all `parts`, of text, each a trajectory and with the same fields."""
-        states = [part.state_dict() for part in parts]
-        return cls(**{name: _joined([state[name] for state in states], name) for name in states[0]})
+        """The trajectories of all `parts`, of text and with the same fields."""
+        states, numbers, before = [part.state_dict() for part in parts], [], 0
+        for part, state in zip(parts, states, strict=True):
+            own = state.pop("trajectories", None)
+            numbers.append(before + (torch.arange(len(part)) if own is None else own))
+            before += part.num_trajectories
+        found = cls(**{name: _joined([state[name] for state in states], name) for name in states[0]})
+        return found if before == len(found) else replace(found, trajectories=torch.cat(numbers))
 
     def for_teacher(self, rows: list[torch.Tensor], **marks: Any) -> Rollout:
         """This rollout with `rows` as what a teacher reads of each completion, and the `marks` of their tokens."""
