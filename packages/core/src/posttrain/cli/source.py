@@ -360,8 +360,8 @@ def _check_archive(name: str | Path) -> None:
     try:
         with tarfile.open(name, "r:") as archive:
             files = len(archive.getmembers())
-            archive.fileobj.seek(archive.offset)  # type: ignore[union-attr]
-            is_damaged = any(archive.fileobj.read(tarfile.BLOCKSIZE))  # type: ignore[union-attr]  # zeros end it
+            archive.fileobj.seek(archive.offset)
+            is_damaged = any(archive.fileobj.read(tarfile.BLOCKSIZE))  # zeros end it
     except tarfile.TarError as error:
         raise DataError(f"{name} cannot be read: {error}. Copy or make that archive again, or leave it out.") from error
     if is_damaged:

@@ -259,9 +259,9 @@ def mix_datasets(
     spans, given, most = _amounts(names, weights, by_tokens, budgets)
     lengths = np.array([len(part) for part in parts.values()])
     tokens = [trained_tokens(part) for part in parts.values()] if by_tokens or most is not None else None
-    for name, rows, sizes in zip(names, lengths.tolist(), tokens or [None] * len(names), strict=True):
-        if given is not None and (not rows or (by_tokens and sizes is not None and not sizes.any())):
-            what = "trained tokens" if rows else "rows"
+    for place, name in enumerate(names if given is not None else ()):
+        if not lengths[place] or (by_tokens and tokens is not None and not tokens[place].any()):
+            what = "trained tokens" if lengths[place] else "rows"
             raise DataError(
                 f"The dataset {name!r} of the mixture has no {what}, so its weight cannot be met; leave it out."
             )
