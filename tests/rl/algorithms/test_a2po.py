@@ -54,6 +54,24 @@ def test_values_are_estimated_once_and_kept_in_a_file(tmp_path):
     assert other.reference_rewards[json.dumps(lines[-1]["prompt"])] != [9.0]
 
 
+def test_completions_without_a_reward_are_not_learned_from_and_tell_nothing_of_the_value(tmp_path):
+    """None is no reward of 0: 0 would move the policy towards what is below the value of its prompt."""
+
+    def only_even(completion_ids, **columns):
+        return [value or None for value in is_even(completion_ids)]
+
+    made = trainer(tmp_path / "even", only_even)
+    made.estimate_values()
+    assert {one for rewards in made.reference_rewards.values() for one in rewards} == {1.0}
+    assert min(map(len, made.reference_rewards.values())) < 4
+    unknown = trainer(tmp_path / "none", lambda completion_ids, **_: [None] * len(completion_ids))
+    before = weights(unknown)
+    unknown.reference_rewards = {json.dumps(prompt): [1.0] for prompt in PROMPTS}
+    unknown.train()
+    assert unknown.state.log_history[0]["v_star"] == 1.0
+    torch.testing.assert_close(weights(unknown), before, rtol=0, atol=0)
+
+
 def test_an_evaluation_before_training_estimates_too(tmp_path):
     made = trainer(tmp_path)
     made.eval_dataset = [{"prompt": "another prompt"}]

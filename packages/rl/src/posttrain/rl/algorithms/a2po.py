@@ -145,9 +145,9 @@ class A2POTrainer(RolloutTrainer):
             samples = [replace(s, seed=seed, is_evaluated=True) for s, seed in zip(samples, seeds, strict=True)]
             samples = self.rollout_maker.sample(samples)  # by every process, also one that has none
             if samples:
-                rewards = self._total(self.rollout_maker.score(samples).rewards)
-                keys = [key_of(row["prompt"]) for row in some]
-                found += zip(keys, rewards.view(-1, n).tolist(), strict=True)
+                rewards = total_rewards(self.rollout_maker.score(samples).rewards, self.rewards.weights).view(-1, n)
+                known = [[one for one in each if not math.isnan(one)] or [0.0] for each in rewards.tolist()]
+                found += zip([key_of(row["prompt"]) for row in some], known, strict=True)
         for part in self.dist.gather_object(found):
             self.reference_rewards |= dict(part)
         if self.dist.rank == 0:
@@ -182,18 +182,17 @@ class A2POTrainer(RolloutTrainer):
 
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """(N,) the rewards, from which `complete_scored` subtracts the values."""
-        return self._total(rewards)
-
-    def _total(self, rewards: torch.Tensor) -> torch.Tensor:
         return total_rewards(rewards, self.rewards.weights).nan_to_num(nan=0.0)
 
     def complete_scored(self, rollout: Rollout, samples: list[Sample], scores: Scores) -> Rollout:
-        """Subtracts the values of the prompts from the rewards."""
+        """Subtracts the values of the prompts from the rewards; completions without a reward are not learned from."""
         values = torch.tensor([self.value(sample.row["prompt"]) for sample in samples])
-        rewards = self._total(scores.rewards)
+        advantages = total_rewards(scores.rewards, self.rewards.weights) - values
+        known = ~advantages.isnan()
         self.metrics.add_sum("v_star", values.sum(), len(values))
-        self.metrics.add_sum("advantage", (rewards - values).sum(), len(values))
-        return replace(rollout, advantages=rollout.of_completions(rewards - values))
+        self.metrics.add_sum("advantage", advantages.nansum(), known.sum())
+        mask = rollout.loss_mask & rollout.of_completions(known).unsqueeze(1)
+        return replace(rollout, advantages=rollout.of_completions(advantages.nan_to_num(nan=0.0)), loss_mask=mask)
 
     def policy_loss(self, policy: CompletionLogps, inputs: dict[str, Any]) -> torch.Tensor:
         """The squared gap of each completion, (N, 1)."""
