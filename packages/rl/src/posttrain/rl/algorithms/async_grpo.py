@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.core.config import opt, other_default
+from posttrain.core.config import opt, other_default, value_of
 from posttrain.core.errors import checked_args
 from posttrain.core.fields.old_names import Removed, Renamed
 from posttrain.core.state import TrainOutput
@@ -100,7 +100,7 @@ def worker_engine(worker: Any, transfer: Any, args: Any, given: dict[str, Any]) 
         if given.get(name) is not None:
             raise ValueError(f"rollout_worker gives whole completions, and {name} others; pass one of the two.")
     for name in ("dynamic_sampling", "curriculum", "router_replay"):
-        if getattr(args, name):
+        if value_of(args, name):
             raise ValueError(f"{name}=True chooses among prompts and completions, and a rollout_worker does so itself.")
     return WorkerEngine(worker, transfer, args.max_staleness, args.heartbeat_stale_after_s)
 
