@@ -23,9 +23,10 @@ import torch
 from datasets import Dataset
 from quickstart import measure as completions_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.rl import DPOTrainer, KTOTrainer
+from posttrain.rl.preference.trainer import PreferenceTrainer
 from posttrain.sft import SFTConfig, SFTTrainer
 
 SETTINGS = {"supervised_steps": 250, "pairs": 2202, "held_out": 224, "batch": 16, "learning_rate": 3e-4, "beta": 0.1}
@@ -62,46 +63,54 @@ def supervised(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     return model, tokenizer
 
 
-def pairs(split: str) -> list[dict[str, str]]:
-    rows = read(f"gsm8k_preferences/{split}.jsonl")
-    return [{"prompt": f"{row['prompt']}\n"} | {side: row[side] for side in SIDES} for row in rows]
+def pairs(split: str, limit: int | None = None) -> Dataset:
+    rows = read(f"gsm8k_preferences/{split}.jsonl")[:limit]
+    return Dataset.from_list([{"prompt": f"{row['prompt']}\n"} | {side: row[side] for side in SIDES} for row in rows])
 
 
-def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict]) -> torch.Tensor:
+def scores(model: PreTrainedModel, tokenizer: Any, rows: Dataset, **usual: Any) -> torch.Tensor:
     """Log-probabilities of the right and the wrong solution of each pair: (pairs, 2)."""
-    both = Dataset.from_list([{"prompt": r["prompt"], "completion": r[side]} for r in rows for side in SIDES])
+    both = Dataset.from_list([{"prompt": row["prompt"], "completion": row[side]} for row in rows for side in SIDES])
     with tempfile.TemporaryDirectory() as out:
-        args = SFTConfig(out, per_device_eval_batch_size=32, max_length=None, **USUAL)
+        args = SFTConfig(out, per_device_eval_batch_size=32, max_length=None, **USUAL, **usual)
         scorer = SFTTrainer(model, args, train_dataset=both, eval_dataset=both, processing_class=tokenizer)
         return torch.tensor(completions_of(scorer)[1]).view(-1, 2)
 
 
 @functools.cache
 def scores_before(steps: int, held_out: int) -> torch.Tensor:
-    return scores(*supervised(steps), pairs("test")[:held_out])
+    return scores(*supervised(steps), pairs("test", held_out))
 
 
-def measure(arm: str, seed: int, **settings: Any) -> arms.Figures:
-    """What training by DPO or KTO does to held-out pairs.
+def measure(arm: str, seed: int, supervised_steps: int, **settings: Any) -> arms.Figures:
+    """What training by DPO or KTO does to held-out pairs: see `trained`."""
+    train, test = pairs("train"), pairs("test", settings["held_out"])
+    train = train.select(random.Random(seed).sample(range(len(train)), min(settings["pairs"], len(train))))
+    before = scores_before(supervised_steps, settings["held_out"])
+    return trained({"dpo": DPOTrainer, "kto": KTOTrainer}[arm], *supervised(supervised_steps), train, test, before,
+                   seed, **settings)  # fmt: skip
+
+
+def trained(
+    trainer_class: type[PreferenceTrainer], model: PreTrainedModel, tokenizer: Any, train: Dataset, test: Dataset,
+    before: torch.Tensor, seed: int, *, batch: int, learning_rate: float, beta: float, accumulation: int = 1,
+    bf16: bool = False, **_: Any,
+) -> arms.Figures:  # fmt: skip
+    """What training a copy of `model` does to held-out pairs.
 
     accuracy: of the rewards. margin: of the rewards. likelier_before, likelier_after: the share of pairs whose right
     solution is the more probable one.
     """
-    trainer_class = {"dpo": DPOTrainer, "kto": KTOTrainer}[arm]
-    model, tokenizer = supervised(settings["supervised_steps"])
-    train, held_out = pairs("train"), pairs("test")[: settings["held_out"]]
-    rows = random.Random(seed).sample(train, min(settings["pairs"], len(train)))
-    before = scores_before(settings["supervised_steps"], settings["held_out"])
     policy = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as out:
         args = trainer_class.config_class(
-            out, num_train_epochs=1, per_device_train_batch_size=settings["batch"] * {"dpo": 1, "kto": 2}[arm],
-            learning_rate=settings["learning_rate"], lr_scheduler_type="linear", warmup_steps=5, max_length=None,
-            beta=settings["beta"], seed=seed, **USUAL,
+            out, num_train_epochs=1, per_device_train_batch_size=batch * (2 if trainer_class is KTOTrainer else 1),
+            gradient_accumulation_steps=accumulation, learning_rate=learning_rate, lr_scheduler_type="linear",
+            warmup_steps=5, max_length=None, beta=beta, seed=seed, bf16=bf16, **USUAL,
         )  # fmt: skip
-        trainer_class(policy, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
-    after = scores(policy, tokenizer, held_out)
-    rewards = settings["beta"] * (after - before)
+        trainer_class(policy, args=args, train_dataset=train, processing_class=tokenizer).train()
+    after = scores(policy, tokenizer, test, bf16=bf16)
+    rewards = beta * (after - before)
     return {
         "accuracy": share(rewards),
         "margin": (rewards[:, 0] - rewards[:, 1]).mean().item(),

@@ -59,6 +59,45 @@ def as_told(completions: list[str], words: list[list[str]], **_: Any) -> list[fl
     ]
 
 
+def usual(seed: int) -> dict[str, Any]:
+    """The arguments of every run here."""
+    return {"bf16": True, "seed": seed, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
+            "logging_strategy": "no", "disable_tqdm": True}  # fmt: skip
+
+
+def fine_tuned(described: list[dict[str, Any]], seed: int, out: str, epochs: float, rate: float, batch: int) -> Any:
+    """SmolLM2 in float32 after fine-tuning on these descriptions."""
+    model = AutoModelForCausalLM.from_pretrained(pretrained.needed(), dtype=torch.float32)  # its files: bfloat16
+    args = SFTConfig(
+        out, num_train_epochs=epochs, per_device_train_batch_size=batch, learning_rate=rate,
+        lr_scheduler_type="cosine", warmup_steps=5, **usual(seed),
+    )  # fmt: skip
+    SFTTrainer(model, args, train_dataset=Dataset.from_list(described).remove_columns("words")).train()
+    return model
+
+
+def reinforcing(
+    model: Any, others: list[dict[str, Any]], prompts: int, seed: int, out: str, updates: int, batch: int, rate: float,
+    **given: Any,
+) -> GRPOTrainer:  # fmt: skip
+    """GRPO on words of other descriptions; what it evaluates are so many held-out prompts, four answers to each."""
+    args = GRPOConfig(
+        out, max_steps=updates, per_device_train_batch_size=batch, learning_rate=rate, warmup_steps=5,
+        lr_scheduler_type="constant_with_warmup", num_generations=8, max_completion_length=28,
+        num_generations_eval=4, per_device_eval_batch_size=batch, **(usual(seed) | given),
+    )  # fmt: skip
+    held_out = Dataset.from_list(rows_of("test", 0, draws=4)[:prompts]).remove_columns("completion")
+    new = Dataset.from_list(others).remove_columns("completion")
+    tokenizer = AutoTokenizer.from_pretrained(pretrained.needed())
+    return GRPOTrainer(model, as_told, args, new, held_out, tokenizer)
+
+
+def shuffled(seed: int) -> list[dict[str, Any]]:
+    rows = rows_of("train", seed, draws=1)
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
 def measure(
     arm: str,
     seed: int,
@@ -72,29 +111,11 @@ def measure(
     prompts: int,
 ) -> arms.Figures:
     """The share of answers, four drawn to each held-out prompt, that are as told: after fine-tuning and at the end."""
-    folder = pretrained.needed()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # its files are in bfloat16
-    usual = {"bf16": True, "seed": seed, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
-             "logging_strategy": "no", "disable_tqdm": True}  # fmt: skip
-    rows = rows_of("train", seed, draws=1)
-    random.Random(seed).shuffle(rows)
+    rows = shuffled(seed)
     described, others = (rows, rows) if arm == "sft" else (rows[:known], rows[known:])
     with tempfile.TemporaryDirectory() as out:
-        args = SFTConfig(
-            out, num_train_epochs=epochs, per_device_train_batch_size=sft_batch, learning_rate=sft_rate,
-            lr_scheduler_type="cosine", warmup_steps=5, **usual,
-        )  # fmt: skip
-        texts = Dataset.from_list(described).remove_columns("words")
-        SFTTrainer(model, args, train_dataset=texts, processing_class=tokenizer).train()
-        args = GRPOConfig(
-            out, max_steps=updates, per_device_train_batch_size=batch, learning_rate=grpo_rate, warmup_steps=5,
-            lr_scheduler_type="constant_with_warmup", num_generations=8, max_completion_length=28,
-            num_generations_eval=4, per_device_eval_batch_size=batch, **usual,
-        )  # fmt: skip
-        held_out = Dataset.from_list(rows_of("test", 0, draws=4)[:prompts]).remove_columns("completion")
-        new = Dataset.from_list(others).remove_columns("completion")
-        trainer = GRPOTrainer(model, as_told, args, new, held_out, tokenizer)
+        model = fine_tuned(described, seed, out, epochs, sft_rate, sft_batch)
+        trainer = reinforcing(model, others, prompts, seed, out, updates, batch, grpo_rate)
         figures = {"fine-tuned": trainer.evaluate()["eval_reward"]}
         if arm == "grpo":
             trainer.train()
