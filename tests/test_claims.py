@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "claims"
-SCRIPTS = ("agents", "completion_only", "distillation", "dpo", "kto", "lora", "packing", "verifiable_rewards")
-ON_SMOLLM2 = {"agents", "verifiable_rewards"}
+SCRIPTS = (
+    *("agents", "completion_only", "distillation", "dpo", "dpo_smollm2", "kto", "lora", "packing", "sequence_ratio"),
+    "verifiable_rewards",
+)
+ON_SMOLLM2 = {"agents", "dpo_smollm2", "sequence_ratio", "verifiable_rewards"}
 #: Its smoke run takes about two seconds.
 QUICK = "completion_only"
 
