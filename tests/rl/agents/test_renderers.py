@@ -215,3 +215,13 @@ def test_a_run_with_a_renderer_trains_on_what_it_sampled(tmp_path):
 def test_a_renderer_that_there_is_not_is_named(name, why):
     with pytest.raises(ValueError, match=f"renderer='{name}' cannot be used: .*{why}"):
         RenderedPrompts(pair("qwen3")[0], name)
+
+
+def test_where_a_renderer_would_write_a_conversation_again_the_chat_template_goes_on():
+    tokenizer, _ = pair("qwen3")
+    template, rendered = PromptCodec(tokenizer), RenderedPrompts(tokenizer, "default")
+    answers = [{"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "1"}]
+    written_ids = tokenizer(call("look", where="here"))["input_ids"] + [tokenizer.eos_token_id]
+    for messages in (answers, ASKED, [*answers, *ASKED]):
+        assert rendered.next_ids(written_ids, messages, TOOLS) == template.next_ids(written_ids, messages, TOOLS)
+    assert rendered.protocol(TOOLS) is rendered.protocol(TOOLS)  # read once, not at each turn

@@ -362,8 +362,11 @@ class PromptCodec:
         """
         names = tuple(argument_types(schemas))
         if names not in self._protocols:
-            self._protocols[names] = ToolProtocol(self.tokenizer, self.kwargs, schemas)
+            self._protocols[names] = self.make_protocol(schemas)
         return self._protocols[names]
+
+    def make_protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
+        return ToolProtocol(self.tokenizer, self.kwargs, schemas)
 
     def decode(
         self, prompt: Any, ids: list[int], prompt_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()

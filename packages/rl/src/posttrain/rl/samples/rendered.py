@@ -26,6 +26,7 @@ class RenderedPrompts(PromptCodec):
     ) -> None:
         super().__init__(tokenizer, chat_template_kwargs, limit)
         self.renderer = made(tokenizer, name, chat_template_kwargs)
+        self._by_template = PromptCodec(tokenizer, chat_template_kwargs, limit)
         self._first = list(self.renderer.render_ids([QUESTION], add_generation_prompt=True))
 
     def message_ids(
@@ -41,10 +42,10 @@ class RenderedPrompts(PromptCodec):
         before = self._first, list(written)
         found = self.renderer.bridge_to_next_turn(*before, to_messages(messages), tools=list(tools) or None)
         if found is None:  # it would write the conversation again, from whose tokens the policy has gone on
-            return super().next_ids(written, messages, tools)
+            return self._by_template.next_ids(written, messages, tools)
         return list(found.token_ids[sum(map(len, before)) :])
 
-    def protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
+    def make_protocol(self, schemas: Sequence[dict[str, Any]]) -> ToolProtocol:
         return RenderedTools(self, schemas)
 
     def decode(
