@@ -133,6 +133,11 @@ def bounds(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
+def shown(low: float, high: float) -> str:
+    """What an interval says of a claim that its value is above 0."""
+    return "Holds" if low > 0 else "Does not hold" if high < 0 else "Not shown"
+
+
 def interval(values: Sequence[float]) -> str:
     """The mean with its 95% interval."""
     mean, low, high = bounds(values)

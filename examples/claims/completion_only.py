@@ -49,7 +49,7 @@ def measure(arm: str, seed: int, updates: int, batch: int, learning_rate: float,
 def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     mean, low, high = arms.bounds(arms.differences(figures, "completion", "whole rows", "accuracy"))
     loss = arms.interval(arms.differences(figures, "completion", "whole rows", "answer_loss"))
-    found = "Holds" if low > 0 else "Does not hold" if high < 0 else "Not shown"
+    found = arms.shown(low, high)
     return (
         f"{found}: completion minus whole rows {100 * mean:+.1f} points of right answers [{100 * low:+.1f}, "
         f"{100 * high:+.1f}], and {loss} nats a token of the answer."

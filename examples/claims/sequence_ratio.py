@@ -70,7 +70,7 @@ def verdict(figures: dict[str, list[arms.Figures]]) -> str:
         100 * arms.bounds(arms.column(figures, arm, name))[0]
         for arm, name in (("token", "first"), ("token", "end"), ("sequence", "end"))
     )
-    found = "Holds" if low > 0 else "Does not hold" if high < 0 else "Not shown"
+    found = arms.shown(low, high)
     return (
         f"{found}: from {first:.1f}% of the answers as told, ratios of tokens came to {token:.1f}%, of sequences to "
         f"{sequence:.1f}%: {mean:+.1f} points [{low:+.1f}, {high:+.1f}]."

@@ -126,7 +126,7 @@ def verdict(figures: dict[str, list[arms.Figures]]) -> str:
     mean, low, high = (100 * bound for bound in arms.bounds(arms.differences(figures, "grpo", "sft", "end")))
     first, last = (100 * arms.bounds(arms.column(figures, "grpo", name))[0] for name in ("fine-tuned", "end"))
     every = 100 * arms.bounds(arms.column(figures, "sft", "end"))[0]
-    found = "Holds" if low > 0 else "Does not hold" if high < 0 else "Not shown"
+    found = arms.shown(low, high)
     return (
         f"{found}: from {first:.1f}% of the answers GRPO came to {last:.1f}%, fine-tuning on all descriptions to "
         f"{every:.1f}%: {mean:+.1f} points [{low:+.1f}, {high:+.1f}]."

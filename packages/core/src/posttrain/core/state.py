@@ -7,12 +7,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.core.config import value_of
 from posttrain.core.errors import CheckpointError
 from posttrain.core.fields.durations import NEVER, as_steps
 from posttrain.core.files import write_text
@@ -110,7 +110,7 @@ class TrainerState:
     def compute_steps(self, args: Any, max_steps: int) -> None:
         """Convert the intervals of `args` to optimizer steps; ratios are shares of `max_steps`."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            if (interval := attrgetter(name)(args)) is not None:
+            if (interval := value_of(args, name)) is not None:
                 setattr(self, name, as_steps(interval, max_steps))
 
     def to_dict(self) -> dict[str, Any]:

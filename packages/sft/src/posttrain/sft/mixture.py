@@ -404,7 +404,7 @@ class MixedStream(IterableDataset[dict[str, Any]]):
     def _next(self, number: int, at: dict[str, Any], readers: dict[int, Iterator[Any]]) -> dict[str, Any] | None:
         """The next row of a dataset, in its next pass where one has ended; None at the end of the epoch."""
         part = self.ex_iterables[number]
-        for turn in range(2):
+        for _ in range(2):
             if number not in readers:
                 part.load_state_dict(at["parts"][number])
                 part.set_epoch(self.epoch + at["passes"][number])
@@ -417,8 +417,6 @@ class MixedStream(IterableDataset[dict[str, Any]]):
             at["passes"][number] += 1
             if not self._is_of_run and all(at["passes"]):
                 return None
-            if turn:
-                break
         raise DataError(
             f"The dataset {self._names[number]!r} of the mixture gives no rows when it is read from its start, so its "
             "weight cannot be met. Leave it out, give more rows (each process needs some), or a stream that can be "

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial, wraps
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -183,7 +182,7 @@ def layerwise(factory: Factory) -> Factory:
 
 
 def _bitsandbytes(name: str) -> Any:
-    return attrgetter(name)(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"))
+    return getattr(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"), name)
 
 
 def bnb_ademamix(
@@ -215,11 +214,12 @@ def schedule_free(
     The optimizer has its own warm-up (RAdam needs none) and has ``train()`` and ``eval()``: only after ``eval()`` does
     the model hold the averaged weights.
     """
+    library = require("schedulefree", "schedulefree>=1.4", why="optim")
     kwargs = {"lr": args.learning_rate} if kind == "SGD" else _adam(args)
     if kind != "RAdam":
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
-    return attrgetter(f"{kind}ScheduleFree")(require("schedulefree", "schedulefree>=1.4", why="optim")), kwargs
+    return getattr(library, f"{kind}ScheduleFree"), kwargs
 
 
 def stable_adamw(

@@ -19,7 +19,6 @@ from torch import nn
 from posttrain.core.config import opt, other_default, value_of
 from posttrain.core.errors import checked_args
 from posttrain.core.fields.old_names import Removed, Renamed
-from posttrain.core.state import TrainOutput
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
@@ -159,19 +158,6 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self.worker = worker_engine(rollout_worker, weight_transfer, args, given)
         self._advantages = torch.empty(0)
         super().__init__(**given | ({} if self.worker is None else {"generator": self.worker}))
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """As the base's; ends the rollout worker."""
-        try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        finally:
-            if self.worker is not None:
-                self.worker.close()
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""

@@ -152,7 +152,7 @@ class Abilities:
     updates_in_flight: bool
     #: Several threads may be in `generate`, whose completions the engine writes together.
     is_concurrent: bool
-    #: It completes prompts before it is asked to, so that nothing is sampled in the background.
+    #: It completes prompts before it is asked to, so that nothing is sampled in the background, until ``close()``.
     runs_ahead: bool
 
     @classmethod

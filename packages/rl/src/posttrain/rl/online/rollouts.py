@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -96,6 +96,8 @@ class Rollouts:
         finally:
             if self.background is not None:
                 self.background.close()
+            if sampler.can.runs_ahead:
+                cast(Any, sampler.generator).close()
             self.background, sampler.environments.overlaps = None, False
 
     # ------------------------------------------------------------------------------------------------ windows
