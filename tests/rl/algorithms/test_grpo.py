@@ -410,7 +410,9 @@ def test_weights_and_bounds_may_be_set_in_a_run(tmp_path):
     assert (first, second) == pytest.approx((2 * means[0], 2 * means[1]))
     assert run.reward_weights.tolist() == [2, 0] and run.args.epsilon_high == 0.4 == run.epsilon_high
     assert run.args.top_entropy_quantile == 1.0
-    with pytest.raises(ValueError, match=r"reward_weights=\[1.0\]: give a number for each reward function \(spread_0, sp"):
+    with pytest.raises(
+        ValueError, match=r"reward_weights=\[1.0\]: give a number for each reward function \(spread_0, sp"
+    ):
         run.reward_weights = [1.0]
 
 
