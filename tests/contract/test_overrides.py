@@ -90,6 +90,48 @@ class Table:
     def compute_loss__sums(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return with_its_own_count(self, model, inputs) / num_items_in_batch
 
+    def compute_loss__of_transformers(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Its own, as forks have it: times the processes, over which gradients are averaged."""
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs["loss"]
+        if (
+            self.args.average_tokens_across_devices
+            and self.model_accepts_loss_kwargs
+            and num_items_in_batch is not None
+        ):
+            loss *= self.accelerator.num_processes if self.args.n_gpu <= 1 else self.args.n_gpu
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss__times_the_world_size(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return with_its_own_count(self, model, inputs) / num_items_in_batch * self.args.world_size
+
+    def compute_loss__declared_and_times_the_processes(self, model, inputs, num_items_in_batch=None, **options):
+        return with_its_own_count(self, model, inputs) / num_items_in_batch * self.accelerator.num_processes
+
+    def compute_loss__reads_the_processes(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ones = self.accelerator.gather(torch.ones(3))
+        assert ones.view(self.accelerator.num_processes, -1).shape == (self.accelerator.num_processes, 3)
+        return with_its_own_count(self, model, inputs) / num_items_in_batch
+
+    def training_step__of_transformers(self, model, inputs, num_items_in_batch=None):
+        """Its own, as forks have it: the loss goes backward as `compute_loss` has returned it."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def training_step__adds_to_ours(self, model, inputs, num_items_in_batch=None):
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        half = Trainer.training_step(self, model, dict(inputs), num_items_in_batch)
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = 0.5 * (parameter.grad if gradient is None else parameter.grad + gradient)
+        loss = 0.5 * self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return 0.5 * half + loss.detach()
+
     def compute_loss__mean(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return with_its_own_count(self, model, inputs) / (inputs["labels"][:, 1:] != -100).sum()
 
@@ -150,7 +192,9 @@ class Table:
 def a_script(name):
     method = vars(Table)[name]
     method.__name__ = name.split("__")[0] if not name.startswith("_") else "_" + name[1:].split("__")[0]
-    return override(method)
+    kind = override(method)
+    kind.loss_is_scaled_for_ga = True if "declared" in name else None
+    return kind
 
 
 CASES = [name for name in vars(Table) if "__" in name[2:] and not name.startswith("__")]

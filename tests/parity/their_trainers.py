@@ -82,6 +82,7 @@ if __name__ == "__main__":
         replace()
     from accelerate import PartialState
 
-    PartialState()  # for the loggers of accelerate, which trl's constructors use before ours begins
+    process = PartialState(cpu=True)  # for the loggers of accelerate, which trl's constructors use before ours begins
     found = {run[0].__name__: logged(*run) for run in runs()}
-    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+    if process.is_main_process:
+        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")

@@ -353,8 +353,8 @@ def test_our_own_losses_are_known_and_one_that_replaces_them_is_not():
 
     for kind in (DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer):
         bare = kind.__new__(kind)
-        assert scaling.declared_mean(bare) is False
+        assert scaling.declared_kind(bare) == "sum"
         replaced = type("Mine", (kind,), {"compute_loss": Mean.compute_loss})
-        assert scaling.declared_mean(replaced.__new__(replaced)) is None
+        assert scaling.declared_kind(replaced.__new__(replaced)) is None
         bare.compute_loss = lambda *args: None
-        assert scaling.declared_mean(bare) is None
+        assert scaling.declared_kind(bare) is None

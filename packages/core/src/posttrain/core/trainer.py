@@ -321,7 +321,8 @@ class Trainer(TrainerNames):
             # A metric of a micro-batch that only keeps this process in step counts for nothing.
             metrics = self.metrics.apart() if is_filler else NOTHING
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
-            with sync, self.dist.in_step(), metrics:
+            scaled = self.scaling.as_of_transformers(*given) if self.scaling.has_own_step else NOTHING
+            with sync, self.dist.in_step(), metrics, scaled:
                 try:
                     losses.append(normalization.of_step(self.training_step(*given[: self.run.step_takes]), device))
                 except (IndexError, KeyError) as error:  # an id or a column that is not there, most often: say which
@@ -350,7 +351,7 @@ class Trainer(TrainerNames):
         with self.compute_loss_context_manager():
             if objective.is_open and num_items is not None:
                 scaling.find_out(model, inputs, num_items, items)
-            loss, is_mean = objective(self.compute_loss, model, inputs, num_items, items)
+            loss, is_mean = objective(scaling.compute_loss, model, inputs, num_items, items)
         weight, is_filler = None, pipeline.is_filler(inputs)
         if is_mean and items is not None and num_items is not None:
             loss, weight = normalization.weighted(loss, items, num_items)

@@ -70,6 +70,10 @@ class Objective:
         self.returns_mean = returns_mean if self.takes_count else True
         #: Whether each micro-batch is given its own count, because only a part of its loss is divided by it.
         self.own_count = own_count
+        #: What `compute_loss` multiplies its loss with for the processes, as transformers' does; None: to be measured.
+        self.times: int | None = 1
+        #: Whether it is given the count of an evaluation batch too.
+        self.counts_evaluation = True
         #: Whether what was measured may change, because a term of the loss was 0.
         self.may_change = False
         #: Whether the kind of loss is to be measured, because it is unknown or may have changed.
@@ -78,13 +82,13 @@ class Objective:
     def begin_step(self, step: int) -> None:
         """What was measured is measured again at steps 2, 4, 8, ..."""
         if self.may_change:
-            self.is_open = step.bit_count() == 1
+            self.is_open = self.times is None or step.bit_count() == 1
 
     def settle(self, kind: str | None, for_good: bool) -> bool:
         """Take in what was measured, ``"sum"``, ``"mean"`` or ``"mixed"``; True where that is new and mixed."""
         if kind is None:
             return False
-        self.is_open, self.returns_mean, self.own_count = False, kind != "sum", kind == "mixed"
+        self.is_open, self.returns_mean, self.own_count = self.times is None, kind != "sum", kind == "mixed"
         self.may_change = not (for_good or self.own_count)
         return self.own_count
 
@@ -119,6 +123,7 @@ class Objective:
         else:
             loss, terms = split_terms(loss)
             self.terms = terms or None
+        loss = loss / self.times if given is not None and (self.times or 1) != 1 else loss
         return loss, num_items is None or self.returns_mean is not False
 
     def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
@@ -149,7 +154,7 @@ class Objective:
         batch, items) for each term of a dict.
         """
         call = compute_loss
-        if accepts(compute_loss, "num_items_in_batch"):
+        if self.counts_evaluation and accepts(compute_loss, "num_items_in_batch"):
             call = functools.partial(compute_loss, num_items_in_batch=torch.as_tensor(num_items))
 
         def compute(model: nn.Module, inputs: Any, **options: Any) -> Any:

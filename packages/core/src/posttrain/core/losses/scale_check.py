@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.data import rng
+from posttrain.core.distributed import environment
 from posttrain.core.losses.normalization import split_terms
 from posttrain.core.models.compiling import uncompiled
-from posttrain.core.models.wrapping import unwrap
+from posttrain.core.models.wrapping import replaced, unwrap
 
 SMALL = 512  # containers of more entries are data
 DEPTH = 3
@@ -41,8 +42,10 @@ def loss_ratio(
     num_items: torch.Tensor,
     owner: Any,
     moves: bool = True,
+    processes: bool = False,
 ) -> tuple[float, float] | None:
-    """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN.
+    """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN. With
+    `processes`, that of twice as many processes.
 
     Without gradients, uncompiled and with the same random numbers both times. Afterwards
     these, all tensors of `model` and of `owner`, and the attributes of both are restored.
@@ -54,8 +57,9 @@ def loss_ratio(
     found = []
     random = rng.rng_state()
     with uncompiled(), torch.no_grad():
-        for count in (num_items, num_items * 2):
-            with restored(model, owner):
+        for factor in (1, 2):
+            count = num_items if processes else num_items * factor
+            with restored(model, owner), _more_processes(owner, factor if processes else 1):
                 if moves:
                     _move(model)
                 try:
@@ -74,6 +78,20 @@ def loss_ratio(
     exact = TOLERANCES.get(found[0].dtype, COARSE)
     once, twice = (float(loss) for loss in found)
     return (twice / once, exact) if once and math.isfinite(once) and math.isfinite(twice) else None
+
+
+@contextlib.contextmanager
+def _more_processes(owner: Any, factor: int) -> Iterator[None]:
+    """Within this context scripts read `factor` times as many processes; what accelerate's functions read stays."""
+    if factor == 1:
+        yield
+        return
+    state, world = owner.accelerator.state, factor * owner.args.world_size
+    with (
+        replaced(state, "num_processes", factor * state.num_processes),
+        replaced(environment, "world_size", lambda: world),
+    ):
+        yield
 
 
 def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str | None:

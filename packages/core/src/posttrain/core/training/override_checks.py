@@ -59,8 +59,8 @@ def check_parts(owner: object) -> None:
         value = vars(owner).get(name)
         if value is not None and not type(value).__module__.startswith("posttrain."):
             raise AttributeError(
-                f"{type(owner).__name__} has set self.{name} to {type(value).__name__} of its own; the trainer keeps a "
-                f"part under this name. Name yours otherwise, such as self.my_{name}."
+                f"{owner.__class__.__name__} has set self.{name} to {type(value).__name__} of its own, and the trainer "
+                f"has a part of this name. Name yours otherwise, such as self.my_{name}."
             )
 
 
@@ -68,6 +68,14 @@ def is_ours(owner: object, method: str) -> bool:
     """Whether `method` of `owner` is the framework's, and was replaced by no subclass and no script."""
     defined = next(kind for kind in owner.__class__.__mro__ if method in vars(kind))  # of a weak reference too
     return method not in vars(owner) and defined.__module__.startswith("posttrain.")
+
+
+def reads_processes(owner: object) -> bool:
+    """Whether a method that a user's class or a script gave `owner` reads how many processes there are."""
+    theirs = [vars(kind) for kind in owner.__class__.__mro__ if not kind.__module__.startswith("posttrain.")]
+    methods = [inspect.unwrap(value) for names in (*theirs, vars(owner)) for value in names.values() if callable(value)]
+    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
+    return any({"num_processes", "world_size"} & {*code.co_names} for code in codes)
 
 
 def is_stock(owner: object, method: str) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from posttrain.core.losses import normalization, scale_check
-from posttrain.core.models.wrapping import local_part
+from posttrain.core.models.wrapping import local_part, replaced
 from posttrain.core.training import override_checks
 
 if TYPE_CHECKING:
@@ -24,26 +27,99 @@ class Scaling:
     """
 
     def __init__(self, owner: Trainer) -> None:
-        self.owner, mixed = owner, owner.loss_is_scaled_for_ga == "mixed"
-        self.objective = normalization.Objective(owner.compute_loss, mixed or declared_mean(owner), own_count=mixed)
+        self.owner, self.declared = owner, declared_kind(owner)
+        means = None if self.declared is None else self.declared != "sum"
+        self.objective = normalization.Objective(owner.compute_loss, means, own_count=self.declared == "mixed")
         # No method or function of the user takes the place of our loss, or the model's.
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
         # A loss is multiplied with it, since processes average their gradients.
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         self.steps_in_backward = bool(getattr(owner.optimizer, "steps_in_backward", False))
+        self.has_own_step = self.factor > 1 and not override_checks.is_ours(owner, "training_step")
+        self._covered: Callable[..., Any] | None = None
+        theirs = self.factor > 1 and self.objective.takes_count and not self.is_own_loss
+        if theirs and override_checks.reads_processes(owner):  # it may multiply its loss with the processes already
+            self.objective.times, self.objective.is_open = None, True
+            # And does so only where there is a count, which transformers gives in training alone.
+            self.objective.counts_evaluation = False
+
+    @property
+    def compute_loss(self) -> Callable[..., Any]:
+        """That of the trainer, as it is."""
+        return self._covered or self.owner.compute_loss
+
+    @contextlib.contextmanager
+    def as_of_transformers(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> Iterator[None]:
+        """Around a `training_step` of the user's. What `compute_loss` returns within it goes backward as it is: so a
+        sum, divided by the items of all processes, is multiplied with their number, as transformers' is.
+        """
+        owner, objective = self.owner, self.objective
+        if objective.is_open and num_items is not None:
+            tried = owner.prepare_inputs(copy.copy(inputs))
+            with owner.compute_loss_context_manager():
+                self.find_out(model, tried, num_items, owner.count_items(tried))
+        if objective.returns_mean is not False or not objective.takes_count:
+            yield
+            return
+        self._covered, share = owner.compute_loss, self.factor / (objective.times or 1)
+
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
+            result = self.compute_loss(model, inputs, *args, **options)
+            given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **options}
+            if given.get("num_items_in_batch") is None:
+                return result
+            if given.get("return_outputs"):
+                return result[0] * share, *result[1:]
+            return result * share
+
+        try:
+            with replaced(owner, "compute_loss", compute_loss):
+                yield
+        finally:
+            self._covered = None
 
     def find_out(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
         owner, own, name = self.owner, self.is_own_loss, self.owner.__class__.__name__
-        ratio = scale_check.loss_ratio(owner.compute_loss, model, inputs, num_items, owner, moves=not own)
-        ratios = owner.dist.gather_object(ratio if items else None)
-        if self.objective.settle(scale_check.kind_of(ratios, own), for_good=own):
+        kind = self.declared
+        if self.objective.times is None:
+            self._count_processes(model, inputs, num_items, items)
+        if kind is None:
+            ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, owner, moves=not own)
+            kind = scale_check.kind_of(owner.dist.gather_object(ratio if items else None), own)
+        if self.objective.settle(kind, for_good=own or self.declared is not None) and self.declared is None:
             owner.run.progress.own_count = True
             logger.warning(
                 f"From step {owner.state.global_step + 1} on, {name}.compute_loss divides only a part of its loss by "
                 "num_items_in_batch. It is given the items of each micro-batch, and weighted by their share of the "
                 "step, so every part is a mean over the step's items. To say so from the beginning, set "
                 f"{name}.loss_is_scaled_for_ga = 'mixed'; to sum the losses of micro-batches instead, set it to True."
+            )
+
+    def _count_processes(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
+        """Find out whether `compute_loss` multiplies its loss with the number of processes, over which gradients are
+        averaged. Raises ValueError where it multiplies a part of it.
+        """
+        owner, ratio = self.owner, None
+        try:
+            ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, owner, processes=True)
+        except Exception as error:  # it may cut by their number what it has gathered
+            ratio = 1.0, 0.0
+            logger.warning(
+                f"{owner.__class__.__name__}.compute_loss fails with twice as many processes ({error!r}). So it is not "
+                "known whether it multiplies its loss with their number, and taken that it does not."
+            )
+        shown = [one for one in owner.dist.gather_object(ratio if items else None) if one is not None]
+        if not shown:
+            return
+        self.objective.times = 1
+        if all(abs(ratio - 2) <= 2 * exact for ratio, exact in shown):
+            self.objective.times = self.factor
+        elif not all(abs(ratio - 1) <= exact for ratio, exact in shown):
+            raise ValueError(
+                f"{owner.__class__.__name__}.compute_loss multiplies a part of its loss with the number of processes, "
+                "and another part not. Leave the multiplication out: the trainer sums over processes itself. Or set "
+                "average_tokens_across_devices=False, to average the losses of processes."
             )
 
     def may_go_backward(self, loss: torch.Tensor, items: torch.Tensor | int | None) -> bool:
@@ -80,11 +156,11 @@ class Scaling:
         return [loss * factor for loss in losses], counts
 
 
-def declared_mean(owner: Trainer) -> bool | None:
-    """Whether `compute_loss` is declared to return a mean; None: not declared. What our trainers know of their own
-    losses does not hold for a method that replaced them.
+def declared_kind(owner: Trainer) -> str | None:
+    """What `compute_loss` is declared to return, ``"sum"``, ``"mean"`` or ``"mixed"``; None: not declared. What our
+    trainers know of their own losses does not hold for a method that replaced them.
     """
     scaled = owner.loss_is_scaled_for_ga
     if scaled is None and override_checks.is_ours(owner, "compute_loss"):
         scaled = owner.loss_is_scaled()
-    return None if scaled is None else not scaled
+    return scaled if scaled is None or scaled == "mixed" else "sum" if scaled else "mean"
