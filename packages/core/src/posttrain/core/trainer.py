@@ -318,8 +318,7 @@ class Trainer(TrainerNames):
         for number, inputs in enumerate(window, start=1):
             given: tuple[Any, ...] = (model, inputs, num_items)
             is_filler = pipeline.is_filler(inputs)
-            # A metric of a micro-batch that only keeps this process in step counts for nothing.
-            metrics = self.metrics.apart() if is_filler else NOTHING
+            metrics = self.dist.filling(self.metrics) if is_filler else NOTHING
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             scaled = self.scaling.as_of_transformers(*given) if self.scaling.has_own_step else NOTHING
             with sync, self.dist.in_step(), metrics, scaled:

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from posttrain.core.config import opt
 from posttrain.core.data.batch_samplers import make_train_sampler as make_train_sampler
 from posttrain.core.data.batch_samplers import token_batches as token_batches
+from posttrain.core.data.batches import as_filler
 from posttrain.core.data.batches import is_filler as is_filler
 from posttrain.core.data.collators import DataCollatorWithPadding, default_data_collator
 from posttrain.core.data.host_copies import send
@@ -154,16 +155,19 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
 
     A plain `DataLoader` is rebuilt around its dataset, sampler and collator. Of anything else, batches are read as they
     come: each process keeps every `world_size`-th, and resuming reads the earlier ones again. A loader prepared by
-    accelerate, or one over a `DistributedSampler`, is taken to give each process its own part already.
+    accelerate, or one over a `DistributedSampler`, is taken to give each process its own part already. An evaluation
+    leaves out rows that accelerate has repeated to fill up the last batch.
     """
     if isinstance(loader, Loader):
         return loader
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": seed, "advance": is_training}
-    if type(loader).__module__.partition(".")[0] == "accelerate":
+    is_of_accelerate = type(loader).__module__.partition(".")[0] == "accelerate"
+    if is_of_accelerate:
         place |= {"rank": 0, "world_size": 1}
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         logger.info("Batches of the given %s are taken as they come; resuming reads them again.", type(loader).__name__)
-        adopted = Loader(_Batches(loader), batch_size=None, collate_fn=unchanged, **place)
+        repeats = is_of_accelerate and not is_training and world_size > 1
+        adopted = Loader(_Batches(loader, rank if repeats else None), batch_size=None, collate_fn=unchanged, **place)
         adopted.__dict__["dataset"] = getattr(loader, "dataset", loader)
         return adopted
     place |= {name: vars(loader)[name] for name in (*ENGINE, "worker_init_fn", "collate_fn")}
@@ -182,18 +186,38 @@ def adopt(loader: Any, *, rank: int, world_size: int, seed: int, is_training: bo
 
 
 class _Batches(IterableDataset[Any]):
-    """A foreign loader, as a stream of its batches."""
+    """A foreign loader, as a stream of its batches. With a `rank`, rows that accelerate has repeated are left out."""
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, rank: int | None = None) -> None:
+        self.loader, self.rank = loader, rank
         if follows_epochs(loader):
             self.set_epoch = loader.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        for batch in self.loader:
+            if self.rank is not None:
+                self.loader.end()  # else `gather_for_metrics` would leave out the repeated rows once more
+                batch = _without_repeated(batch, self.loader, self.rank)
+            yield batch
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def _without_repeated(batch: Any, loader: Any, rank: int) -> Any:
+    """The rows of `batch` with which accelerate has not filled up the last one of `loader`, which it has prepared."""
+    state, sampler = vars(loader), vars(loader.batch_sampler)
+    rest, size = state.get("remainder", -1), sampler.get("batch_size")
+    if not (state.get("end_of_dataloader") and rest > 0 and size and sampler.get("even_batches")):
+        return batch
+    if (kept := min(max(rest - rank * size, 0), size)) == 0:
+        return as_filler(batch)
+
+    def cut(value: Any) -> Any:
+        has_rows = value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, (list, tuple))
+        return value[:kept] if has_rows and len(value) == size else value
+
+    return {name: cut(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
 
 
 def unchanged(batch: Any) -> Any:

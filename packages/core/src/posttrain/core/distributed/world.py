@@ -35,7 +35,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.losses.normalization import scalar
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from posttrain.core.distributed.uneven import UnevenAccelerator
+    from posttrain.core.logging.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +85,15 @@ def _watch(args: DistributedArguments, rank: int, local_rank: int, world_size: i
     return _watchdog
 
 
-def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accelerator:
+def start_processes(args: DistributedArguments, gathers_on_host: bool) -> UnevenAccelerator:
     """Start the process group, if the launcher started several processes, with one on the host where weights in host
     memory are gathered there (`gathers_on_host`), which nccl cannot do. Raises a `ConfigError` where the launcher sets
     a precision that this machine lacks, or ``use_configured_state`` finds another one than the arguments'.
     """
-    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+
+    from posttrain.core.distributed.uneven import UnevenAccelerator
 
     own: Any = args
     configured = AcceleratorState._shared_state.get("_mixed_precision", "no")
@@ -116,7 +118,7 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accele
     names = ("dispatch_batches", "even_batches", "use_seedable_sampler")
     loaders = DataLoaderConfiguration(data_seed=own.data_seed, **{name: own.accelerator_config[name] for name in names})
     with without_plugins():
-        return Accelerator(cpu=args.use_cpu or None, kwargs_handlers=[group], dataloader_config=loaders)
+        return UnevenAccelerator(cpu=args.use_cpu or None, kwargs_handlers=[group], dataloader_config=loaders)
 
 
 #: Whether forwards compute whole rows, where processes could split them.
@@ -187,7 +189,7 @@ class World:
     _peers_group: Any = None
     """The processes that read the same rows; None: all."""
 
-    def __init__(self, args: DistributedArguments, accelerator: Accelerator, sizes: dict[str, int]) -> None:
+    def __init__(self, args: DistributedArguments, accelerator: UnevenAccelerator, sizes: dict[str, int]) -> None:
         self.args, self.accelerator, self.precision = args, accelerator, precision(args)
         self.device: torch.device = accelerator.device
         self.process_index: int = accelerator.process_index
@@ -260,6 +262,18 @@ class World:
         with self._waiting("what rank 0 says"):
             torch.distributed.broadcast_object_list(values, src=0)
         return values[0]
+
+    @contextlib.contextmanager
+    def filling(self, metrics: Metrics) -> Iterator[None]:
+        """Within this context a batch only keeps this process in step: metrics of it, and rows that scripts gather for
+        metrics, count for nothing.
+        """
+        self.accelerator.is_filler = True
+        try:
+            with metrics.apart():
+                yield
+        finally:
+            self.accelerator.is_filler = False
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the first of the processes that read the same rows; its result, or its error, on all of them.

@@ -104,10 +104,9 @@ class Evaluator:
         return EvalLoopOutput(kept.predictions, kept.label_ids, prefixed, num_samples)
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
-        # A metric of a batch that only keeps this process in step counts for nothing.
-        apart = self.owner.metrics.apart() if pipeline.is_filler(inputs) else contextlib.nullcontext()
-        with apart:
-            return self.owner.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        owner = self.owner
+        with owner.dist.filling(owner.metrics) if pipeline.is_filler(inputs) else contextlib.nullcontext():
+            return owner.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def _after_batch(self, loader: Any) -> None:
         owner = self.owner

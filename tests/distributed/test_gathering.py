@@ -1,0 +1,97 @@
+"""Scripts gather what they have of each row, also where the last batch of an epoch does not go round."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from posttrain.core import Trainer
+from posttrain.core.arguments import TrainingArguments
+from tests import tiny
+from tests.contract.trainers import arguments, pad
+from tests.programs import together
+
+WIDTH = 16
+
+
+def wide(rows):
+    """Batches of one width, as `gather` needs."""
+    fill = {"labels": -100}
+    batch = pad(rows)
+    return {
+        name: torch.nn.functional.pad(value, (0, WIDTH - value.shape[1]), value=fill.get(name, 0))
+        for name, value in batch.items()
+    }
+
+
+class Gathers(Trainer):
+    """Gathers the tokens of the rows that it is evaluated on, and of those that it is trained on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = {True: [], False: []}
+
+    def _gather(self, inputs):
+        rows = self.accelerator.gather_for_metrics({"ids": inputs["input_ids"], "mask": inputs["attention_mask"]})
+        self.seen[self.model.training] += [ids[mask.bool()].tolist() for ids, mask in zip(*rows.values(), strict=True)]
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self._gather(inputs)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self._gather(self._prepare_inputs(inputs))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class OwnLoader(Gathers):
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self.accelerator.prepare(DataLoader(self.eval_dataset, batch_size=2, collate_fn=self.data_collator))
+
+
+def measured(kind, rows, folder):
+    args = arguments(TrainingArguments, folder, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+                     num_train_epochs=1, train_sampling_strategy="sequential")  # fmt: skip
+    held_out = tiny.token_rows(rows, seed=1)
+    trainer = kind(tiny.causal_lm(), args, wide, tiny.token_rows(rows), held_out,
+                   compute_metrics=lambda found: {"rows": len(found.predictions)})  # fmt: skip
+    metrics = trainer.evaluate()
+    trainer.train()
+    return [metrics["eval_loss"], metrics["eval_rows"], sorted(trainer.seen[True]), sorted(trainer.seen[False])]
+
+
+@pytest.mark.parametrize("rows", [5, 7, 8])  # with 5, one process has no row in the last batch
+def test_rows_are_gathered_once_each_and_evaluated_once_each(rows, tmp_path):
+    done = together(2, [__file__, str(rows), str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = measured(Gathers, rows, tmp_path)
+    assert alone[2] == sorted(row["input_ids"] for row in tiny.token_rows(rows))
+    for name in ("Gathers", "OwnLoader"):
+        loss, *others = json.loads((tmp_path / f"{name}.json").read_text())
+        assert loss == pytest.approx(alone[0], rel=1e-5) and others == alone[1:], name
+
+
+def check_gather(accelerator):
+    """Of other numbers of rows, of equal ones, of scalars, and nested."""
+    rank = accelerator.process_index
+    rows = torch.full((rank + 1, 2), float(rank))
+    assert accelerator.gather(rows).tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert accelerator.gather([rows[:0] if rank else rows])[0].tolist() == [[0, 0]]
+    assert accelerator.gather({"same": rows[:1]})["same"].tolist() == [[0, 0], [1, 1]]
+    assert accelerator.gather(torch.tensor(rank)).tolist() == [0, 1]
+    with pytest.raises(TypeError, match="Unsupported types"):
+        accelerator.gather("text")
+
+
+if __name__ == "__main__":  # two processes, started by the test above
+    torch.set_num_threads(1)
+    rows, folder = int(sys.argv[1]), Path(sys.argv[2])
+    found = {kind.__name__: measured(kind, rows, folder / kind.__name__) for kind in (Gathers, OwnLoader)}
+    check_gather(Trainer(tiny.causal_lm(), arguments(TrainingArguments, folder / "last")).accelerator)
+    if torch.distributed.get_rank() == 0:
+        for name, value in found.items():
+            (folder / f"{name}.json").write_text(json.dumps(value))
+    torch.distributed.destroy_process_group()
