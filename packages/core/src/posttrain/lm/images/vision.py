@@ -7,7 +7,6 @@ other rows along its first dimension, which counts images, patches or rows, and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -279,19 +278,22 @@ class VisionProcessor:
         `text`, and its tokens are those of the whole.
         """
         token, ids = self.processor.image_token, found["input_ids"][0].tolist()
-        whole = self.tokenizer.decode(ids)
-        match = re.fullmatch("(.*?)".join(map(re.escape, text.split(token))), whole, re.DOTALL)
-        is_whole = self.tokenizer(whole, add_special_tokens=False)["input_ids"] == ids
-        if match is None or not is_whole or not {*found} <= {*NOT_OF_TOKENS, *self.token_inputs, *OF_IMAGES}:
+        whole, pieces = self.tokenizer.decode(ids), text.split(token)
+        offsets: list[dict[str, Any]] = []
+        place = at = len(pieces[0])
+        for number, piece in enumerate(pieces[1:], start=2):
+            stop = whole.find(piece, at) if number < len(pieces) else len(whole) - len(piece)
+            offsets.append({"span": (place, place + len(token)), "replacement": whole[at:stop]})
+            place, at = place + len(token) + len(piece), stop + len(piece)
+        is_whole = replaced(text, [(one["span"], one["replacement"]) for one in offsets])[0] == whole
+        is_whole = is_whole and self.tokenizer(whole, add_special_tokens=False)["input_ids"] == ids
+        if not is_whole or not {*found} <= {*NOT_OF_TOKENS, *self.token_inputs, *OF_IMAGES}:
             raise ValueError(
                 f"{type(self.processor).__name__} does not report which text it puts in the place of an image "
                 "(return_text_replacement_offsets), and it cannot be told from the tokens, so labels cannot be set for "
                 "rows with images. Train a model whose processor reports it, such as Idefics3, or leave the images out."
             )
-        places = re.finditer(re.escape(token), text)
-        return [
-            {"span": place.span(), "replacement": shown} for place, shown in zip(places, match.groups(), strict=True)
-        ]
+        return offsets
 
     def check_places(self, text: str, **shown: Sequence[Any]) -> None:
         """Raise DataError where `text` has not as many places as there are of what is `shown`, image= and video=."""
