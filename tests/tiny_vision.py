@@ -250,6 +250,31 @@ def smolvlm(seed: int = 0) -> tuple[Any, Any]:
     return _idefics("SmolVLM", seed)
 
 
+def idefics2(seed: int = 0) -> tuple[Any, Any]:
+    """Its processor does not report what it puts in the place of an image."""
+    from transformers import (
+        Idefics2Config,
+        Idefics2ForConditionalGeneration,
+        Idefics2ImageProcessorPil,
+        Idefics2Processor,
+        MistralConfig,
+    )
+
+    sight = SIGHT | {"image_size": 16, "patch_size": 4}
+    perceiver = {"hidden_size": 16, "resampler_n_latents": 4, "resampler_n_heads": 2, "resampler_head_dim": 8}
+    perceiver |= {"num_key_value_heads": 1, "resampler_depth": 1}
+    options = {"image_token_id": number("<image>"), "perceiver_config": perceiver}
+    text = MistralConfig(**TEXT, sliding_window=None)
+    config = Idefics2Config(vision_config=sight, text_config=text, **options)
+    pixels = Idefics2ImageProcessorPil(size={"longest_edge": 16, "shortest_edge": 12}, do_image_splitting=False)
+    processor = Idefics2Processor(pixels, tokenizer(), image_seq_len=4, chat_template=template("<image>"))
+    model = build(Idefics2ForConditionalGeneration, config, seed)
+    with torch.no_grad():  # a mean over patches, which differs little between images
+        for weight in model.model.connector.parameters():
+            weight.mul_(4)
+    return model, processor
+
+
 def internvl(seed: int = 0) -> tuple[Any, Any]:
     from transformers import (
         GotOcr2ImageProcessorPil,
@@ -302,8 +327,8 @@ def mistral3(seed: int = 0) -> tuple[Any, Any]:
 FAMILIES: dict[str, Callable[..., tuple[Any, Any]]] = {
     function.__name__: function
     for function in (
-        llava, llava_next, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_5, gemma3, gemma4, idefics3, smolvlm, internvl,
-        pixtral, mistral3,
+        llava, llava_next, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_5, gemma3, gemma4, idefics2, idefics3, smolvlm,
+        internvl, pixtral, mistral3,
     )
 }  # fmt: skip
 

@@ -88,6 +88,20 @@ def test_the_loss_is_the_mean_over_all_labels(tmp_path):
     assert found == pytest.approx(total / sum(len(row["labels"]) for row in ROWS), rel=1e-5)
 
 
+def test_inputs_of_the_decoder_that_rows_have_are_read(tmp_path):
+    model = tiny.seq2seq_lm()
+    rows = [row | {"decoder_input_ids": [7, *row["labels"][:-1]]} for row in ROWS]
+    loss = trainer(tmp_path, model, rows=rows, prediction_loss_only=True, predict_with_generate=False).evaluate()
+    model.eval()
+    sums = [
+        model(**{key: torch.tensor([value]) for key, value in row.items()}).loss * len(row["labels"]) for row in rows
+    ]
+    expected = sum(sums).item() / sum(len(row["labels"]) for row in rows)
+    assert loss["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    usual = trainer(tmp_path, model, prediction_loss_only=True, predict_with_generate=False).evaluate()["eval_loss"]
+    assert usual != pytest.approx(expected, rel=1e-3)
+
+
 def test_evaluations_along_the_way_generate_and_a_callback_hears_the_metrics(tmp_path):
     heard = []
 

@@ -83,6 +83,9 @@ def test_many_sizes_are_counted_without_a_blank_of_each(family):  # noqa: F811
     tokens.show(family[2].image_token * len(sizes), sizes)
     # the marks of rows and columns are words of those tokenizers; here they are several tokens, and blanks are counted
     agrees = family[0] not in ("idefics3", "smolvlm")
+    if family[0] == "idefics2":  # what its processor writes depends on the text around an image: all are blanks
+        assert tokens.vision.reports is False
+        return
     assert len(tokens._frames) == CHECKED and (len(set(tokens._frames)) == 1) == agrees
 
 

@@ -78,6 +78,13 @@ def test_seq2seq_collator_pads_labels_with_minus_100_and_makes_decoder_inputs(to
     assert batch["labels"].tolist() == [[9, 1, -100], [4, 3, 1]]
     assert batch["decoder_input_ids"].tolist() == [[0, 9, 1], [0, 4, 3]]
     assert rows[0] == {"input_ids": [5, 6, 7], "labels": [9, 1]}
+    own = [
+        row | {"decoder_input_ids": ids, "decoder_attention_mask": [1] * len(ids)}
+        for row, ids in zip(rows, ([3, 9], [3, 4, 8]), strict=True)
+    ]
+    batch = DataCollatorForSeq2Seq(tok, model=seq2seq_lm())(own)
+    assert batch["decoder_input_ids"].tolist() == [[3, 9, 0], [3, 4, 8]]
+    assert batch["decoder_attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     wide = DataCollatorForSeq2Seq(tok, padding="max_length", max_length=6)(rows)
     assert wide["labels"].shape == wide["input_ids"].shape == (2, 6)
     assert "labels" not in DataCollatorForSeq2Seq(tok)(ROWS)

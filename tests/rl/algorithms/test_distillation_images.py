@@ -71,7 +71,8 @@ def test_the_divergence_is_that_of_whole_logits_of_both_models(name, tmp_path):
             )
         expected = 2 * divergence_terms(own, other, 0.5).sum().item()
         assert found[number] == pytest.approx(expected, rel=1e-4)
-    assert shared == read  # of two rows of a prompt as of one alone
+    if name != "idefics2":  # whose smaller images are padded to the size of the largest
+        assert shared == read  # of two rows of a prompt as of one alone
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,23 @@ def test_a_template_that_does_both_is_left_alone_and_marks_alone_are_not_enough(
     assert get_training_chat_template(tokenizer) is None
 
 
+def test_arguments_of_calls_may_be_dicts_also_where_the_template_adds_them_to_a_text():
+    shown = "{% for c in m.tool_calls or [] %}{{ '!' + c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+    tokenizer = tiny.tokenizer(chat_template=THINKS.replace("{{ m.content }}", "{{ m.content }}" + shown))
+
+    def turn(*arguments):
+        calls = [{"type": "function", "function": {"name": "add", "arguments": one}} for one in arguments]
+        return [TALK[0], {"role": "assistant", "content": "A", "tool_calls": calls}]
+
+    made = get_training_chat_template(tokenizer)
+    with pytest.raises(TypeError):
+        tokenizer.apply_chat_template(turn({"x": 1}), tokenize=False)
+    before = tokenizer.apply_chat_template(turn('{"x": 1, "y": "é"}', "{}"), tokenize=False)
+    assert '!add {"x": 1, "y": "é"}!add {}<|im_end|>' in before
+    for arguments in (({"x": 1, "y": "é"}, {}), ('{"x": 1, "y": "é"}', "{}")):
+        assert tokenizer.apply_chat_template(turn(*arguments), chat_template=made, tokenize=False) == before
+
+
 def test_named_templates_and_processors_are_read():
     tokenizer = tiny.tokenizer()
     source = tokenizer.chat_template

@@ -180,7 +180,8 @@ class DataCollatorForSeq2Seq:
 
     Args:
         tokenizer: pads the inputs.
-        model: if it has ``prepare_decoder_input_ids_from_labels``, the batch gets ``decoder_input_ids`` from it.
+        model: if it has ``prepare_decoder_input_ids_from_labels``, the batch gets ``decoder_input_ids`` from it, unless
+            the rows have theirs, which are padded.
         padding: True or "longest", "max_length", or False.
         max_length: the length of inputs and labels for ``padding="max_length"``.
         pad_to_multiple_of: round both lengths up to a multiple of this.
@@ -200,10 +201,13 @@ class DataCollatorForSeq2Seq:
         return_tensors = return_tensors or self.return_tensors
         name = "label" if "label" in features[0] else "labels"
         labels: list[Any] = [row.get(name) for row in features]
-        rest = [{key: value for key, value in row.items() if key != name} for row in features]
+        fills = {"decoder_input_ids": self.tokenizer.pad_token_id, "decoder_attention_mask": 0}
+        given = {key: [row[key] for row in features] for key in fills if key in features[0]}
+        rest = [{key: value for key, value in row.items() if key != name and key not in given} for row in features]
         batch = _pad_inputs(self, rest, return_tensors)
+        batch |= {key: pad_rows(rows, fills[key], self.tokenizer.padding_side) for key, rows in given.items()}
         if all(label is None for label in labels):
-            return batch
+            return _as(return_tensors, batch)
         if self.padding in (False, "do_not_pad"):
             padded = torch.tensor([list(label) for label in labels], dtype=torch.long)
         else:
@@ -215,7 +219,7 @@ class DataCollatorForSeq2Seq:
                     f"labels of {padded.shape[1]} tokens do not fit max_length={self.max_length}. Truncate them when "
                     "tokenizing, or raise max_length."
                 )
-        if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
+        if "decoder_input_ids" not in given and hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
             batch["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=padded)
         batch["labels"] = padded
         return _as(return_tensors, batch)

@@ -51,6 +51,10 @@ class ImageTokens:
         a `DataError` where it has more or fewer places for images, or the processor refuses one of that size.
         """
         self.vision.check_places(text, image=sizes)
+        if sizes and self.vision.reports is None:
+            self._of_size(sizes[0])
+        if sizes and not self.vision.reports:  # what stands for an image may then depend on the text around it
+            return self.vision.show(text, [_blank(size) for size in sizes])
         images = [self._of_size(size) for size in sizes]
         spans = [found.span() for found in re.finditer(re.escape(self.vision.processor.image_token), text)]
         text, places = replaced(text, zip(spans, (image.text for image in images), strict=True))
@@ -63,8 +67,7 @@ class ImageTokens:
         return self._known[size]
 
     def _of_blank(self, size: tuple[int, int]) -> Brief:
-        image = require("PIL.Image", "pillow", why="rows with images").new("RGB", size)
-        text = self.vision.show(self.vision.processor.image_token, [image]).text
+        text = self.vision.show(self.vision.processor.image_token, [_blank(size)]).text
         hidden = sum(len(run[0]) // len(run[1]) - 1 for run in self._runs.finditer(text))
         brief = Brief(self._runs.sub(r"\1", text), hidden)
         if self._counts is not None and len(self._frames) < CHECKED:
@@ -81,6 +84,10 @@ class ImageTokens:
     def _count(self, size: tuple[int, int]) -> int:
         assert self._counts is not None
         return int(self._counts(image_sizes=[size[::-1]])["num_image_tokens"][0])
+
+
+def _blank(size: tuple[int, int]) -> Any:
+    return require("PIL.Image", "pillow", why="rows with images").new("RGB", size)
 
 
 def row_lengths(dataset: Any, prepare: Any, lengths: Callable[[Sequence[Any], Sequence[int]], list[int]]) -> list[int]:

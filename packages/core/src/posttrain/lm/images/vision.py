@@ -34,6 +34,8 @@ PLACEHOLDERS = tuple(
 WORDS = "The quick brown fox jumps over the lazy dog"
 #: What a processor makes of a text that is not a number for each token.
 NOT_OF_TOKENS = ("input_ids", "attention_mask", "text_replacement_offsets")
+#: Tensors of images whatever the text is.
+OF_IMAGES = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
 
 
 def check_processor(processor: Any) -> None:
@@ -201,6 +203,8 @@ class VisionProcessor:
         self.placeholders = frozenset(number for number in named if isinstance(number, int))
         self.image_token_id = image_token_id(model)
         found = processor(text=["a"], add_special_tokens=False)
+        #: Whether the processor reports which text it puts in the place of an image; None before one is shown.
+        self.reports: bool | None = None
         #: Inputs besides the tokens with a number for each of them, such as ``token_type_ids``.
         self.token_inputs = tuple(name for name in found if name not in NOT_OF_TOKENS)
 
@@ -253,13 +257,12 @@ class VisionProcessor:
             )
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise DataError(f"the processor refused the images ({type(error).__name__}: {error})") from error
-        if "text_replacement_offsets" not in found:
-            raise ValueError(
-                f"{type(self.processor).__name__} does not report which text it puts in the place of an image "
-                "(return_text_replacement_offsets), so labels cannot be set for rows with images. Train a model whose "
-                "processor reports it, such as Idefics3, or leave the images out."
-            )
-        ids, [offsets] = found["input_ids"][0], found["text_replacement_offsets"]
+        ids = found["input_ids"][0]
+        self.reports = "text_replacement_offsets" in found
+        if self.reports:
+            [offsets] = found["text_replacement_offsets"]
+        else:
+            offsets = self._replacements(text, found)
         kinds = {}
         for name in self.token_inputs:
             numbers = found[name][0]
@@ -269,6 +272,28 @@ class VisionProcessor:
         tensors = {name: value for name, value in found.items() if name not in inputs and torch.is_tensor(value)}
         text, places = replaced(text, [(place["span"], place["replacement"]) for place in offsets])
         return Shown(text, places, tensors, self._ids_in(offsets), kinds)
+
+    def _replacements(self, text: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What a processor that does not report it has put in the place of each image: it lies between the pieces of
+        `text`, and its tokens are those of the whole.
+        """
+        token, ids = self.processor.image_token, found["input_ids"][0].tolist()
+        whole, pieces = self.tokenizer.decode(ids), text.split(token)
+        offsets: list[dict[str, Any]] = []
+        place = at = len(pieces[0])
+        for number, piece in enumerate(pieces[1:], start=2):
+            stop = whole.find(piece, at) if number < len(pieces) else len(whole) - len(piece)
+            offsets.append({"span": (place, place + len(token)), "replacement": whole[at:stop]})
+            place, at = place + len(token) + len(piece), stop + len(piece)
+        is_whole = replaced(text, [(one["span"], one["replacement"]) for one in offsets])[0] == whole
+        is_whole = is_whole and self.tokenizer(whole, add_special_tokens=False)["input_ids"] == ids
+        if not is_whole or not {*found} <= {*NOT_OF_TOKENS, *self.token_inputs, *OF_IMAGES}:
+            raise ValueError(
+                f"{type(self.processor).__name__} does not report which text it puts in the place of an image "
+                "(return_text_replacement_offsets), and it cannot be told from the tokens, so labels cannot be set for "
+                "rows with images. Train a model whose processor reports it, such as Idefics3, or leave the images out."
+            )
+        return offsets
 
     def check_places(self, text: str, **shown: Sequence[Any]) -> None:
         """Raise DataError where `text` has not as many places as there are of what is `shown`, image= and video=."""

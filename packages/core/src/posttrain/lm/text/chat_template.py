@@ -221,10 +221,11 @@ class Template:
         """`messages` with the arguments of their calls in the form that the template takes."""
         if not any(message.get("tool_calls") for message in messages):
             return list(messages)
-        return call_arguments.put(messages, self._takes_text)
+        return call_arguments.put(messages, self.takes_text)
 
     @cached_property
-    def _takes_text(self) -> bool:
+    def takes_text(self) -> bool:
+        """Whether the template takes the arguments of calls as JSON text, and not as dicts."""
         return call_arguments.are_text(self._render)
 
     def _render(self, messages: list[Message], **options: Any) -> str:

@@ -95,6 +95,22 @@ _WRAPPER = """\
 {{- asked[posttrain.start:] -}}
 """
 
+# Before `_WRAPPER`, for a template that takes the arguments of calls as JSON text.
+_WITH_TEXT = """\
+{%- set posttrain_read = namespace(messages=[], calls=[]) -%}
+{%- for message in messages -%}
+{%- set posttrain_read.calls = [] -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set one = call.function or call -%}
+{%- set one = dict(one, arguments=one.arguments | tojson) if one.arguments is mapping else one -%}
+{%- set posttrain_read.calls = posttrain_read.calls + [dict(call, function=one) if call.function else one] -%}
+{%- endfor -%}
+{%- set message = dict(message, tool_calls=posttrain_read.calls) if message.tool_calls else message -%}
+{%- set posttrain_read.messages = posttrain_read.messages + [message] -%}
+{%- endfor -%}
+{%- set messages = posttrain_read.messages -%}
+"""
+
 _QUESTIONS = [{"role": "user", "content": f"posttrainq{n}"} for n in range(2)]
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": {"what": "posttrainword"}}}
 _ANSWERS = [{"role": "assistant", "content": f"posttraina{n}"} for n in range(2)]
@@ -117,7 +133,8 @@ def get_training_chat_template(processing_class: Any) -> str | None:
     Any template is taken, not a list of known ones: it stays as it is, within a macro that is called for each turn of
     the assistant. Single turns render as before; where the template does not end them, the token that opens the next
     message is added, by which such models stop. A thought that the template drops from earlier turns stays, and the
-    system's words are in each question if the template writes them into the last one.
+    system's words are in each question if the template writes them into the last one. Arguments of calls may be dicts,
+    also where the template takes JSON text.
 
     Args:
         processing_class: a tokenizer or a processor with a chat template. Of named ones, ``default`` is read.
@@ -151,7 +168,8 @@ def _wrapped(source: str, template: Template) -> str:
     inner = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", inner)
     # Jinja drops one line break at the very end of a template.
     closers, ends = template.turn_closers, {*template.turn_closers.values(), template.inner_ending}
-    marked = _WRAPPER.replace("<MARK>", PLACEHOLDER).replace("<CLOSERS>", json.dumps(closers))
+    wrapper = _WITH_TEXT * template.takes_text + _WRAPPER
+    marked = wrapper.replace("<MARK>", PLACEHOLDER).replace("<CLOSERS>", json.dumps(closers))
     marked = marked.replace("<ENDS>", json.dumps(sorted(ends - {""})))
     return marked.replace("<SOURCE>", inner.removesuffix("\n")).removesuffix("\n")
 
