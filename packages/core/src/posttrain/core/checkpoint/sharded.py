@@ -138,8 +138,10 @@ def fitted_to(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, t
     return {name: fitted(tensor, own.get(name)) for name, tensor in tensors.items()}
 
 
-def optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `load` gave of an optimizer, for ``optimizer.load_state_dict``: cut as its parameters are now."""
+def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Put what `load` gave of an optimizer into it, cut as its parameters are now. What has another shape than its
+    parameter keeps its type, which torch would change to that of the parameter.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     order = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(order, parameters, strict=False))
@@ -150,5 +152,13 @@ def optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> 
         fit = fitted(value, parameter if is_like_it else None)
         return fit.clone() if fit is value and sharding.is_piece(parameter) and isinstance(fit, torch.Tensor) else fit
 
-    state = {number: {k: cut(number, v) for k, v in values.items()} for number, values in saved["state"].items()}
-    return saved | {"state": state}
+    state = {  # some keep a count beside the states of parameters
+        number: {k: cut(number, v) for k, v in values.items()} if isinstance(values, dict) else values
+        for number, values in saved["state"].items()
+    }
+    optimizer.load_state_dict(saved | {"state": state})
+    for number, parameter in of.items():
+        now = optimizer.state.get(parameter, {})
+        for name, value in state.get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape and name in now:
+                now[name] = now[name] if now[name].dtype == value.dtype else value.to(now[name].device)

@@ -21,6 +21,7 @@ from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.optim.by_name import (
     OPTIMIZERS,
+    REFUSED,
     WITHOUT_TARGETS,
     ClassAndArguments,
     Factory,
@@ -67,6 +68,7 @@ class OptimizerArguments:
     def _problems(self) -> Iterator[str]:
         name = plain(self.optim)
         if name not in OPTIMIZERS:
+            yield from [f"optim={name!r} of pytorch-optimizer {REFUSED[name]}"] if name in REFUSED else []
             return
         yield from _option_problems(name, self.optim_args)
         low_rank = name.startswith(("galore_", "apollo_"))
@@ -173,10 +175,10 @@ def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
             if inspect.Parameter.empty not in allowed and not has_type(value, allowed):
                 kinds = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
                 yield f"optim_args: {key}={value!r} must be of type {kinds}"
-        elif not takes_others:
-            takes = f"which takes {', '.join(known)}" if known else "which takes none"
+        elif not takes_others or key in ("lr", "weight_decay"):
+            takes = "" if takes_others else f", which takes {', '.join(known) or 'none'}"
             field = f"; set {FIELDS[key]} instead" if key in FIELDS else did_you_mean(key, known)
-            yield f"optim_args: {key!r} is not an option of optim={name!r}, {takes}{field}"
+            yield f"optim_args: {key!r} is not an option of optim={name!r}{takes}{field}"
 
 
 def register(name: str) -> Callable[[Factory], Factory]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.distributed import sharding
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
@@ -250,17 +251,23 @@ def stable_adamw_problem() -> str | None:
 def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> ClassAndArguments:
     """The class of that name in pytorch-optimizer, with its own defaults but for the learning rate and weight decay."""
     kind = require("pytorch_optimizer", PYTORCH_OPTIMIZER, why=f"optim={name!r}").load_optimizer(name)
+    known = {n: o.default for n, o in inspect.signature(kind).parameters.items() if n not in ("params", "kwargs")}
 
     def is_set(field: str) -> bool:
         return bool(vars(args)[field] != type(args).__dataclass_fields__[field].default)
 
     given: dict[str, Any] = {"lr": args.learning_rate}
+    given |= {"weight_decay": args.weight_decay} if args.weight_decay else {}
+    given |= {"eps": args.adam_epsilon} if is_set("adam_epsilon") else {}
     if is_set("adam_beta1") or is_set("adam_beta2"):
         given["betas"] = args.adam_beta1, args.adam_beta2
-    given |= {"eps": args.adam_epsilon} if is_set("adam_epsilon") else {}
-    known = [option for option in inspect.signature(kind).parameters if option not in ("params", "kwargs")]
+        if len(own := known.get("betas", given["betas"])) != 2 and "betas" not in options:
+            wrong = f"adam_beta1 and adam_beta2 are two, and optim={name!r} has betas={own}; set those in optim_args"
+            raise ConfigError("optim", [wrong])
     if unknown := [option for option in {**given, **options} if option not in known]:
         raise ConfigError("optim", [f"optim={name!r} has no {', '.join(unknown)}; it takes {', '.join(known)}"])
+    if "foreach" in known and model is not None and any(map(sharding.is_piece, model.parameters())):
+        given["foreach"] = False  # torch has few of those kernels for pieces
     return kind, given | options
 
 
@@ -298,13 +305,31 @@ def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: boo
     return _plain(partial(_bitsandbytes, name), base, fixed, **options)
 
 
-#: Of pytorch-optimizer, those for language models that go on exactly from their state. Others of it keep a part of
-#: that elsewhere, need a closure or second derivatives, draw random numbers that differ between processes, or train
-#: with weights that are not the model's.
+#: Of pytorch-optimizer, those that train any model by its gradients alone, and go on exactly from their state.
 OF_PYTORCH_OPTIMIZER = (
-    "adabelief adamp adan adopt came dadaptadam exadam grams lamb laprop lion madgrad mars novograd prodigy qhadam "
-    "radam simplifiedademamix soap tiger yogi"
+    "accsgd adabelief adabound adadelta adagc adalite adam adamax adamc adamg adamod adamp adams adamwsn adan adanorm "
+    "adapnm adasmooth adatam adopt aggmo aida amos ano apollodqn avagrad bcos came dadaptadam dadaptadan diffgrad "
+    "dualadam exadam fadam flashadamw focus fromage grams grokfastadamw lamb laprop lars lion madgrad mars msvag nadam "
+    "nero novograd padam pid pnm prodigy qhadam qhm racs radam ranger scion scionlight sgdp sgdsai sgdw signsgd "
+    "simplifiedademamix sm3 soap srmm stableadamw swats tam tiger vsgd yogi"
 ).split()
+#: Why its others are refused.
+_REASONS = {
+    "does not go on exactly from its state": "adashift alice conda dadaptadagrad dadaptlion dadaptsgd dash "
+    "gravity kron magma rose sara scalableshampoo shampoo spam stablespam",
+    "needs the loss or its second derivatives in a step": "adahessian alig emofact emolynx emonavi lbfgs sophiah",
+    "needs the length of the run or of the data": "bsam ranger21",
+    "treats layers by a mark on them; set 'muon'": "adago adamuon distributedmuon muonclip normuon spectralsphere",
+    "treats layers by a mark on them; set 'galore_adamw' or 'apollo_adamw'": "apollo fira galore",
+    "reads the layers of a model of its own": "adammini demo lorarite",
+    "trains with other weights than the model's; set 'schedule_free_adamw'": "schedulefreeadamw schedulefreeradam "
+    "schedulefreesgd splus",
+    "breaks at a learning rate of 0, where a warm-up begins": "asgd ftrl",
+    "does not follow the learning rate": "a2grad kate",
+    "overflows in bfloat16": "adai",
+    "is 'adamw_torch_fused'": "adamw",
+}
+REFUSED = {name: why for why, names in _REASONS.items() for name in names.split()}
 _APOLLO = _apart(
     _plain(Apollo, _adam),
     _own_options(Apollo),
