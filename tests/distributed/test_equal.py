@@ -428,8 +428,8 @@ def test_an_optimizer_of_the_users_trains_the_pieces(pair, alone):
 def test_every_optimizer_that_is_not_refused_under_fsdp_steps_as_in_one_process(pair):
     apart = jobs.result(pair, "optimizers")
     assert {"adamw_torch_fused", "adamw_bf16", "muon"} <= apart.keys()
-    for name, distance in apart.items():  # pieces of weights are rounded by other bits
-        assert distance < (1e-3 if name == "adamw_bf16" else 1e-6), name
+    for name, distance in apart.items():  # these round in bfloat16: by other bits, and from other sums
+        assert distance < (1e-3 if name in ("adamw_bf16", "muon") else 1e-6), name
     refused = {name for name in OF_PYTORCH_OPTIMIZER if [*shard_settings.optimizer_problems(name)]}
     assert not apart.keys() & {*OF_PYTORCH_OPTIMIZER} or apart.keys() >= {*OF_PYTORCH_OPTIMIZER} - refused
 

@@ -612,6 +612,8 @@ def test_layerwise_optimizers_are_refused_in_a_run_of_several_processes(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="over the 2 processes; use 'galore_adamw'"):
         arguments("galore_adamw_layerwise")
+    with pytest.raises(ConfigError, match="set optim='adamw_bf16', or leave it out"):
+        arguments("adamw_torch_8bit", optim_args="bf16_stochastic_round=True")
 
 
 @pytest.mark.parametrize(("name", "optim_args"), [

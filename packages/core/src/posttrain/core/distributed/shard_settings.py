@@ -330,8 +330,8 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
 
 #: Optimizers whose step of an element depends on others of its weight.
 OF_WHOLE_MATRICES = (
-    "adafactor adagc adalite adamp adanorm aida apollodqn came fadam lamb novograd prodigy racs sgdp sm3 soap "
-    "stableadamw swats"
+    "adafactor adagc adalite adamp adanorm aida amos apollodqn came fadam lamb nero novograd prodigy racs scion "
+    "scionlight sgdp sm3 soap stableadamw swats"
 ).split()
 
 

@@ -110,6 +110,12 @@ def problems_with_others(args: Any) -> Iterator[str]:
                 f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
                 f"a number of steps instead of {warmup}, or set max_steps"
             )
+    elif name.startswith("adamw_torch_") and parse_optim_args(args.optim_args).get("bf16_stochastic_round"):
+        if environment.world_size() > 1:
+            yield (
+                "bf16_stochastic_round=True draws from the generator of dropout, which differs between processes, so "
+                "their weights would too; set optim='adamw_bf16', or leave it out"
+            )
 
 
 def _layerwise_problems(args: Any, name: str) -> Iterator[str]:
