@@ -101,9 +101,12 @@ def _adam(args: Any) -> dict[str, Any]:
 
 
 def _taking(make: Callable[..., ClassAndArguments], options: dict[str, Any]) -> Factory:
-    """The factory `make` with a signature that lists `options`, defaults of the type that the option has."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    listed = [inspect.Parameter(name, kind, default=value, annotation=type(value)) for name, value in options.items()]
+    """The factory `make` with a signature that lists `options`, defaults of the type that the option has; that of None
+    is a number, or true or false.
+    """
+    kind, number = inspect.Parameter.KEYWORD_ONLY, float | bool | None
+    types = {name: number if value is None else type(value) for name, value in options.items()}
+    listed = [inspect.Parameter(name, kind, default=options[name], annotation=types[name]) for name in options]
     vars(make)["__signature__"] = inspect.Signature([*list(inspect.signature(make).parameters.values())[:2], *listed])
     return make
 
@@ -155,19 +158,6 @@ def _galore(name: str) -> Factory:
     return _apart(lambda args, model: OPTIMIZERS[name](args, model), _own_options(GaLore), galore, proj_type=SIDES)
 
 
-def adafactor(
-    args: Any,
-    model: Any,
-    *,
-    clip_threshold: float = 1.0,
-    decay_rate: float = -0.8,
-    beta1: float | None = None,
-    scale_parameter: bool = False,
-) -> ClassAndArguments:
-    kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
-    return adafactor_class(), {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
-
-
 def layerwise(factory: Factory) -> Factory:
     """The same optimizer, stepped in the backward pass."""
 
@@ -182,8 +172,12 @@ def layerwise(factory: Factory) -> Factory:
 # --------------------------------------------------------------------------------------------------------- by libraries
 
 
-def _bitsandbytes(name: str) -> Any:
-    return getattr(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"), name)
+def _of(module: str, package: str, name: str, why: str = "optim") -> Any:
+    """The class `name` of a library that is imported now."""
+    return getattr(require(module, package, why=why), name)
+
+
+_bitsandbytes = partial(_of, "bitsandbytes.optim", "posttrain-core[quantization]")
 
 
 def bnb_ademamix(
@@ -221,15 +215,6 @@ def schedule_free(
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
     return getattr(library, f"{kind}ScheduleFree"), kwargs
-
-
-def stable_adamw(
-    args: Any, model: Any, *, decouple_lr: bool = False, max_lr: float | None = None, kahan_sum: bool | None = None
-) -> ClassAndArguments:
-    """Wortsman et al. 2023, https://arxiv.org/abs/2304.13013: AdamW with Adafactor's clipping of updates."""
-    library = require("optimi", "torch-optimi", why="optim='stable_adamw'")
-    kwargs = {"decouple_lr": decouple_lr, "max_lr": max_lr, "kahan_sum": kahan_sum, "weight_decay": args.weight_decay}
-    return library.StableAdamW, _adam(args) | kwargs
 
 
 def stable_adamw_problem() -> str | None:
@@ -287,16 +272,6 @@ def anyprecision_adamw(
     return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
 
 
-def _xla() -> Any:
-    why = "optim='adamw_torch_xla', which trains on TPUs only"
-    return require("torch_xla.amp.syncfree", "torch_xla", why=why).AdamW
-
-
-def _npu() -> Any:
-    why = "optim='adamw_torch_npu_fused', which trains on Ascend NPUs only"
-    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW
-
-
 def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:
     """An optimizer with state in blocks of `bits`, Dettmers et al. 2022, https://arxiv.org/abs/2110.02861; `paged`, it
     moves to the CPU when the GPU is full. On the CPU nothing is paged.
@@ -339,6 +314,7 @@ _APOLLO = _apart(
 )
 _FACTORED: dict[str, Any] = {"clip_threshold": 1.0, "decay_rate": -0.8}
 _ROUNDED: dict[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
+_ON = "that optimizer, which trains on {} only"
 _MEAN_SQUARE: dict[str, Any] = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
 OPTIMIZERS: dict[str, Factory] = {
     # Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Fused, one kernel for all parameters is twice as fast
@@ -346,9 +322,11 @@ OPTIMIZERS: dict[str, Factory] = {
     "adamw_torch": _plain(torch.optim.AdamW, _adam, amsgrad=False),
     "adamw_torch_fused": _plain(torch.optim.AdamW, _adam, {"fused": True}, amsgrad=False),
     "adamw_bf16": _plain(BF16AdamW, lambda args: _adam(args) | {"seed": args.seed}, stochastic_rounding=True),
-    "adamw_torch_xla": _plain(_xla, _adam),
-    "adamw_torch_npu_fused": _plain(_npu, _adam),
-    "adafactor": adafactor,
+    "adamw_torch_xla": _plain(partial(_of, "torch_xla.amp.syncfree", "torch_xla", "AdamW", _ON.format("TPUs")), _adam),
+    "adamw_torch_npu_fused": _plain(
+        partial(_of, "torch_npu.optim", "torch-npu", "NpuFusedAdamW", _ON.format("Ascend NPUs")), _adam
+    ),
+    "adafactor": _plain(adafactor_class, _rate, scale_parameter=False, **_FACTORED, beta1=None),
     "adamw_anyprecision": anyprecision_adamw,
     # Stochastic rounding lets weights in bfloat16 train without a float32 copy.
     "adamw_torch_4bit": _plain(partial(torchao_adamw, 4), _adam, **_ROUNDED),
@@ -388,7 +366,13 @@ OPTIMIZERS: dict[str, Factory] = {
     "schedule_free_radam": partial(schedule_free, "RAdam"),
     "schedule_free_adamw": partial(schedule_free, "AdamW"),
     "schedule_free_sgd": partial(schedule_free, "SGD"),
-    "stable_adamw": stable_adamw,
+    # Wortsman et al. 2023, https://arxiv.org/abs/2304.13013: AdamW with Adafactor's clipping of updates.
+    "stable_adamw": _plain(
+        partial(_of, "optimi", "torch-optimi", "StableAdamW", "optim='stable_adamw'"),
+        lambda args: _adam(args) | {"weight_decay": args.weight_decay},
+        **dict.fromkeys(("max_lr", "kahan_sum")),
+        decouple_lr=False,
+    ),
     **{name: partial(of_pytorch_optimizer, name) for name in OF_PYTORCH_OPTIMIZER},
 }
 #: Those that train all layers alike. One that a user adds may read `optim_target_modules`.
