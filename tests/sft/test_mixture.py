@@ -383,6 +383,19 @@ def test_a_mixture_of_streams_goes_on_at_each_row(packed, rows):
             assert first + list(again) == whole[place + 1 :] == first + list(read)
 
 
+@pytest.mark.parametrize("rows", [7, 600, 5000])
+def test_a_stream_without_trained_tokens_is_refused_where_tokens_are_weighed(rows):
+    def masked():
+        for _ in range(rows):
+            yield {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+
+    parts = {"maths": prepared([3] * 700), "masked": IterableDataset.from_generator(masked)}
+    with pytest.raises(DataError, match="The dataset 'masked' of the mixture has no trained tokens, .*leave it out"):
+        list(MixedStream(parts, {"maths": 9, "masked": 1}, True, rows=4000))
+    read = list(MixedStream(parts, {"maths": 9, "masked": 1}, rows=100))
+    assert sum(row["source"] for row in read) == 10
+
+
 def stopped_and_resumed(make, tmp_path):
     """(a run from beginning to end, one that goes on after step 3 and has the same weights)."""
     straight = make("straight")
