@@ -147,15 +147,14 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
     of = dict(zip(order, parameters, strict=False))
 
     def cut(number: Any, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: cut(number, part) for name, part in value.items()}
         parameter = of.get(number)
         is_like_it = parameter is not None and getattr(value, "shape", None) == parameter.shape
         fit = fitted(value, parameter if is_like_it else None)
         return fit.clone() if fit is value and sharding.is_piece(parameter) and isinstance(fit, torch.Tensor) else fit
 
-    state = {  # some keep a count beside the states of parameters
-        number: {k: cut(number, v) for k, v in values.items()} if isinstance(values, dict) else values
-        for number, values in saved["state"].items()
-    }
+    state = {number: cut(number, value) for number, value in saved["state"].items()}
     optimizer.load_state_dict(saved | {"state": state})
     for number, parameter in of.items():
         now = optimizer.state.get(parameter, {})

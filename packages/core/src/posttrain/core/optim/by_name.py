@@ -180,25 +180,18 @@ def _of(module: str, package: str, name: str, why: str = "optim") -> Any:
 _bitsandbytes = partial(_of, "bitsandbytes.optim", "posttrain-core[quantization]")
 
 
-def bnb_ademamix(
-    bits: int,
-    paged: bool,
-    args: Any,
-    model: Any,
-    *,
-    beta1: float | None = None,
-    beta2: float | None = None,
-    beta3: float = 0.9999,
-    alpha: float = 5.0,
-    eps: float | None = None,
-    t_alpha: int | None = None,
-    t_beta3: int | None = None,
-) -> ClassAndArguments:
+def _ademamix(bits: int, paged: bool = False) -> Factory:
     """Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137: AdamW with a second, slow momentum."""
-    betas = (args.adam_beta1 if beta1 is None else beta1, args.adam_beta2 if beta2 is None else beta2, beta3)
-    kwargs = {"betas": betas, "alpha": alpha, "eps": args.adam_epsilon if eps is None else eps}
-    kwargs |= {"t_alpha": t_alpha, "t_beta3": t_beta3, "optim_bits": bits, "is_paged": paged}
-    return _bitsandbytes("AdEMAMix"), {"lr": args.learning_rate} | kwargs
+    options = dict.fromkeys(("beta1", "beta2", "eps", "t_alpha", "t_beta3")) | {"beta3": 0.9999, "alpha": 5.0}
+
+    def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
+        own = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
+        told = {name: own.get(name) if value is None else value for name, value in (options | given).items()}
+        betas = tuple(told.pop(f"beta{number}") for number in (1, 2, 3))
+        fixed = {"betas": betas, "optim_bits": bits, "is_paged": paged}
+        return _bitsandbytes("AdEMAMix"), _rate(args) | told | fixed
+
+    return _taking(make, options)
 
 
 def schedule_free(
@@ -256,20 +249,10 @@ def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> Cl
     return kind, given | options
 
 
-def anyprecision_adamw(
-    args: Any,
-    model: Any,
-    *,
-    use_kahan_summation: bool = False,
-    momentum_dtype: str = "float32",
-    variance_dtype: str = "float32",
-    compensation_buffer_dtype: str = "bfloat16",
-) -> ClassAndArguments:
+def anyprecision_adamw(args: Any, model: Any, **given: Any) -> ClassAndArguments:
     library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
-    names = {"momentum_dtype": momentum_dtype, "variance_dtype": variance_dtype}
-    names |= {"compensation_buffer_dtype": compensation_buffer_dtype}
-    dtypes = {option: vars(torch)[name] for option, name in names.items()}
-    return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
+    told = {name: vars(torch)[v] if isinstance(v, str) else v for name, v in (_ANY_PRECISION | given).items()}
+    return library.AnyPrecisionAdamW, _adam(args) | told
 
 
 def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:
@@ -313,6 +296,8 @@ _APOLLO = _apart(
     proj_type=("std",),
 )
 _FACTORED: dict[str, Any] = {"clip_threshold": 1.0, "decay_rate": -0.8}
+_ANY_PRECISION: dict[str, Any] = {"use_kahan_summation": False, "compensation_buffer_dtype": "bfloat16"}
+_ANY_PRECISION |= {"momentum_dtype": "float32", "variance_dtype": "float32"}
 _ROUNDED: dict[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
 _ON = "that optimizer, which trains on {} only"
 _MEAN_SQUARE: dict[str, Any] = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
@@ -327,7 +312,7 @@ OPTIMIZERS: dict[str, Factory] = {
         partial(_of, "torch_npu.optim", "torch-npu", "NpuFusedAdamW", _ON.format("Ascend NPUs")), _adam
     ),
     "adafactor": _plain(adafactor_class, _rate, scale_parameter=False, **_FACTORED, beta1=None),
-    "adamw_anyprecision": anyprecision_adamw,
+    "adamw_anyprecision": _taking(anyprecision_adamw, _ANY_PRECISION),
     # Stochastic rounding lets weights in bfloat16 train without a float32 copy.
     "adamw_torch_4bit": _plain(partial(torchao_adamw, 4), _adam, **_ROUNDED),
     "adamw_torch_8bit": _plain(partial(torchao_adamw, 8), _adam, **_ROUNDED),
@@ -339,10 +324,10 @@ OPTIMIZERS: dict[str, Factory] = {
     "adamw_8bit": _bnb("AdamW", _adam, 8),
     "paged_adamw_32bit": _bnb("AdamW", _adam, 32, paged=True),
     "paged_adamw_8bit": _bnb("AdamW", _adam, 8, paged=True),
-    "ademamix": partial(bnb_ademamix, 32, False),
-    "ademamix_8bit": partial(bnb_ademamix, 8, False),
-    "paged_ademamix_32bit": partial(bnb_ademamix, 32, True),
-    "paged_ademamix_8bit": partial(bnb_ademamix, 8, True),
+    "ademamix": _ademamix(32),
+    "ademamix_8bit": _ademamix(8),
+    "paged_ademamix_32bit": _ademamix(32, paged=True),
+    "paged_ademamix_8bit": _ademamix(8, paged=True),
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum. Needs a rate 3 to 10 times smaller.
     "lion_32bit": _bnb("Lion", _momentum, 32),
     "lion_8bit": _bnb("Lion", _momentum, 8),
