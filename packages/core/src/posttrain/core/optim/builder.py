@@ -42,7 +42,7 @@ class OptimizerArguments:
     """The arguments of the optimizer."""
 
     learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
-    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS), old_flags=("adafactor",))
+    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=OPTIMIZERS, old_flags=("adafactor",))
     optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
     weight_decay: float = opt(
         0.0, "Share of each weight (no norm, no bias) subtracted per optimizer step, times the learning rate.", min=0
@@ -192,8 +192,6 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
     def add(factory: Factory) -> Factory:
         OPTIMIZERS[name] = factory
-        choices = OptimizerArguments.__dataclass_fields__["optim"].metadata["help"].bounds
-        choices["choices"] = tuple(OPTIMIZERS)
         return factory
 
     return add
