@@ -880,6 +880,102 @@ def test_scripts_find_the_attributes_they_read(script):
     assert agree(run)["place_model_on_device"] is True
 
 
+def test_records_and_events_of_an_evaluation_see_the_model_in_evaluation_mode(script):
+    """Subclasses tell by it which metrics of theirs to log, and callbacks sample without dropout."""
+
+    def run(library):
+        seen = []
+
+        class See(library.TrainerCallback):
+            def on_evaluate(self, args, state, control, model=None, **kwargs):
+                seen.append(("on_evaluate", model.training))
+
+            def on_predict(self, args, state, control, metrics, model=None, **kwargs):
+                seen.append(("on_predict", model.training))
+
+        class Own(library.Trainer):
+            def log(self, logs, start_time=None):
+                if "train_loss" not in logs:  # the last record comes after whatever was last
+                    seen.append((sorted(logs)[0].split("_")[0], self.model.training))
+                super().log(logs, start_time)
+
+        trainer = script(library, trainer=Own, callbacks=[See], max_steps=2, eval_strategy="steps", eval_steps=1)
+        trainer.train()
+        trainer.evaluate()
+        trainer.predict(Line(4))
+        return seen
+
+    assert ["eval", False] in agree(run)
+
+
+def test_a_subclass_keeps_attributes_of_its_own_under_old_names(script):
+    def run(library):
+        class Own(library.Trainer):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self._metrics, self.gather_function, self.evaluator = {"train": [1.0]}, max, "mine"
+                self.is_deepspeed_enabled = self.is_model_parallel = False
+
+            def log(self, logs, start_time=None):
+                super().log(logs | {"own": self._metrics["train"][0]}, start_time)
+
+        trainer = script(library, trainer=Own, max_steps=1)
+        trainer.train()
+        trainer.evaluate()
+        return trainer.evaluator, [record["own"] for record in trainer.state.log_history]
+
+    assert agree(run) == ["mine", [1.0, 1.0, 1.0]]
+    trainer = script(OURS, max_steps=1)
+    trainer.tokenizer, trainer.neftune_noise_alpha = tiny.tokenizer(), 5.0
+    assert trainer.processing_class is trainer.tokenizer and trainer.args.neftune_noise_alpha == 5.0
+    trainer.metrics = {"mine": 1.0}
+    with pytest.raises(AttributeError, match=r"has set self\.metrics to dict of its own.*Name yours otherwise"):
+        trainer.train()
+
+
+def test_arguments_of_a_subclass_find_what_those_of_transformers_have(script):
+    def run(library):
+        @dataclasses.dataclass
+        class Own(library.TrainingArguments):
+            _VALID_DICT_FIELDS = [*library.TrainingArguments._VALID_DICT_FIELDS, "mine"]
+            mine: dict | str | None = dataclasses.field(default=None)
+
+        args = Own("out", use_cpu=True, mine='{"a": 1}', accelerator_config={"use_configured_state": True})
+        return args.mine, args.distributed_state.is_local_main_process, args.distributed_state.num_processes
+
+    assert agree(run) == [{"a": 1}, True, 1]
+
+
+def test_the_state_of_accelerate_is_used_as_it_was_configured_unless_the_arguments_contradict_it(script):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        Accelerator(cpu=True, mixed_precision="bf16")
+        asked = {"accelerator_config": {"use_configured_state": True}}
+        with pytest.raises(ValueError, match="state has mixed_precision='bf16'; set bf16=True"):
+            script(OURS, **asked)
+        assert script(OURS, bf16=True, **asked).dist.precision == "bf16"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_weights_that_a_subclass_has_loaded_are_compared(script, caplog):
+    class Own(OURS.Trainer):
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            assert type(resume_from_checkpoint) is str
+            found = self.model.load_state_dict({"a": torch.tensor(2.0), "c": torch.tensor(3.0)}, strict=False)
+            self._issue_warnings_after_load(found)
+
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.0}
+    script(OURS, **options).train()
+    trainer = script(OURS, trainer=Own, **options | {"max_steps": 3})
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.model.a.item() == 2.0
+    assert "The checkpoint lacks weights: b" in caplog.text and "has weights that the model does not: c" in caplog.text
+
+
 def test_operations_are_counted_until_they_are_stored(script):
     trainer = language(script, OURS, max_steps=2, logging_strategy="no")
     trainer.current_flos += 6.0

@@ -4,10 +4,12 @@ a script overrides it, or named with what to override instead.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
 import sys
+import textwrap
 from collections import defaultdict
 
 import pytest
@@ -16,6 +18,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 import posttrain.core  # noqa: E402
+from posttrain.compat.trainer_names import Settable  # noqa: E402
 from posttrain.core.training import override_checks  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.contract.trainers import pad  # noqa: E402
@@ -41,8 +44,10 @@ def methods(kind):
 
 
 def calls(library, folder):
-    """How the trainer's own code calls each method of transformers' in a run: positional arguments, names of others."""
-    seen = defaultdict(set)
+    """How the trainer's own code calls each method of transformers' in a run: positional arguments, names of others;
+    those that are handed a `Path`; and whether the model is in training mode at each record but the last.
+    """
+    seen, paths, modes = defaultdict(set), set(), []
     names = [name for name in methods(transformers.Trainer) if inspect.isfunction(getattr(library.Trainer, name, None))]
     home = os.path.dirname(os.path.dirname(inspect.getfile(library.Trainer)))  # compat, too, calls them
 
@@ -53,6 +58,9 @@ def calls(library, folder):
         def method(self, *args, **kwargs):
             if sys._getframe(1).f_code.co_filename.startswith(home):
                 seen[name].add((len(args), frozenset(kwargs)))
+                paths.update({name} if any(isinstance(one, os.PathLike) for one in (*args, *kwargs.values())) else ())
+                if name == "log" and "train_loss" not in args[0]:  # which comes after whatever was last
+                    modes.append(self.model.training)
             return getattr(super(Traced, self), name)(*args, **kwargs)
 
         return method
@@ -69,11 +77,14 @@ def calls(library, folder):
                          model_init=lambda: tiny.causal_lm())  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
     trainer.predict(tiny.token_rows(4))
-    return seen
+    return seen, paths, modes
 
 
 def test_what_transformers_calls_is_called_here_in_the_same_shape_or_named(tmp_path):
-    there, here = calls(transformers, tmp_path / "theirs"), calls(posttrain.core, tmp_path / "ours")
+    there, of_theirs, their_modes = calls(transformers, tmp_path / "theirs")
+    here, of_ours, modes = calls(posttrain.core, tmp_path / "ours")
+    assert of_theirs == of_ours == set()
+    assert modes == their_modes and {*modes} == {True, False}
     assert len(there) > 40 and len(here) > 25
     assert sorted(set(there) - set(here) - set(override_checks.INSTEAD)) == []
     assert sorted(set(here) & set(override_checks.INSTEAD)) == []
@@ -96,3 +107,29 @@ def test_every_method_of_trl_is_there_or_named(name):
     kind = ours(f"{name}Trainer")
     known = methods(kind) | set(override_checks.INSTEAD | getattr(kind, "INSTEAD", {})) | set(LEFT_OUT)
     assert sorted(methods(theirs) - known) == []
+
+
+def assigned(kind):
+    """The attributes that methods of `kind` and of its bases within transformers and trl set on a trainer."""
+    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] in ("transformers", "trl")]
+    trees = (ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))) for base in own)
+    is_set = (node for tree in trees for node in tree if isinstance(node, ast.Attribute))
+    return {node.attr for node in is_set if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
+
+
+#: What is made of the arguments here: setting it would change nothing.
+MADE_OF_ARGUMENTS = {"generation_config", "entropy_coef", "hub_model_id"}
+
+
+@pytest.mark.parametrize("name", ["", *TRAINERS])
+def test_what_a_subclass_sets_on_a_trainer_of_theirs_can_be_set_on_ours(name):
+    pytest.importorskip("trl")
+    theirs = getattr(importlib.import_module(TRAINERS[name]), f"{name}Trainer") if name else transformers.Trainer
+    fixed = {
+        attribute
+        for attribute in assigned(theirs) - MADE_OF_ARGUMENTS
+        if isinstance(found := inspect.getattr_static(ours(f"{name}Trainer"), attribute, None), property)
+        and found.fset is None
+        and not isinstance(found, Settable)
+    }
+    assert fixed == set()

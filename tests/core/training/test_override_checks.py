@@ -22,7 +22,8 @@ OF_TRANSFORMERS_4 = set(
 CALLED_BY_SCRIPTS = set(
     """
     _nested_gather _pad_across_processes prediction_loop gather_function get_cp_size get_sp_size get_tp_size
-    init_hf_repo is_local_process_zero is_world_process_zero num_examples set_initial_training_values
+    init_hf_repo _issue_warnings_after_load is_local_process_zero is_world_process_zero num_examples
+    set_initial_training_values
 """.split()
 )
 

@@ -397,6 +397,25 @@ def test_weights_and_coefficients_are_attributes_of_the_trainer(tmp_path):
     assert trainer(tmp_path).entropy_coef == 0
 
 
+def test_weights_and_bounds_may_be_set_in_a_run(tmp_path):
+    run = trainer(tmp_path, reward=[spread, spread], max_steps=2, top_entropy_quantile=0.5)
+
+    class Changes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            run.reward_weights, run.epsilon_high, run.top_entropy_quantile = [2.0, 0.0], 0.4, 1.0
+
+    run.add_callback(Changes())
+    run.train()
+    (first, second), means = logged(run, "reward"), logged(run, "rewards/spread_0/mean")
+    assert (first, second) == pytest.approx((2 * means[0], 2 * means[1]))
+    assert run.reward_weights.tolist() == [2, 0] and run.args.epsilon_high == 0.4 == run.epsilon_high
+    assert run.args.top_entropy_quantile == 1.0
+    with pytest.raises(
+        ValueError, match=r"reward_weights=\[1.0\]: give a number for each reward function \(spread_0, sp"
+    ):
+        run.reward_weights = [1.0]
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
 def test_ratios_of_sequences_in_a_sum_over_tokens_are_spoken_of(loss_type, tmp_path, caplog):
     trainer(tmp_path, loss_type=loss_type, importance_sampling_level="sequence")

@@ -15,6 +15,8 @@ class ArgumentSetters:
     """Sets groups of arguments and returns `self`. All of a group are checked; where one is wrong, none is set."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    #: Scripts add the names of their fields that may be written as JSON. Here each field is read so that may be a dict.
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = []
 
     def _set(self, **values: Any) -> Self:
         values, problems = translate_old_names(type(self), values)

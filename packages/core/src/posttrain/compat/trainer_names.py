@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import operator
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from posttrain.core.data import pipeline
+from posttrain.core.data.loaders import keep_columns
 from posttrain.core.distributed import sharding
 from posttrain.core.errors import did_you_mean
 from posttrain.core.hub import uploads
@@ -32,9 +34,34 @@ if TYPE_CHECKING:
     from posttrain.core.training.plan import Plan
     from posttrain.core.training.run import Run
 
+logger = logging.getLogger(__name__)
+
+
+class Settable(property):
+    """A property that a script or a subclass may set on its own trainer, as transformers' is an attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        own = {} if instance is None else vars(instance)
+        return own[self.name] if self.name in own else super().__get__(instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self.name] = value
+
 
 def _reads(path: str, doc: str) -> Any:
-    return property(operator.attrgetter(path), doc=doc)
+    return Settable(operator.attrgetter(path), doc=doc)
+
+
+def _renames(path: str, doc: str) -> Any:
+    owner, _, name = path.rpartition(".")
+
+    def write(self: Any, value: Any) -> None:
+        setattr(operator.attrgetter(owner)(self) if owner else self, name, value)
+
+    return property(operator.attrgetter(path), write, doc=doc)
 
 
 def _returns(path: str, doc: str) -> Any:
@@ -64,7 +91,6 @@ class TrainerNames:
     complete_inputs: Callable[[Any], Any]
     load_checkpoint: Callable[..., None]
     _prepare_input: Callable[[Any], Any]
-    _keep_columns: Callable[..., tuple[Any, Any]]
     metrics: Metrics
     model_wrapped: nn.Module
     uploader: uploads.Uploader
@@ -84,9 +110,9 @@ class TrainerNames:
     scaler = sharded_ddp = fsdp = None
     do_grad_scaling = use_apex = use_amp = use_cuda_amp = use_cpu_amp = False
 
-    tokenizer = _reads("processing_class", "Earlier name of `processing_class`.")
+    tokenizer = _renames("processing_class", "Earlier name of `processing_class`.")
     prediction_loop = _reads("evaluation_loop", "Earlier name of `evaluation_loop`.")
-    neftune_noise_alpha = _reads("args.neftune_noise_alpha", "The noise that embeddings get; see that argument.")
+    neftune_noise_alpha = _renames("args.neftune_noise_alpha", "The noise that embeddings get; see that argument.")
     gather_function = _reads("accelerator.gather_for_metrics", "Gathers an evaluation batch of all processes.")
     is_deepspeed_enabled = _reads("dist.uses_deepspeed", "Whether DeepSpeed trains.")
     _globalstep_last_logged = _reads("run.progress.last_logged", "The optimizer step of the last record.")
@@ -105,12 +131,12 @@ class TrainerNames:
     def current_flos(self, operations: float) -> None:
         self.metrics.add_sum(FLOPS, operations - self.current_flos, 0)
 
-    @property
+    @Settable
     def is_model_parallel(self) -> bool:
         """Whether whoever loaded the model has spread it over several devices."""
         return len({str(place) for place in (getattr(self.model, "hf_device_map", None) or {}).values()}) > 1
 
-    @property
+    @Settable
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to its device; by default not one that was placed or quantized."""
         return self.dist.moves(self.model)
@@ -120,7 +146,7 @@ class TrainerNames:
         """The repository on the Hub that the run is pushed to; None where it is not pushed."""
         return self.uploader.repo_id if self.args.push_to_hub else None
 
-    @property
+    @Settable
     def _metrics(self) -> Appended:
         """Where subclasses of trl's trainers append values to log."""
         return Appended(self.log_metric)
@@ -174,11 +200,17 @@ class TrainerNames:
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
         self.load_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """For subclasses that load weights themselves; `load_result` is what ``load_state_dict`` has returned."""
+        for what, keys in zip(("lacks weights", "has weights that the model does not"), load_result, strict=True):
+            if keys:
+                logger.warning("The checkpoint %s: %s", what, ", ".join(keys))
+
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        return self._keep_columns(dataset, None, description)[0]
+        return keep_columns(self, dataset, None, description)[0]
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        return self._keep_columns(None, data_collator, description)[1]
+        return keep_columns(self, None, data_collator, description)[1]
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -193,12 +225,12 @@ class TrainerNames:
         """Processes that share one row by sequence parallelism: 1."""
         return 1
 
-    @property
+    @Settable
     def is_fsdp_enabled(self) -> bool:
         """Whether the weights are kept in pieces, by FSDP."""
         return self.dist.sharding is not None
 
-    @property
+    @Settable
     def deepspeed(self) -> Any:
         """DeepSpeed's engine while it trains, else None."""
         return self.model_wrapped if self.is_deepspeed_enabled and self.is_in_train else None

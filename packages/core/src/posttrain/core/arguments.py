@@ -406,6 +406,11 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             )
 
     @property
+    def distributed_state(self) -> Any:
+        """accelerate's `PartialState` of this process, which starts the process group if there is none."""
+        return strategies.process_state(self)
+
+    @property
     def parallel_mode(self) -> Choice:
         """``"distributed"`` in a run of several processes, else ``"not_parallel"``."""
         return Choice("distributed" if self.world_size > 1 else "not_parallel")

@@ -27,7 +27,7 @@ from posttrain.core.checkpoint import Store, codec, weights
 from posttrain.core.checkpoint.manager import CheckpointManager, Stateful
 from posttrain.core.data import pipeline
 from posttrain.core.data.batch_limits import explain_lookup
-from posttrain.core.data.loaders import Loaders
+from posttrain.core.data.loaders import Loaders, keep_columns
 from posttrain.core.distributed import make_strategy
 from posttrain.core.distributed.world import NOTHING
 from posttrain.core.evaluation import eval_loop
@@ -148,7 +148,7 @@ class Trainer(TrainerNames):
         owner = weakref.proxy(self)  # a trainer that is dropped must free its memory at once
         lifetime.find_owners(owner)
         self.run, self.loaders = Run(owner), Loaders(owner)
-        self.saving, self.evaluator = Saving(owner), Evaluator(owner)
+        self.saving, self._evaluator = Saving(owner), Evaluator(owner)
         lifetime.new_record(owner)
         self._follow_old_names()
         self.set_model(model if model is not None else self.call_model_init())
@@ -567,15 +567,7 @@ class Trainer(TrainerNames):
 
     def without_unused_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
         """(`dataset`, `collator`) without the columns that are not read (`remove_unused_columns`)."""
-        return self._keep_columns(dataset, collator, description)
-
-    def _keep_columns(self, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
-        if not self.args.remove_unused_columns:
-            return dataset, collator
-        self._set_signature_columns_if_needed()
-        if (columns := self._signature_columns) is None:  # an override may leave it open
-            return dataset, collator
-        return pipeline.keep_columns(dataset, collator, columns, description or "dataset")
+        return keep_columns(self, dataset, collator, description)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None and self.signature_columns is not None:
@@ -645,18 +637,18 @@ class Trainer(TrainerNames):
             parts = [self.evaluate(ds, ignore_keys=ignore_keys, metric_key_prefix=p) for p, ds in sets.items()]
             return {name: value for part in parts for name, value in part.items()}
         loader = self.get_eval_dataloader(eval_dataset)
-        metrics = self.evaluator.timed(loader, "Evaluation", ignore_keys, metric_key_prefix).metrics
-        self.log(metrics)
-        self._fire("on_evaluate", metrics=metrics)
-        return metrics
+        with self._evaluator.timed(loader, "Evaluation", ignore_keys, metric_key_prefix) as output:
+            self.log(output.metrics)
+            self._fire("on_evaluate", metrics=output.metrics)
+        return output.metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions and labels of every row, with metrics where there are labels."""
         loader = self.get_test_dataloader(test_dataset)
-        output = self.evaluator.timed(loader, "Prediction", ignore_keys, metric_key_prefix, keep=True)
-        self._fire("on_predict", metrics=output.metrics)
+        with self._evaluator.timed(loader, "Prediction", ignore_keys, metric_key_prefix, keep=True) as output:
+            self._fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
     def evaluation_loop(
@@ -664,11 +656,11 @@ class Trainer(TrainerNames):
     ) -> EvalLoopOutput:
         """One pass over `dataloader` without gradients; `evaluate` and `predict` share it."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        return self.evaluator.loop(dataloader, description, loss_only, ignore_keys, metric_key_prefix)
+        return self._evaluator.loop(dataloader, description, loss_only, ignore_keys, metric_key_prefix)
 
     def evaluation_model(self) -> nn.Module:
         """The model as an evaluation runs it: sharded where training shards it, and on the device."""
-        return self.evaluator.model()
+        return self._evaluator.model()
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -676,7 +668,7 @@ class Trainer(TrainerNames):
         return self.run.evaluate(lambda: self.evaluate(ignore_keys=ignore_keys_for_eval), skip_scheduler)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        return self.evaluator.is_best(metrics)
+        return self._evaluator.is_best(metrics)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -127,7 +127,7 @@ def start(args: Any, model: torch.nn.Module | None, rows: Any, step: int = 0) ->
         "processes": args.world_size,
         "arguments": json.loads(args.to_json_string()),
         "changed": changed(args),
-        "model": None if model is None else of_model(model),
+        "model": of_model(model) if isinstance(model, torch.nn.Module) else None,
         "adapter": card.adapter_arguments(model),
         "data": of_rows(rows),
         "code": code(_folder_of_program()),

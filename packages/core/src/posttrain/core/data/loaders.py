@@ -117,3 +117,13 @@ class Loaders:
         finally:
             if not may_return or all(loader is not kept for _, kept in self.kept.values()):
                 loader.end_workers()
+
+
+def keep_columns(owner: Any, dataset: Any, collator: Any, description: str | None) -> tuple[Any, Any]:
+    """(`dataset`, `collator`) with the columns that the model of `owner` reads, unless it keeps all."""
+    if not owner.args.remove_unused_columns:
+        return dataset, collator
+    owner._set_signature_columns_if_needed()
+    if (columns := owner._signature_columns) is None:  # an override may leave it open
+        return dataset, collator
+    return pipeline.keep_columns(dataset, collator, columns, description or "dataset")

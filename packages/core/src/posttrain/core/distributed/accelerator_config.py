@@ -27,7 +27,6 @@ WITHOUT_EFFECT = {
     "dispatch_batches": "every process reads its own rows, and of a stream its part",
     "use_seedable_sampler": "the order of the rows is a function of the seed and the epoch, so that a run can be "
     "resumed",
-    "use_configured_state": "processes, devices and precision follow from the arguments",
     "sync_with_dataloader": "an optimizer step never spans two epochs",
     "adjust_scheduler": "the schedule counts optimizer steps",
 }

@@ -87,11 +87,19 @@ def _watch(args: DistributedArguments, rank: int, local_rank: int, world_size: i
 def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accelerator:
     """Start the process group, if the launcher started several processes, with one on the host where weights in host
     memory are gathered there (`gathers_on_host`), which nccl cannot do. Raises a `ConfigError` where the launcher sets
-    a precision that this machine lacks.
+    a precision that this machine lacks, or ``use_configured_state`` finds another one than the arguments'.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
 
+    own: Any = args
+    configured = AcceleratorState._shared_state.get("_mixed_precision", "no")
+    if own.accelerator_config["use_configured_state"] and configured not in ("no", precision(args)):
+        problem = (
+            f"use_configured_state=True: accelerate's state has mixed_precision={configured!r}; set {configured}=True"
+        )
+        raise ConfigError("TrainingArguments", [f"accelerator_config: {problem}"])
     if precision(args) == "fp16" and (args.use_cpu or not accelerator_present()):
         raise ConfigError("TrainingArguments", ["the launcher sets fp16, but this run is on the CPU"])
     if (lost := lost_processes()) is not None:
@@ -105,7 +113,6 @@ def start_processes(args: DistributedArguments, gathers_on_host: bool) -> Accele
     # backward, which old training_steps call, would divide the loss again.
     forget_another_device(device(args.use_cpu))
     # For loaders that a subclass prepares itself. Their batch sizes are divided already (`split_batches`).
-    own: Any = args
     names = ("dispatch_batches", "even_batches", "use_seedable_sampler")
     loaders = DataLoaderConfiguration(data_seed=own.data_seed, **{name: own.accelerator_config[name] for name in names})
     with without_plugins():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,13 @@ class Evaluator:
     def __init__(self, owner: Trainer) -> None:
         self.owner = owner
 
+    @contextlib.contextmanager
     def timed(
         self, loader: Any, description: str, ignore_keys: list[str] | None, prefix: str, keep: bool = False
-    ) -> EvalLoopOutput:
+    ) -> Iterator[EvalLoopOutput]:
         """`Trainer.evaluation_loop` over `loader`, with the averaged weights where they are asked for, and with metrics
-        of speed and memory; predictions are returned if `keep`.
+        of speed and memory; predictions are returned if `keep`. Within this context `Trainer.log` and callbacks see the
+        model as it was evaluated, without dropout.
         """
         owner, args = self.owner, self.owner.args
         if not owner.is_in_train:  # a process that has prepared something may come hours after the others
@@ -40,24 +43,25 @@ class Evaluator:
         loss_only = None if keep or owner.compute_metrics is not None else True
         average = owner.run.ema if owner.is_in_train and args.ema_use != "final" else None
         weights = contextlib.nullcontext() if average is None else average.swapped_in()
-        with (
-            weights,
-            owner._memory_tracker.stage(prefix) as memory,
-            owner.loaders.ending_workers(loader, owner.is_in_train),
-        ):
-            output = owner.evaluation_loop(
-                loader,
-                description=description,
-                prediction_loss_only=loss_only,
-                ignore_keys=ignore_keys,
-                metric_key_prefix=prefix,
-            )
-        seconds, size = time.perf_counter() - started, args.eval_batch_size * owner.dist.world_size
-        output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
-        output.metrics.update(memory)
-        if owner.logs_num_tokens:
-            owner.store_flos()
-        return output
+        with eval_loop.eval_mode(owner.model, owner.optimizer):
+            with (
+                weights,
+                owner._memory_tracker.stage(prefix) as memory,
+                owner.loaders.ending_workers(loader, owner.is_in_train),
+            ):
+                output = owner.evaluation_loop(
+                    loader,
+                    description=description,
+                    prediction_loss_only=loss_only,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=prefix,
+                )
+            seconds, size = time.perf_counter() - started, args.eval_batch_size * owner.dist.world_size
+            output.metrics.update(speed_metrics(prefix, seconds, output.num_samples, -(-output.num_samples // size)))
+            output.metrics.update(memory)
+            if owner.logs_num_tokens:
+                owner.store_flos()
+            yield output
 
     def loop(
         self, loader: Any, description: str, loss_only: bool, ignore_keys: list[str] | None, prefix: str

@@ -20,7 +20,7 @@ from posttrain.core.logging.metrics import Clock, clock_of
 from posttrain.core.models import compiling, regularization, special_tokens
 from posttrain.core.optim import builder
 from posttrain.core.state import TrainerControl, TrainerState
-from posttrain.core.training import allocator, nonfinite, preemption, resume
+from posttrain.core.training import allocator, nonfinite, override_checks, preemption, resume
 from posttrain.core.training.plan import Plan, check_intervals, number_of_saves
 from posttrain.core.training.record import Record
 from posttrain.core.training.run import Run
@@ -40,6 +40,7 @@ def set_up(
 ) -> Run:
     """Make the model, optimizer and state of a run, or load them from `checkpoint`."""
     args, handler = owner.args, owner.callback_handler
+    override_checks.check_parts(owner)
     check_intervals(plan, args)
     find_owners(owner)
     if owner.model_init is not None:
@@ -47,7 +48,7 @@ def set_up(
         _drop_model(owner)
         owner.set_model(owner.call_model_init(trial))
     if checkpoint is not None:
-        owner._load_from_checkpoint(checkpoint)
+        owner._load_from_checkpoint(str(checkpoint))
     special_tokens.align_special_tokens(owner.model, owner.processing_class)
     owner.model_wrapped = owner._wrap_model(owner.model)
     _compare_with_optimizer(owner, resumes=checkpoint is not None)

@@ -37,6 +37,33 @@ _BY_REMEDY = {
 INSTEAD = {name: remedy for remedy, names in _BY_REMEDY.items() for name in names.split()}
 
 
+#: What a trainer is made of, by the names of its attributes.
+PARTS = (
+    "checkpoints",
+    "clock",
+    "dist",
+    "loaders",
+    "metrics",
+    "record",
+    "run",
+    "saving",
+    "scaling",
+    "store",
+    "uploader",
+)
+
+
+def check_parts(owner: object) -> None:
+    """Raise AttributeError where a subclass or a script keeps something of its own under the name of a part."""
+    for name in PARTS:
+        value = vars(owner).get(name)
+        if value is not None and not type(value).__module__.startswith("posttrain."):
+            raise AttributeError(
+                f"{type(owner).__name__} has set self.{name} to {type(value).__name__} of its own; the trainer keeps a "
+                f"part under this name. Name yours otherwise, such as self.my_{name}."
+            )
+
+
 def is_ours(owner: object, method: str) -> bool:
     """Whether `method` of `owner` is the framework's, and was replaced by no subclass and no script."""
     defined = next(kind for kind in owner.__class__.__mro__ if method in vars(kind))  # of a weak reference too

@@ -479,7 +479,7 @@ class Run:
                     f"Training is finished, after step {state.global_step}.{last}"
                 )
                 raise
-            owner._load_from_checkpoint(folder)
+            owner._load_from_checkpoint(str(folder))
             ema.load(self.ema, folder)
             self.unsaved = None
         elif owner.args.load_best_model_at_end:

@@ -138,6 +138,7 @@ class GRPOConfig(RolloutConfig):
     "multi_objective_aggregation",
     "off_policy_mask_threshold",
     "scale_rewards",
+    "top_entropy_quantile",
     "use_adaptive_entropy",
 )
 class GRPOTrainer(RolloutTrainer):
@@ -178,10 +179,6 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def average(self) -> str:
         return LOSSES[self.args.loss_type].average
-
-    @property
-    def top_entropy_quantile(self) -> float:
-        return self.args.top_entropy_quantile
 
     @property
     def _corrects_engine(self) -> bool:

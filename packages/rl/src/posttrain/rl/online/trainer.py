@@ -631,10 +631,21 @@ class RolloutTrainer(LanguageModelTrainer):
         """(F,) the weight of each reward function, those of environments among them."""
         return self.rewards.weights
 
+    @reward_weights.setter
+    def reward_weights(self, weights: Any) -> None:
+        given, names = torch.as_tensor(weights, dtype=torch.float32), self.rewards.names
+        if given.shape != (len(names),):
+            raise ValueError(f"reward_weights={weights}: give a number for each reward function ({', '.join(names)}).")
+        self.rewards.weights = given
+
     @property
     def epsilon_high(self) -> float:
         """How far the ratio to the old policy counts above 1."""
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
+
+    @epsilon_high.setter
+    def epsilon_high(self, most: float) -> None:
+        self.args.epsilon_high = most
 
     @property
     def generation_config(self) -> GenerationConfig:

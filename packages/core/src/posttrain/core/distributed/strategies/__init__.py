@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
@@ -40,3 +41,12 @@ def make_strategy(args: DistributedArguments, model: nn.Module | None = None) ->
     if is_divided or settings is not None:
         return (ModelParallel if is_divided else FSDP)(args, accelerator, sizes, settings)
     return (DDP if processes > 1 else Distributed)(args, accelerator, sizes)
+
+
+def process_state(args: DistributedArguments) -> Any:
+    """accelerate's `PartialState` of this process, which starts the process group if there is none."""
+    from accelerate import PartialState
+
+    if not PartialState._shared_state:
+        make_strategy(args)
+    return PartialState()
