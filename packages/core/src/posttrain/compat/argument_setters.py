@@ -50,8 +50,8 @@ class ArgumentSetters:
         given = locals()
         recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         names = "batch_size=per_device_train_batch_size num_epochs=num_train_epochs"
-        more = {"activation_checkpointing": recompute, "gradient_checkpointing": recompute}
-        return self._renamed(given, names, do_train=True, **more)
+        given |= {"activation_checkpointing": recompute, "gradient_checkpointing": recompute}
+        return self._renamed(given, names, do_train=True)
 
     def set_evaluate(
         self,

@@ -75,9 +75,9 @@ class LanguageModelTrainer(Trainer):
         self._prepared: list[Any] = []
         collator = self.set_up_batches(model, tokenizer, args, parts)
         same = "train_dataset eval_dataset compute_loss_func compute_metrics callbacks optimizers"
-        given = {name: vars(parts)[name] for name in (*same.split(), "optimizer_cls_and_kwargs")}
-        given |= {"processing_class": tokenizer, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
-        super().__init__(model=model, args=args, data_collator=collator, **given)
+        handed: dict[str, Any] = {name: vars(parts)[name] for name in (*same.split(), "optimizer_cls_and_kwargs")}
+        handed |= {"processing_class": tokenizer, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        super().__init__(model=model, args=args, data_collator=collator, **handed)
         self.model_init = parts.model_init
         self._parts: Any = None if parts.model_init is None else parts  # those of each further model
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None

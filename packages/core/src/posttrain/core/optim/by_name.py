@@ -186,10 +186,10 @@ def _ademamix(bits: int, paged: bool = False) -> Factory:
 
     def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
         own = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
-        told = {name: own.get(name) if value is None else value for name, value in (options | given).items()}
-        betas = tuple(told.pop(f"beta{number}") for number in (1, 2, 3))
+        taken = {name: own.get(name) if value is None else value for name, value in (options | given).items()}
+        betas = tuple(taken.pop(f"beta{number}") for number in (1, 2, 3))
         fixed = {"betas": betas, "optim_bits": bits, "is_paged": paged}
-        return _bitsandbytes("AdEMAMix"), _rate(args) | told | fixed
+        return _bitsandbytes("AdEMAMix"), _rate(args) | taken | fixed
 
     return _taking(make, options)
 
@@ -251,8 +251,8 @@ def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> Cl
 
 def anyprecision_adamw(args: Any, model: Any, **given: Any) -> ClassAndArguments:
     library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
-    told = {name: vars(torch)[v] if isinstance(v, str) else v for name, v in (_ANY_PRECISION | given).items()}
-    return library.AnyPrecisionAdamW, _adam(args) | told
+    taken = {name: vars(torch)[v] if isinstance(v, str) else v for name, v in (_ANY_PRECISION | given).items()}
+    return library.AnyPrecisionAdamW, _adam(args) | taken
 
 
 def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:

@@ -45,9 +45,9 @@ def tell_left(model: PretrainedModel) -> None:
     left = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3 and p.is_floating_point()]
     if left:
         share = sum(p.nbytes for p in left) / sum(p.nbytes for p in model.parameters())
-        told = f"linear layers alone: the experts of this {type(model).__name__}, {share:.0%} of its bytes, stay in"
+        what = f"linear layers alone: the experts of this {type(model).__name__}, {share:.0%} of its bytes, stay in"
         how = "For 4 bits, see bitsandbytes.nn.parametrize.replace_parameter_4bit; they then take no adapter."
-        logger.warning("bitsandbytes quantizes %s %s. %s", told, left[0].dtype, how)
+        logger.warning("bitsandbytes quantizes %s %s. %s", what, left[0].dtype, how)
 
 
 def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:
