@@ -49,8 +49,7 @@ def save_tree(tree: Any, stem: str | Path) -> None:
         tree: dicts (with any scalar keys), lists and tuples, nested, of None, bool, int, float, str, bytes,
             `torch.dtype`, numpy arrays and scalars and dense tensors of any dtype on any device. Comes back bit for
             bit, on the CPU, with four simplifications: a `Parameter` is read back as a tensor, an `OrderedDict` as a
-            dict, a subclass of str, bytes, int or float as the plain type, and gaps between elements are closed. The
-            order of dimensions in memory stays, since products of matrices are rounded by it.
+            dict, a subclass of str, bytes, int or float as the plain type, and gaps between elements are closed.
         stem: the path without a suffix.
     """
     encoder = _Encoder()
@@ -188,7 +187,7 @@ class _Encoder:
             name = self._names[view] = self._new_name(path)
             self.tensors[name] = tensor if native else bytes_of(tensor)
         described = {} if native else {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape)}
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # products are rounded by it
         if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
             described["order"] = order
         return {"$tensor": name} | described
