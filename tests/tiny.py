@@ -28,10 +28,13 @@ def mixture_of_experts(seed: int = 0, arch: str = "qwen3_moe", kind: str = "ForC
     size = dict(vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     size |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1)
     size |= dict(num_experts_per_tok=2, tie_word_embeddings=False)
+    latent = dict(first_k_dense_replace=0, n_group=2, topk_group=1, num_key_value_heads=4, bos_token_id=None)
+    latent |= dict(q_lora_rank=16, kv_lora_rank=8, head_dim=4, qk_rope_head_dim=4, v_head_dim=8, qk_nope_head_dim=8)
     own = {
         "qwen3_moe": ("Qwen3Moe", dict(num_experts=4, moe_intermediate_size=16)),
         "mixtral": ("Mixtral", dict(num_local_experts=4, intermediate_size=16, bos_token_id=None)),
         "gpt_oss": ("GptOss", dict(num_local_experts=4, intermediate_size=16, sliding_window=8)),
+        "deepseek_v3": ("DeepseekV3", dict(n_routed_experts=4, moe_intermediate_size=16, **latent)),
         "glm4_moe": ("Glm4Moe", dict(n_routed_experts=4, moe_intermediate_size=16, first_k_dense_replace=0)),
     }
     name, special = own[arch]

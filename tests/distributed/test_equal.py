@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.core.distributed import shard_settings
+from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER
 from tests import rotation, versions
 from tests.contract.trainers import EXACT, causal_lm
 from tests.distributed import jobs, worker
@@ -60,7 +62,7 @@ MUON = {"optim": "muon", "adam_epsilon": 1e-3, "learning_rate": 1e-3, "weight_de
 
 #: Functions of `worker`.
 KINDS = "tied given_optimizer low_precision best_of_all on_meta generation overflow order loaded_in_parts".split()
-KINDS.append("steps_of_muon")
+KINDS += ["steps_of_muon", "optimizers"]
 
 
 def job(shared, name, work_in):
@@ -421,6 +423,15 @@ def test_an_optimizer_of_the_users_trains_the_pieces(pair, alone):
     found, expected = jobs.result(pair, "given_optimizer"), jobs.result(alone, "causal-lm")
     for key, value in expected["weights"].items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+def test_every_optimizer_that_is_not_refused_under_fsdp_steps_as_in_one_process(pair):
+    apart = jobs.result(pair, "optimizers")
+    assert {"adamw_torch_fused", "adamw_bf16", "muon"} <= apart.keys()
+    for name, distance in apart.items():  # these round in bfloat16: by other bits, and from other sums
+        assert distance < (1e-3 if name in ("adamw_bf16", "muon") else 1e-6), name
+    refused = {name for name in OF_PYTORCH_OPTIMIZER if [*shard_settings.optimizer_problems(name)]}
+    assert not apart.keys() & {*OF_PYTORCH_OPTIMIZER} or apart.keys() >= {*OF_PYTORCH_OPTIMIZER} - refused
 
 
 def test_muon_makes_whole_matrices_orthogonal_of_which_each_process_has_a_part(pair, tmp_path):

@@ -30,6 +30,7 @@ RUNS = {
     "reward": {},
     "grpo": FREE,
     "grpo replay": FREE | {"router_replay": True},
+    "grpo replay deepseek": FREE | {"router_replay": True, "arch": "deepseek_v3"},
     "sft mixtral": BALANCED | {"arch": "mixtral"},
     "sft gpt_oss": FREE | {"arch": "gpt_oss"},
     "sft adapters": BALANCED | {"model": {"adapters": True}},

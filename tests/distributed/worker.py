@@ -19,14 +19,16 @@ from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from posttrain.core.checkpoint import weights
 from posttrain.core.checkpoint.store import get_last_checkpoint
-from posttrain.core.distributed import sharding
+from posttrain.core.distributed import shard_settings, sharding
 from posttrain.core.errors import CheckpointError
 from posttrain.core.logging.metrics import is_timing
+from posttrain.core.optim import builder, by_name
 from posttrain.core.optim.muon import Muon
 from posttrain.sft import SFTTrainer
 from tests import tiny
@@ -394,6 +396,27 @@ def steps_of_muon(out):
             matrix.grad = part(torch.randn(matrix.shape, generator=generator))
         optimizer.step()
     return [sharding.whole(matrix.detach()) for matrix in matrices]
+
+
+def optimizers(out):
+    """By name of an optimizer that is not refused under FSDP: how far the weights are apart that it leads to where each
+    process has a part of them, and where one has all.
+    """
+    from tests.core.optim.test_builder import Net, arguments, train
+
+    TRAINERS["causal-lm"](out)  # joins the processes
+    apart, mesh = {}, init_device_mesh("cpu", (2,))
+    for name in by_name.OPTIMIZERS:
+        if name.endswith("_layerwise") or name in ("lomo", "adalomo") or [*shard_settings.optimizer_problems(name)]:
+            continue
+        args, models = arguments(name, learning_rate=1e-2), (Net(), Net())
+        if not [*builder.package_problems(args)]:
+            fully_shard(models[1], mesh=mesh)
+            for model in models:
+                train(model, builder.build(model, args), 4)
+            pairs = zip(*(model.parameters() for model in models), strict=True)
+            apart[name] = max((a - b.full_tensor()).abs().max().item() for a, b in pairs)
+    return apart
 
 
 def low_precision(out):

@@ -383,6 +383,19 @@ def test_a_mixture_of_streams_goes_on_at_each_row(packed, rows):
             assert first + list(again) == whole[place + 1 :] == first + list(read)
 
 
+@pytest.mark.parametrize("rows", [7, 600, 5000])
+def test_a_stream_without_trained_tokens_is_refused_where_tokens_are_weighed(rows):
+    def masked():
+        for _ in range(rows):
+            yield {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+
+    parts = {"maths": prepared([3] * 700), "masked": IterableDataset.from_generator(masked)}
+    with pytest.raises(DataError, match="The dataset 'masked' of the mixture has no trained tokens, .*leave it out"):
+        list(MixedStream(parts, {"maths": 9, "masked": 1}, True, rows=4000))
+    read = list(MixedStream(parts, {"maths": 9, "masked": 1}, rows=100))
+    assert sum(row["source"] for row in read) == 10
+
+
 def stopped_and_resumed(make, tmp_path):
     """(a run from beginning to end, one that goes on after step 3 and has the same weights)."""
     straight = make("straight")
@@ -476,11 +489,11 @@ def test_weights_by_the_tokens_of_a_mean_row_are_shares_of_tokens(tmp_path):
     assert counts / counts.sum() == pytest.approx([shares[name] for name in parts], abs=0.02)
 
 
-def archive(path, texts):
+def archive(path, texts, ending="txt"):
     """A WebDataset: each row is a file of the archive."""
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
         for number, text in enumerate(texts):
-            info = tarfile.TarInfo(f"{number:04}.txt")
+            info = tarfile.TarInfo(f"{number:04}.{ending}")
             info.size = len(text.encode())
             tar.addfile(info, io.BytesIO(text.encode()))
 
@@ -651,3 +664,35 @@ def test_dft_learns_and_is_the_same_with_and_without_whole_logits(tmp_path):
     assert made[0].evaluate(TALES)["eval_mean_token_accuracy"] > untrained["eval_mean_token_accuracy"] + 0.1
     evaluated = made[0].evaluate(TALES)["eval_loss"]
     assert evaluated == pytest.approx(made[1].evaluate(TALES)["eval_loss"], rel=1e-5)
+
+
+def test_a_broken_row_of_a_streamed_archive_is_raised_with_the_archive(tmp_path):
+    rows = ['{"text": "a"}'] * 12
+    for name, broken in (("good.tar", rows), ("bad.tar.gz", [*rows, '{"text": ', *rows])):
+        archive(tmp_path / name, broken, "json")
+    names = [str(tmp_path / name) for name in ("good.tar", "bad.tar.gz")]
+    read = iter(CommandSource(dataset_name=names, dataset_streaming=True).load()[0])
+    assert sum(1 for _ in itertools.islice(read, 24)) == 24
+    with pytest.raises(DataError, match=r"bad.tar.gz has a row that cannot be read: Expecting value.*leave it out"):
+        next(read)
+    stream = CommandSource(dataset_name=names, dataset_streaming=True).load()[0]
+    first = list(itertools.islice(stream, 15))
+    state = stream.state_dict()
+    again = CommandSource(dataset_name=names, dataset_streaming=True).load()[0]
+    again.load_state_dict(state)
+    assert len(first) == 15 and sum(1 for _ in itertools.islice(again, 9)) == 9
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_compressed_archive_that_is_damaged_is_named(damage, streaming, tmp_path):
+    texts = [f"{number} {text}" for number, text in enumerate(tiny.CORPUS * 20)]
+    for shard in range(2):
+        archive(tmp_path / f"rows-{shard}.tar.gz", texts)
+    name = tmp_path / "rows-1.tar.gz"
+    whole = name.read_bytes()
+    name.write_bytes(whole[: len(whole) // 2] if damage == "cut" else whole[:-8] + b"abcd" + whole[-4:])
+    names = [str(tmp_path / f"rows-{shard}.tar.gz") for shard in range(2)]
+    with pytest.raises(DataError, match=r"rows-1.tar.gz cannot be read: .*Copy or make that archive again"):
+        for _ in CommandSource(dataset_name=names, dataset_streaming=streaming).load()[0]:
+            pass

@@ -117,6 +117,35 @@ def test_adapters_learn_on_it_and_a_run_goes_on_to_the_same_bits(bits, changes, 
     assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
 
 
+def test_experts_that_stay_as_they_are_are_told_and_train_in_4_bits_where_asked(tmp_path, caplog):
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    tiny.mixture_of_experts(hidden_size=64, head_dim=16).save_pretrained(tmp_path / "base")
+
+    def run():
+        four = BitsAndBytesConfig(**FOUR)
+        model = loading.load_causal_lm(str(tmp_path / "base"), quantization_config=four)
+        for module in list(model.modules()):
+            for name in [n for n, p in module.named_parameters(recurse=False) if p.ndim == 3]:
+                parametrize.replace_parameter_4bit(module, name, quant_type="nf4", compress_statistics=True)
+        args = SFTConfig(
+            str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to="none", logging_steps=1,
+            learning_rate=1e-2,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+        return SFTTrainer(model, args, train_dataset=ROWS, peft_config=lora, processing_class=tiny.tokenizer())
+
+    straight, resumed = run(), run()
+    assert "the experts of this Qwen3MoeForCausalLM, 3" in caplog.text and "stay in torch.float32" in caplog.text
+    experts = [p for n, p in straight.model.named_parameters() if ".experts." in n]
+    assert experts and all(p.dtype is torch.uint8 for p in experts)
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert losses(resumed) == losses(straight) and losses(straight)[-1] < losses(straight)[0]
+    expected = dict(straight.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters())
+
+
 def test_recomputed_layers_change_no_adapter(base, tmp_path):
     trained = []
     for on in (False, True):

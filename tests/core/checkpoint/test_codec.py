@@ -90,11 +90,13 @@ def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype, mmap, tmp_path):
 def test_tensors_in_every_layout_come_back_with_their_values(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
     tree = [base.T, base[::2, 1:5:3], base[0, 0], torch.ones(1).expand(5), torch.complex(base, -base).conj()]
-    tree += [torch.nn.Parameter(base[1]), torch.complex(base, base).conj().imag]
+    tree += [torch.nn.Parameter(base[1]), torch.complex(base, base).conj().imag, torch.complex(base, base).T]
+    tree += [base.T, base.reshape(2, 3, 4).permute(2, 0, 1), base[None].T]
     save_tree(tree, tmp_path / "state")
     for saved, loaded in zip(tree, load_tree(tmp_path / "state"), strict=True):
         assert type(loaded) is torch.Tensor
         assert bits(loaded) == bits(saved.detach().resolve_conj().resolve_neg())
+        assert loaded.stride() == saved.clone(memory_format=torch.preserve_format).stride()
 
 
 def test_tensors_that_are_one_are_saved_once_and_are_one_again(tmp_path):

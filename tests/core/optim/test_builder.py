@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from posttrain.core import TrainingArguments
-from posttrain.core.checkpoint import codec
+from posttrain.core.checkpoint import codec, sharded
 from posttrain.core.errors import ConfigError
 from posttrain.core.optim import builder
 from posttrain.core.optim.apollo import Apollo
 from posttrain.core.optim.builder import OPTIMIZERS
-from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, target_matrices
+from posttrain.core.optim.by_name import OF_PYTORCH_OPTIMIZER, REFUSED, target_matrices
 from posttrain.core.optim.galore import SIDES, galore, projection
 from posttrain.core.optim.layerwise import Layerwise
 from posttrain.core.optim.resumable import adafactor_class
@@ -27,6 +27,10 @@ NEEDS |= dict.fromkeys(("adamw_8bit", "paged", "ademamix", "lion"), "bitsandbyte
 NEEDS_EXACTLY = dict.fromkeys(OF_PYTORCH_OPTIMIZER, "pytorch_optimizer")
 COMPILED = ("adamw_torch_4bit", "adamw_torch_8bit")  # by torchao, which takes a minute on a CPU
 NEEDS |= {"xla": "torch_xla", "npu": "torch_npu"}
+#: Of pytorch-optimizer: the rates of those that find their own, or make small steps; and those without a weight decay.
+RATES = dict.fromkeys(("prodigy", "adamg", "lars", "avagrad", "adadelta", "adamod"), 1.0)
+RATES |= dict.fromkeys(("dadaptadam", "dadaptadan", "ranger"), 0.1)
+WITHOUT_DECAY = ("amos", "fromage", "msvag", "nero", "sm3", "srmm")
 
 
 @dataclass
@@ -35,7 +39,7 @@ class Arguments(TrainingArguments):
 
 
 def arguments(optim="sgd", **kwargs):
-    low_rank = optim.startswith(("galore", "apollo")) and "optim_target_modules" not in kwargs
+    low_rank = optim.startswith(("galore_", "apollo_")) and "optim_target_modules" not in kwargs
     return Arguments(optim=optim, **({"optim_target_modules": "all-linear"} if low_rank else {}), **kwargs)
 
 
@@ -54,13 +58,17 @@ class Net(nn.Module):
         return self.lm_head(hidden + self.down(torch.relu(self.norm(self.up(hidden)))))
 
 
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids).float(), (ids + 1) % 16)
+
+
 def train(model, optimizer, steps, first=0):
     """Learn to name the next of 16 tokens; returns the losses."""
     losses = []
     getattr(optimizer, "train", lambda: None)()
     for step in range(first, first + steps):
         ids = torch.randint(16, (32,), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(ids), (ids + 1) % 16)
+        loss = loss_of(model, ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -93,27 +101,32 @@ def skip_without_library(name):
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in COMPILED else n for n in OPTIMIZERS])
-def test_every_optimizer_learns_and_goes_on_exactly_from_its_state(name, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_every_optimizer_learns_and_goes_on_exactly_from_its_state(name, dtype, tmp_path):
     skip_without_library(name)
-    options = {"optim_args": "rank=4, update_proj_gap=3"} if name.startswith(("galore", "apollo")) else {}
-    rate = 1.0 if name in ("prodigy", "dadaptadam") else 1e-2  # which find their own
-    args = arguments(name, learning_rate=rate, weight_decay=0.01, lr_scheduler_type="constant", **options)
+    options = {"optim_args": "rank=4, update_proj_gap=3"} if name.startswith(("galore_", "apollo_")) else {}
+    options |= {"optim_args": "precondition_frequency=3"} if name == "soap" else {}
+    rate = RATES.get(name, 1e-2)
+    decay = 0.0 if name in WITHOUT_DECAY else 0.01
+    args = arguments(name, learning_rate=rate, weight_decay=decay, lr_scheduler_type="constant", **options)
 
-    model = Net()
-    straight = builder.build(model, args)
-    losses = train(model, straight, 10)
-    assert losses[-1] < losses[0]
+    model, everything = Net().to(dtype), torch.arange(16)
+    straight, before = builder.build(model, args), loss_of(model, everything)
+    train(model, straight, 16)
+    assert loss_of(model, everything) < before or dtype is torch.bfloat16  # to which small steps are lost
 
-    begun = Net()
+    begun = Net().to(dtype)
     first = builder.build(begun, args)
-    train(begun, first, 4)
-    resumed = Net(seed=1)
+    train(begun, first, 7)
+    resumed = Net(seed=1).to(dtype)
     resumed.load_state_dict(begun.state_dict())
     second = builder.build(resumed, args)
     codec.save_tree(first.state_dict(), tmp_path / "optimizer")
-    second.load_state_dict(codec.load_tree(tmp_path / "optimizer"))
-    train(resumed, second, 6, first=4)
+    sharded.load_optimizer(codec.load_tree(tmp_path / "optimizer"), second)
+    before = torch.get_rng_state()
+    train(resumed, second, 9, first=7)
     assert_same(weights(resumed), weights(model), rtol=0, atol=0)
+    assert torch.equal(before, torch.get_rng_state())  # each process would draw others
 
 
 def test_every_optimizer_of_transformers_is_known():
@@ -176,6 +189,23 @@ def test_what_an_optimizer_of_pytorch_optimizer_is_not_told_is_its_own_default(m
     for changes, missing in (({"optim_args": "rank=3"}, "rank"), ({"adam_epsilon": 1e-6}, "eps")):
         with pytest.raises(ConfigError, match=f"optim='lion' has no {missing}; it takes lr, betas"):
             builder.build(Net(), arguments("lion", **changes))
+    with pytest.raises(ConfigError, match="optim='nero' has no weight_decay; it takes lr, beta"):
+        builder.build(Net(), arguments("nero", weight_decay=0.1))
+    with pytest.raises(ConfigError, match=r"are two, and optim='adan' has betas=\(0.98, 0.92, 0.99\); set those in"):
+        builder.build(Net(), arguments("adan", adam_beta1=0.95))
+    (group, _) = builder.build(Net(), arguments("adan", optim_args="betas=(0.9, 0.9, 0.9)")).param_groups
+    assert group["betas"] == (0.9, 0.9, 0.9)
+
+
+def test_every_name_of_pytorch_optimizer_is_taken_or_refused_with_a_reason():
+    library = pytest.importorskip("pytorch_optimizer")
+    names = set(library.get_supported_optimizers())
+    assert names == {*OF_PYTORCH_OPTIMIZER, *REFUSED} | (names & OPTIMIZERS.keys())
+    assert not REFUSED.keys() & OPTIMIZERS.keys()
+    for name, why in REFUSED.items():
+        with pytest.raises(ConfigError) as refusal:
+            arguments(name)
+        assert f"optim='{name}' of pytorch-optimizer {why}" in str(refusal.value)
 
 
 def test_an_optimizer_that_is_not_installed_names_what_to_install(monkeypatch):
@@ -532,6 +562,8 @@ def test_options_are_read_as_literals(text, options):
         ({"optim": "galore_adamw", "optim_args": "rnk=64"}, "'rnk' is not an option .* rank, .*, did you mean 'rank'"),
         ({"optim": "adamw_torch", "optim_args": "weight_decay=0.1"}, "set weight_decay instead"),
         ({"optim": "lomo", "optim_args": "momentum=0.1"}, "which takes none"),
+        ({"optim": "soap", "optim_args": "weight_decay=0.1"}, "option of optim='soap'; set weight_decay instead"),
+        ({"optim": "soap", "optim_args": "lr=0.1"}, "option of optim='soap'; set learning_rate instead"),
         ({"optim": "galore_adamw_layerwise", "optim_args": "rnk=1"}, "did you mean 'rank'"),
         ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' is not of the form key=value"),
         ({"optim": "sgd", "optim_args": "momentum=high"}, "momentum='high' must be of type float"),
@@ -580,6 +612,8 @@ def test_layerwise_optimizers_are_refused_in_a_run_of_several_processes(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="over the 2 processes; use 'galore_adamw'"):
         arguments("galore_adamw_layerwise")
+    with pytest.raises(ConfigError, match="set optim='adamw_bf16', or leave it out"):
+        arguments("adamw_torch_8bit", optim_args="bf16_stochastic_round=True")
 
 
 @pytest.mark.parametrize(("name", "optim_args"), [

@@ -69,6 +69,16 @@ def test_turns_that_answer_the_same_are_in_the_same_state():
     assert later[0] == later[1] != first == credit.states_of(sample(([5], True)))[0]
 
 
+def test_the_first_turn_of_a_branch_answers_what_stands_behind_the_turn_before():
+    branch = sample(([1], False), ([8, 8], False), ([3], True), ([7], False), ([4], True), turns=((2, 1), (3, 1)))
+    forked = sample(([1], True), ([7], False), ([2], True), turns=((0, 1), (1, 1)), others=(branch,))
+    other = sample(([5, 5], True), ([8, 8], False), ([6], True))
+    begun, seven, eight, seven_too = credit.states_of(forked)
+    assert credit.states_of(other) == [begun, eight] and seven == seven_too and len({begun, seven, eight}) == 3
+    anew = sample(([2], True), turns=((0, 1),), others=(Sample({}, "", [9, 1, 7, 7], [3], turns=((1, 1),)),))
+    assert credit.states_of(anew)[0] == begun != credit.states_of(anew)[1]  # the history was written anew
+
+
 def test_rewards_of_functions_are_weighed_and_those_of_the_whole_kept_apart():
     given = [{1: TurnRewards([1.0, None])}, {}]
     two = [sample(([1], True), ([7], False), ([2], True)), sample(([1], True))]

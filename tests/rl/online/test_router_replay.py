@@ -36,7 +36,7 @@ def written(model, n=2, tokens=9):
     ]
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_the_routes_of_sampling_are_those_of_the_whole_text(arch):
     model = mixture(arch)
     samples = written(model)

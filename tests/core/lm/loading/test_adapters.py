@@ -13,7 +13,7 @@ from posttrain.core.errors import CheckpointError, ConfigError
 from posttrain.core.models import gradient_checkpointing, trainable
 from posttrain.lm.loading import adapters, arguments, loading
 from posttrain.lm.loss import lm_head
-from tests import tiny
+from tests import tiny, versions
 from tests.core.models.gradients import LORA, batch, gradients
 
 peft = pytest.importorskip("peft")
@@ -86,6 +86,18 @@ def test_targets_that_match_nothing_are_refused_with_those_there_are():
         adapters.add_adapter(tiny.causal_lm(), peft.LoraConfig(target_modules=["c_attn"]))
     [note] = caught.value.__notes__
     assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in note and "all-linear" in note
+
+
+def test_adapters_of_experts_have_no_dropout_and_it_is_said_what_to_set():
+    given = peft.LoraConfig(target_parameters=["mlp.experts.down_proj"], use_dora=True, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="set lora_dropout=0, and leave out use_dora"):
+        adapters.check_peft_config(given)  # before a model is loaded
+    if not versions.IS_CURRENT:
+        return  # the peft of then left experts out
+    spread = peft.LoraConfig(target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="lora_dropout") as refusal:
+        adapters.add_adapter(tiny.mixture_of_experts(), spread)
+    assert refusal.value.__notes__ == [adapters.OF_TENSORS]
 
 
 @pytest.mark.parametrize("config", [peft.LoraConfig(**LORA), None], ids=["equal", "the same"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import lzma
 import re
 import tarfile
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,29 +343,54 @@ def read(path: str | list[str], config: str | None, streaming: bool, part: str |
     if kind in ("csv", "tsv"):  # "007", "True" and "NA" are texts
         where |= {"converters": dict.fromkeys(layouts.TEXTS, str), "keep_default_na": False, "na_values": [""]}
         where |= {"sep": "\t"} if kind == "tsv" else {}
-    for archive in names if builder == "webdataset" else Path(names[0]).rglob("*.tar") if kind == "webdataset" else ():
-        _check_archive(archive)
+    is_archived = kind == "webdataset"
+    for archive in names if builder and is_archived else Path(names[0]).rglob("*.tar*") if is_archived else ():
+        if not streaming or _is_plain(archive):  # of a stream, the others are checked when their turn comes
+            _check_archive(archive)
     builder = "csv" if builder == "tsv" else builder
     reader, config = (builder, None) if builder else (names[0], config)
     try:
         with nullcontext() if builder else cache_where_unknown(reader):
-            return datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
+            found = datasets.load_dataset(reader, config, streaming=streaming, split=part, **where)
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         reason = _reason(error).rstrip(".")
         elsewhere = "" if Path(names[0]).exists() else f". It is no file or folder here (looked from {Path.cwd()})."
         raise DataError(f"{path} cannot be read: {reason}{elsewhere}") from error
+    for rows in (found.values() if isinstance(found, dict) else [found]) if streaming and is_archived else ():
+        rows._ex_iterable.generate_examples_fn = partial(_by_archive, rows._ex_iterable.generate_examples_fn)
+    return found
+
+
+def _by_archive(
+    generate: Callable[..., Iterator[Any]], tar_paths: list[str], tar_iterators: list[Any]
+) -> Iterator[Any]:
+    """What `generate` makes of archives, one after the other. Raises a `DataError` that names one with a broken row."""
+    for path, files in zip(tar_paths, tar_iterators, strict=True):
+        if Path(path).is_file() and not _is_plain(path):
+            _check_archive(path)
+        try:
+            yield from generate(tar_paths=[path], tar_iterators=[files])
+        except (ValueError, OSError) as error:
+            raise DataError(
+                f"{path} has a row that cannot be read: {_reason(error)}. Correct or leave it out."
+            ) from error
+
+
+def _is_plain(archive: str | Path) -> bool:
+    """Whether an archive is not compressed, so that its end is found without reading all of it."""
+    return Path(archive).suffix.lower() == ".tar"
 
 
 def _check_archive(name: str | Path) -> None:
     """Raise a `DataError` where the tar file `name` is damaged: its rows would end there, and nothing would say so."""
-    if Path(name).suffix.lower() != ".tar":  # a compressed one would be read whole
-        return
     try:
-        with tarfile.open(name, "r:") as archive:
+        with tarfile.open(name, "r:*") as archive:
             files = len(archive.getmembers())
             archive.fileobj.seek(archive.offset)
             is_damaged = any(archive.fileobj.read(tarfile.BLOCKSIZE))  # zeros end it
-    except tarfile.TarError as error:
+            while not _is_plain(name) and archive.fileobj.read(2**20):  # a checksum is behind them
+                pass
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{name} cannot be read: {error}. Copy or make that archive again, or leave it out.") from error
     if is_damaged:
         raise DataError(

@@ -93,7 +93,7 @@ def opt(
         default: the default value; a list or dict is copied for each instance.
         help: the effect of larger values or of switching it on. Ends in a full stop.
         min, max: the value may equal these. above, below: it may not. Infinity is an error unless `max` is infinite.
-        choices: the only strings allowed.
+        choices: the only strings allowed; of a dict its keys, those that are added later too.
         aliases: other names under which the field is accepted, on the command line too.
         flag: what ``--name`` alone means on the command line, where a value may follow and need not.
         old_flags: names in the ``OLD_NAMES`` of a config that the command line accepts for this field.
@@ -101,7 +101,8 @@ def opt(
             several values with commas, alternatives with ``|``. A value other than the default is warned of where they
             are not so.
     """
-    bounds = {"min": min, "max": max, "above": above, "below": below, "choices": tuple(choices) if choices else None}
+    known = choices if isinstance(choices, dict) or not choices else tuple(choices)
+    bounds = {"min": min, "max": max, "above": above, "below": below, "choices": known}
     metadata: dict[str, Any] = {"help": Help(help, needs=needs, **bounds)}
     if aliases:
         metadata["aliases"] = [f"--{name}" for name in aliases]

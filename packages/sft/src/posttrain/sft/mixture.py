@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -261,10 +262,7 @@ def mix_datasets(
     tokens = [trained_tokens(part) for part in parts.values()] if by_tokens or most is not None else None
     for place, name in enumerate(names if given is not None else ()):
         if not lengths[place] or (by_tokens and tokens is not None and not tokens[place].any()):
-            what = "trained tokens" if lengths[place] else "rows"
-            raise DataError(
-                f"The dataset {name!r} of the mixture has no {what}, so its weight cannot be met; leave it out."
-            )
+            raise _nothing_in(name, "trained tokens" if lengths[place] else "rows")
     how: dict[str, Any] = {"spans": spans, "tokens": tokens, "by_tokens": by_tokens, "budgets": most, "epochs": epochs}
     order, _, drawn = mix_rows(lengths, given, seed, **how)
     for name, budget in (budgets or {}).items():
@@ -277,6 +275,10 @@ def mix_datasets(
     mixed = datasets.concatenate_datasets(labelled).select(order)
     stages = tuple(map(tuple, drawn.tolist()))
     return mixed, Mixture(names, tuple(lengths.tolist()), tuple(drawn.sum(0).tolist()), stages, epochs)
+
+
+def _nothing_in(name: str, what: str) -> DataError:
+    return DataError(f"The dataset {name!r} of the mixture has no {what}, so its weight cannot be met; leave it out.")
 
 
 def _none_within(budget: float, name: str) -> DataError:
@@ -399,6 +401,9 @@ class MixedStream(IterableDataset[dict[str, Any]]):
             at["used"][number] += trained if self._by_tokens else 1
             rows.append(row | {"source": number})
             size += 1 if self._pack is None else len(row["input_ids"])
+        for number, count in Counter(row["source"] for row in rows if self._by_tokens).items():
+            if not at["trained"][number] and (at["passes"][number] or count > ROWS_PER_WINDOW // 2):
+                raise _nothing_in(self._names[number], "trained tokens")  # it would get all places
         return rows
 
     def _next(self, number: int, at: dict[str, Any], readers: dict[int, Iterator[Any]]) -> dict[str, Any] | None:

@@ -49,7 +49,7 @@ def save_tree(tree: Any, stem: str | Path) -> None:
         tree: dicts (with any scalar keys), lists and tuples, nested, of None, bool, int, float, str, bytes,
             `torch.dtype`, numpy arrays and scalars and dense tensors of any dtype on any device. Comes back bit for
             bit, on the CPU, with four simplifications: a `Parameter` is read back as a tensor, an `OrderedDict` as a
-            dict, a subclass of str, bytes, int or float as the plain type, and strides are not kept.
+            dict, a subclass of str, bytes, int or float as the plain type, and gaps between elements are closed.
         stem: the path without a suffix.
     """
     encoder = _Encoder()
@@ -187,6 +187,9 @@ class _Encoder:
             name = self._names[view] = self._new_name(path)
             self.tensors[name] = tensor if native else bytes_of(tensor)
         described = {} if native else {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape)}
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # products are rounded by it
+        if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
+            described["order"] = order
         return {"$tensor": name} | described
 
     def _numpy(self, value: Any, where: str, path: tuple[Any, ...]) -> dict[str, Any]:
@@ -210,7 +213,7 @@ class _Encoder:
 class _Decoder:
     def __init__(self, path: Path, mmap: bool) -> None:
         self.path, self.mmap = path, mmap
-        self._others: dict[tuple[str, str], torch.Tensor] = {}  # those of dtypes that safetensors lacks
+        self._others: dict[str, torch.Tensor] = {}  # those that are not read as they lie in the file
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -239,13 +242,16 @@ class _Decoder:
             return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"])
         if tag != "$tensor":
             raise ValueError(f"{tag!r} is not a kind of value")
-        if "dtype" not in value:
+        if "dtype" not in value and "order" not in value:
             return self._tensor(content)
-        place = content, value["dtype"]
-        if place not in self._others:  # cloned: in the file, bytes need not start where an element of this dtype may
-            found = self._tensor(content).clone().view(dtype_named(value["dtype"]))
-            self._others[place] = found.reshape(value["shape"])
-        return self._others[place]
+        if content not in self._others:
+            found = self._tensor(content)
+            if "dtype" in value:  # cloned: in the file, bytes need not start where an element of this dtype may
+                found = found.clone().view(dtype_named(value["dtype"])).reshape(value["shape"])
+            if order := value.get("order"):
+                found = found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+            self._others[content] = found
+        return self._others[content]
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:

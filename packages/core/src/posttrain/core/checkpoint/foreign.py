@@ -143,7 +143,7 @@ def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> N
                 raise _Misfit(
                     f"its parameter {number} has the shape {tuple(value.shape)}, and here {tuple(parameter.shape)}"
                 )
-    optimizer.load_state_dict(sharded.optimizer_state({**saved, "param_groups": groups}, optimizer))
+    sharded.load_optimizer({**saved, "param_groups": groups}, optimizer)
 
 
 def load_schedule(saved: dict[str, Any], lr_scheduler: Any) -> None:

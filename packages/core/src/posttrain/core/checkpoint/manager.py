@@ -276,7 +276,7 @@ class CheckpointManager:
                 "saved it; or start from the checkpoint's weights alone: load the model from it, and pass no "
                 "resume_from_checkpoint."
             )
-        optimizer.load_state_dict(sharded.optimizer_state(saved, optimizer))
+        sharded.load_optimizer(saved, optimizer)
 
     def _of_processes(self) -> dict[int, dict[str, Any]]:
         """The positions that this process writes, by rank: its own, or none where another one has the same. Where each

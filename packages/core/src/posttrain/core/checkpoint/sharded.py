@@ -138,17 +138,26 @@ def fitted_to(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, t
     return {name: fitted(tensor, own.get(name)) for name, tensor in tensors.items()}
 
 
-def optimizer_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `load` gave of an optimizer, for ``optimizer.load_state_dict``: cut as its parameters are now."""
+def load_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Put what `load` gave of an optimizer into it, cut as its parameters are now. What has another shape than its
+    parameter keeps its type, which torch would change to that of the parameter.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     order = [number for group in saved["param_groups"] for number in group["params"]]
     of = dict(zip(order, parameters, strict=False))
 
     def cut(number: Any, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: cut(number, part) for name, part in value.items()}
         parameter = of.get(number)
         is_like_it = parameter is not None and getattr(value, "shape", None) == parameter.shape
         fit = fitted(value, parameter if is_like_it else None)
         return fit.clone() if fit is value and sharding.is_piece(parameter) and isinstance(fit, torch.Tensor) else fit
 
-    state = {number: {k: cut(number, v) for k, v in values.items()} for number, values in saved["state"].items()}
-    return saved | {"state": state}
+    state = {number: cut(number, value) for number, value in saved["state"].items()}
+    optimizer.load_state_dict(saved | {"state": state})
+    for number, parameter in of.items():
+        now = optimizer.state.get(parameter, {})
+        for name, value in state.get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape and name in now:
+                now[name] = now[name] if now[name].dtype == value.dtype else value.to(now[name].device)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -327,6 +328,13 @@ def piece_problems(name: str, size: int, verb: str, parts: str, args: Any) -> It
     yield from optimizer_problems(args.optim, f"{name}={size}")
 
 
+#: Optimizers whose step of an element depends on others of its weight.
+OF_WHOLE_MATRICES = (
+    "adafactor adagc adalite adamp adanorm aida amos apollodqn came fadam lamb nero novograd prodigy racs scion "
+    "scionlight sgdp sm3 soap stableadamw swats"
+).split()
+
+
 def optimizer_problems(name: Any, setting: str = "fsdp", offloads: bool = False) -> Iterator[str]:
     """Why the optimizer `name` cannot train weights of which each process has a part, by `setting`; in host memory,
     where it `offloads` them.
@@ -334,9 +342,9 @@ def optimizer_problems(name: Any, setting: str = "fsdp", offloads: bool = False)
     name = str(name)
     if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
         return  # rejected for several processes anyway
-    whole = name.startswith(("galore_", "apollo_")) or name == "adafactor"
+    whole = name.startswith(("galore_", "apollo_", "dadapt")) or name in OF_WHOLE_MATRICES
     whole = whole or (name == "muon" and (offloads or setting != "fsdp"))  # which gathers them on the device
-    if whole or "8bit" in name or "4bit" in name or "fp8" in name:
+    if whole or re.search(r"[48]bit|fp8|^paged_|^lion_|bnb|^ademamix", name):
         why = "uses whole matrices" if whole else "has custom kernels"
         yield (
             f"optim={name!r} {why}, and with {setting} each process has a part of them; set optim=adamw_torch_fused, "

@@ -21,6 +21,7 @@ from posttrain.core.distributed import deepspeed, environment
 from posttrain.core.errors import ConfigError, did_you_mean, missing, require
 from posttrain.core.optim.by_name import (
     OPTIMIZERS,
+    REFUSED,
     WITHOUT_TARGETS,
     ClassAndArguments,
     Factory,
@@ -41,7 +42,7 @@ class OptimizerArguments:
     """The arguments of the optimizer."""
 
     learning_rate: float = opt(5e-5, "Peak learning rate; larger steps learn faster, until they diverge.", min=0)
-    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=tuple(OPTIMIZERS), old_flags=("adafactor",))
+    optim: str = opt("adamw_torch_fused", "Optimizer, by name.", choices=OPTIMIZERS, old_flags=("adafactor",))
     optim_args: dict | str | None = opt(None, "Options of that optimizer: 'rank=64, scale=0.1', or a dict.")
     weight_decay: float = opt(
         0.0, "Share of each weight (no norm, no bias) subtracted per optimizer step, times the learning rate.", min=0
@@ -67,6 +68,7 @@ class OptimizerArguments:
     def _problems(self) -> Iterator[str]:
         name = plain(self.optim)
         if name not in OPTIMIZERS:
+            yield from [f"optim={name!r} of pytorch-optimizer {REFUSED[name]}"] if name in REFUSED else []
             return
         yield from _option_problems(name, self.optim_args)
         low_rank = name.startswith(("galore_", "apollo_"))
@@ -107,6 +109,12 @@ def problems_with_others(args: Any) -> Iterator[str]:
             yield (
                 f"optim={name!r} has its own warm-up, before the length of the run is known: set warmup_steps to "
                 f"a number of steps instead of {warmup}, or set max_steps"
+            )
+    elif name.startswith("adamw_torch_") and parse_optim_args(args.optim_args).get("bf16_stochastic_round"):
+        if environment.world_size() > 1:
+            yield (
+                "bf16_stochastic_round=True draws from the generator of dropout, which differs between processes, so "
+                "their weights would too; set optim='adamw_bf16', or leave it out"
             )
 
 
@@ -173,10 +181,10 @@ def _option_problems(name: str, optim_args: Any) -> Iterator[str]:
             if inspect.Parameter.empty not in allowed and not has_type(value, allowed):
                 kinds = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
                 yield f"optim_args: {key}={value!r} must be of type {kinds}"
-        elif not takes_others:
-            takes = f"which takes {', '.join(known)}" if known else "which takes none"
+        elif not takes_others or key in ("lr", "weight_decay"):
+            takes = "" if takes_others else f", which takes {', '.join(known) or 'none'}"
             field = f"; set {FIELDS[key]} instead" if key in FIELDS else did_you_mean(key, known)
-            yield f"optim_args: {key!r} is not an option of optim={name!r}, {takes}{field}"
+            yield f"optim_args: {key!r} is not an option of optim={name!r}{takes}{field}"
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -184,8 +192,6 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
     def add(factory: Factory) -> Factory:
         OPTIMIZERS[name] = factory
-        choices = OptimizerArguments.__dataclass_fields__["optim"].metadata["help"].bounds
-        choices["choices"] = tuple(OPTIMIZERS)
         return factory
 
     return add

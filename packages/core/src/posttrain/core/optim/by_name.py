@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.distributed import sharding
 from posttrain.core.errors import ConfigError, did_you_mean, require
 from posttrain.core.models.wrapping import output_embedding
 from posttrain.core.optim import lr_scheduler
@@ -100,9 +101,12 @@ def _adam(args: Any) -> dict[str, Any]:
 
 
 def _taking(make: Callable[..., ClassAndArguments], options: dict[str, Any]) -> Factory:
-    """The factory `make` with a signature that lists `options`, defaults of the type that the option has."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    listed = [inspect.Parameter(name, kind, default=value, annotation=type(value)) for name, value in options.items()]
+    """The factory `make` with a signature that lists `options`, defaults of the type that the option has; that of None
+    is a number, or true or false.
+    """
+    kind, number = inspect.Parameter.KEYWORD_ONLY, float | bool | None
+    types = {name: number if value is None else type(value) for name, value in options.items()}
+    listed = [inspect.Parameter(name, kind, default=options[name], annotation=types[name]) for name in options]
     vars(make)["__signature__"] = inspect.Signature([*list(inspect.signature(make).parameters.values())[:2], *listed])
     return make
 
@@ -154,19 +158,6 @@ def _galore(name: str) -> Factory:
     return _apart(lambda args, model: OPTIMIZERS[name](args, model), _own_options(GaLore), galore, proj_type=SIDES)
 
 
-def adafactor(
-    args: Any,
-    model: Any,
-    *,
-    clip_threshold: float = 1.0,
-    decay_rate: float = -0.8,
-    beta1: float | None = None,
-    scale_parameter: bool = False,
-) -> ClassAndArguments:
-    kwargs = {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "beta1": beta1}
-    return adafactor_class(), {"lr": args.learning_rate, "scale_parameter": scale_parameter} | kwargs
-
-
 def layerwise(factory: Factory) -> Factory:
     """The same optimizer, stepped in the backward pass."""
 
@@ -181,29 +172,26 @@ def layerwise(factory: Factory) -> Factory:
 # --------------------------------------------------------------------------------------------------------- by libraries
 
 
-def _bitsandbytes(name: str) -> Any:
-    return getattr(require("bitsandbytes.optim", "posttrain-core[quantization]", why="optim"), name)
+def _of(module: str, package: str, name: str, why: str = "optim") -> Any:
+    """The class `name` of a library that is imported now."""
+    return getattr(require(module, package, why=why), name)
 
 
-def bnb_ademamix(
-    bits: int,
-    paged: bool,
-    args: Any,
-    model: Any,
-    *,
-    beta1: float | None = None,
-    beta2: float | None = None,
-    beta3: float = 0.9999,
-    alpha: float = 5.0,
-    eps: float | None = None,
-    t_alpha: int | None = None,
-    t_beta3: int | None = None,
-) -> ClassAndArguments:
+_bitsandbytes = partial(_of, "bitsandbytes.optim", "posttrain-core[quantization]")
+
+
+def _ademamix(bits: int, paged: bool = False) -> Factory:
     """Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137: AdamW with a second, slow momentum."""
-    betas = (args.adam_beta1 if beta1 is None else beta1, args.adam_beta2 if beta2 is None else beta2, beta3)
-    kwargs = {"betas": betas, "alpha": alpha, "eps": args.adam_epsilon if eps is None else eps}
-    kwargs |= {"t_alpha": t_alpha, "t_beta3": t_beta3, "optim_bits": bits, "is_paged": paged}
-    return _bitsandbytes("AdEMAMix"), {"lr": args.learning_rate} | kwargs
+    options = dict.fromkeys(("beta1", "beta2", "eps", "t_alpha", "t_beta3")) | {"beta3": 0.9999, "alpha": 5.0}
+
+    def make(args: Any, model: Any, **given: Any) -> ClassAndArguments:
+        own = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
+        taken = {name: own.get(name) if value is None else value for name, value in (options | given).items()}
+        betas = tuple(taken.pop(f"beta{number}") for number in (1, 2, 3))
+        fixed = {"betas": betas, "optim_bits": bits, "is_paged": paged}
+        return _bitsandbytes("AdEMAMix"), _rate(args) | taken | fixed
+
+    return _taking(make, options)
 
 
 def schedule_free(
@@ -220,15 +208,6 @@ def schedule_free(
         kwargs["warmup_steps"] = lr_scheduler.warmup_steps(args, args.max_steps)
     kwargs |= {"weight_decay": args.weight_decay, "r": r, "weight_lr_power": weight_lr_power}
     return getattr(library, f"{kind}ScheduleFree"), kwargs
-
-
-def stable_adamw(
-    args: Any, model: Any, *, decouple_lr: bool = False, max_lr: float | None = None, kahan_sum: bool | None = None
-) -> ClassAndArguments:
-    """Wortsman et al. 2023, https://arxiv.org/abs/2304.13013: AdamW with Adafactor's clipping of updates."""
-    library = require("optimi", "torch-optimi", why="optim='stable_adamw'")
-    kwargs = {"decouple_lr": decouple_lr, "max_lr": max_lr, "kahan_sum": kahan_sum, "weight_decay": args.weight_decay}
-    return library.StableAdamW, _adam(args) | kwargs
 
 
 def stable_adamw_problem() -> str | None:
@@ -250,44 +229,30 @@ def stable_adamw_problem() -> str | None:
 def of_pytorch_optimizer(name: str, args: Any, model: Any, **options: Any) -> ClassAndArguments:
     """The class of that name in pytorch-optimizer, with its own defaults but for the learning rate and weight decay."""
     kind = require("pytorch_optimizer", PYTORCH_OPTIMIZER, why=f"optim={name!r}").load_optimizer(name)
+    known = {n: o.default for n, o in inspect.signature(kind).parameters.items() if n not in ("params", "kwargs")}
 
     def is_set(field: str) -> bool:
         return bool(vars(args)[field] != type(args).__dataclass_fields__[field].default)
 
     given: dict[str, Any] = {"lr": args.learning_rate}
+    given |= {"weight_decay": args.weight_decay} if args.weight_decay else {}
+    given |= {"eps": args.adam_epsilon} if is_set("adam_epsilon") else {}
     if is_set("adam_beta1") or is_set("adam_beta2"):
         given["betas"] = args.adam_beta1, args.adam_beta2
-    given |= {"eps": args.adam_epsilon} if is_set("adam_epsilon") else {}
-    known = [option for option in inspect.signature(kind).parameters if option not in ("params", "kwargs")]
+        if len(own := known.get("betas", given["betas"])) != 2 and "betas" not in options:
+            wrong = f"adam_beta1 and adam_beta2 are two, and optim={name!r} has betas={own}; set those in optim_args"
+            raise ConfigError("optim", [wrong])
     if unknown := [option for option in {**given, **options} if option not in known]:
         raise ConfigError("optim", [f"optim={name!r} has no {', '.join(unknown)}; it takes {', '.join(known)}"])
+    if "foreach" in known and model is not None and any(map(sharding.is_piece, model.parameters())):
+        given["foreach"] = False  # torch has few of those kernels for pieces
     return kind, given | options
 
 
-def anyprecision_adamw(
-    args: Any,
-    model: Any,
-    *,
-    use_kahan_summation: bool = False,
-    momentum_dtype: str = "float32",
-    variance_dtype: str = "float32",
-    compensation_buffer_dtype: str = "bfloat16",
-) -> ClassAndArguments:
+def anyprecision_adamw(args: Any, model: Any, **given: Any) -> ClassAndArguments:
     library = require("torchdistx.optimizers", TORCHDISTX, why="optim='adamw_anyprecision'")
-    names = {"momentum_dtype": momentum_dtype, "variance_dtype": variance_dtype}
-    names |= {"compensation_buffer_dtype": compensation_buffer_dtype}
-    dtypes = {option: vars(torch)[name] for option, name in names.items()}
-    return library.AnyPrecisionAdamW, _adam(args) | {"use_kahan_summation": use_kahan_summation} | dtypes
-
-
-def _xla() -> Any:
-    why = "optim='adamw_torch_xla', which trains on TPUs only"
-    return require("torch_xla.amp.syncfree", "torch_xla", why=why).AdamW
-
-
-def _npu() -> Any:
-    why = "optim='adamw_torch_npu_fused', which trains on Ascend NPUs only"
-    return require("torch_npu.optim", "torch-npu", why=why).NpuFusedAdamW
+    taken = {name: vars(torch)[v] if isinstance(v, str) else v for name, v in (_ANY_PRECISION | given).items()}
+    return library.AnyPrecisionAdamW, _adam(args) | taken
 
 
 def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: bool = False, **options: Any) -> Factory:
@@ -298,13 +263,31 @@ def _bnb(name: str, base: Callable[[Any], dict[str, Any]], bits: int, paged: boo
     return _plain(partial(_bitsandbytes, name), base, fixed, **options)
 
 
-#: Of pytorch-optimizer, those for language models that go on exactly from their state. Others of it keep a part of
-#: that elsewhere, need a closure or second derivatives, draw random numbers that differ between processes, or train
-#: with weights that are not the model's.
+#: Of pytorch-optimizer, those that train any model by its gradients alone, and go on exactly from their state.
 OF_PYTORCH_OPTIMIZER = (
-    "adabelief adamp adan adopt came dadaptadam exadam grams lamb laprop lion madgrad mars novograd prodigy qhadam "
-    "radam simplifiedademamix soap tiger yogi"
+    "accsgd adabelief adabound adadelta adagc adalite adam adamax adamc adamg adamod adamp adams adamwsn adan adanorm "
+    "adapnm adasmooth adatam adopt aggmo aida amos ano apollodqn avagrad bcos came dadaptadam dadaptadan diffgrad "
+    "dualadam exadam fadam flashadamw focus fromage grams grokfastadamw lamb laprop lars lion madgrad mars msvag nadam "
+    "nero novograd padam pid pnm prodigy qhadam qhm racs radam ranger scion scionlight sgdp sgdsai sgdw signsgd "
+    "simplifiedademamix sm3 soap srmm stableadamw swats tam tiger vsgd yogi"
 ).split()
+#: Why its others are refused.
+_REASONS = {
+    "does not go on exactly from its state": "adashift alice conda dadaptadagrad dadaptlion dadaptsgd dash "
+    "gravity kron magma rose sara scalableshampoo shampoo spam stablespam",
+    "needs the loss or its second derivatives in a step": "adahessian alig emofact emolynx emonavi lbfgs sophiah",
+    "needs the length of the run or of the data": "bsam ranger21",
+    "treats layers by a mark on them; set 'muon'": "adago adamuon distributedmuon muonclip normuon spectralsphere",
+    "treats layers by a mark on them; set 'galore_adamw' or 'apollo_adamw'": "apollo fira galore",
+    "reads the layers of a model of its own": "adammini demo lorarite",
+    "trains with other weights than the model's; set 'schedule_free_adamw'": "schedulefreeadamw schedulefreeradam "
+    "schedulefreesgd splus",
+    "breaks at a learning rate of 0, where a warm-up begins": "asgd ftrl",
+    "does not follow the learning rate": "a2grad kate",
+    "overflows in bfloat16": "adai",
+    "is 'adamw_torch_fused'": "adamw",
+}
+REFUSED = {name: why for why, names in _REASONS.items() for name in names.split()}
 _APOLLO = _apart(
     _plain(Apollo, _adam),
     _own_options(Apollo),
@@ -313,7 +296,10 @@ _APOLLO = _apart(
     proj_type=("std",),
 )
 _FACTORED: dict[str, Any] = {"clip_threshold": 1.0, "decay_rate": -0.8}
+_ANY_PRECISION: dict[str, Any] = {"use_kahan_summation": False, "compensation_buffer_dtype": "bfloat16"}
+_ANY_PRECISION |= {"momentum_dtype": "float32", "variance_dtype": "float32"}
 _ROUNDED: dict[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
+_ON = "that optimizer, which trains on {} only"
 _MEAN_SQUARE: dict[str, Any] = {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}
 OPTIMIZERS: dict[str, Factory] = {
     # Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Fused, one kernel for all parameters is twice as fast
@@ -321,10 +307,12 @@ OPTIMIZERS: dict[str, Factory] = {
     "adamw_torch": _plain(torch.optim.AdamW, _adam, amsgrad=False),
     "adamw_torch_fused": _plain(torch.optim.AdamW, _adam, {"fused": True}, amsgrad=False),
     "adamw_bf16": _plain(BF16AdamW, lambda args: _adam(args) | {"seed": args.seed}, stochastic_rounding=True),
-    "adamw_torch_xla": _plain(_xla, _adam),
-    "adamw_torch_npu_fused": _plain(_npu, _adam),
-    "adafactor": adafactor,
-    "adamw_anyprecision": anyprecision_adamw,
+    "adamw_torch_xla": _plain(partial(_of, "torch_xla.amp.syncfree", "torch_xla", "AdamW", _ON.format("TPUs")), _adam),
+    "adamw_torch_npu_fused": _plain(
+        partial(_of, "torch_npu.optim", "torch-npu", "NpuFusedAdamW", _ON.format("Ascend NPUs")), _adam
+    ),
+    "adafactor": _plain(adafactor_class, _rate, scale_parameter=False, **_FACTORED, beta1=None),
+    "adamw_anyprecision": _taking(anyprecision_adamw, _ANY_PRECISION),
     # Stochastic rounding lets weights in bfloat16 train without a float32 copy.
     "adamw_torch_4bit": _plain(partial(torchao_adamw, 4), _adam, **_ROUNDED),
     "adamw_torch_8bit": _plain(partial(torchao_adamw, 8), _adam, **_ROUNDED),
@@ -336,10 +324,10 @@ OPTIMIZERS: dict[str, Factory] = {
     "adamw_8bit": _bnb("AdamW", _adam, 8),
     "paged_adamw_32bit": _bnb("AdamW", _adam, 32, paged=True),
     "paged_adamw_8bit": _bnb("AdamW", _adam, 8, paged=True),
-    "ademamix": partial(bnb_ademamix, 32, False),
-    "ademamix_8bit": partial(bnb_ademamix, 8, False),
-    "paged_ademamix_32bit": partial(bnb_ademamix, 32, True),
-    "paged_ademamix_8bit": partial(bnb_ademamix, 8, True),
+    "ademamix": _ademamix(32),
+    "ademamix_8bit": _ademamix(8),
+    "paged_ademamix_32bit": _ademamix(32, paged=True),
+    "paged_ademamix_8bit": _ademamix(8, paged=True),
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: the sign of a momentum. Needs a rate 3 to 10 times smaller.
     "lion_32bit": _bnb("Lion", _momentum, 32),
     "lion_8bit": _bnb("Lion", _momentum, 8),
@@ -363,7 +351,13 @@ OPTIMIZERS: dict[str, Factory] = {
     "schedule_free_radam": partial(schedule_free, "RAdam"),
     "schedule_free_adamw": partial(schedule_free, "AdamW"),
     "schedule_free_sgd": partial(schedule_free, "SGD"),
-    "stable_adamw": stable_adamw,
+    # Wortsman et al. 2023, https://arxiv.org/abs/2304.13013: AdamW with Adafactor's clipping of updates.
+    "stable_adamw": _plain(
+        partial(_of, "optimi", "torch-optimi", "StableAdamW", "optim='stable_adamw'"),
+        lambda args: _adam(args) | {"weight_decay": args.weight_decay},
+        **dict.fromkeys(("max_lr", "kahan_sum")),
+        decouple_lr=False,
+    ),
     **{name: partial(of_pytorch_optimizer, name) for name in OF_PYTORCH_OPTIMIZER},
 }
 #: Those that train all layers alike. One that a user adds may read `optim_target_modules`.

@@ -160,9 +160,6 @@ def register(name: str) -> Callable[[Any], Any]:
 
     def add(schedule: Any) -> Any:
         SCHEDULES[name] = schedule
-        ScheduleArguments.__dataclass_fields__["lr_scheduler_type"].metadata["help"].bounds["choices"] = tuple(
-            SCHEDULES
-        )
         return schedule
 
     return add

@@ -66,7 +66,7 @@ def problem_of(model: nn.Module) -> str | None:
     width = base_model(model).config.get_text_config().hidden_size
     for router in routers:
         weight = next(router.parameters())
-        choice = _Choice(None)
+        choice = _Choice(None, len(weight))
         with torch.no_grad(), choice:
             found = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
         experts = found[-1] if isinstance(found, tuple) else None
@@ -130,7 +130,7 @@ class _Replayed:
 
     def enter(self, router: nn.Module, args: Any) -> None:
         if self.routes is not None:
-            self.choice = _Choice(self.routes)
+            self.choice = _Choice(self.routes, len(next(router.parameters())))
             self.choice.__enter__()
 
     def leave(self, router: nn.Module, args: Any, output: Any) -> None:
@@ -140,15 +140,17 @@ class _Replayed:
 
 
 class _Choice(TorchFunctionMode):
-    """Within this context ``topk`` gives the values at `routes` (N, k), and at its own choice where they are `OWN`."""
+    """Within this context ``topk`` over all `experts` gives the values at `routes` (N, k), and at its own choice where
+    they are `OWN`. That over groups of experts, by which some routers leave most of them out, stays.
+    """
 
-    def __init__(self, routes: torch.Tensor | None) -> None:
+    def __init__(self, routes: torch.Tensor | None, experts: int) -> None:
         super().__init__()
-        self.routes, self.calls = routes, 0
+        self.routes, self.experts, self.calls = routes, experts, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in CHOOSES:
+        if func not in CHOOSES or args[0].ndim != 2 or args[0].shape[1] != self.experts:
             return found
         self.calls += 1
         if self.routes is None:

@@ -25,6 +25,10 @@ CLASSIFIERS = {
     "ForTokenClassification": "TOKEN_CLS",
     "ForQuestionAnswering": "QUESTION_ANS",
 }
+OF_TENSORS = (
+    "Experts that are one tensor have no dropout, bias or DoRA in their adapter: set lora_dropout=0, and leave out "
+    "use_dora and lora_bias; or leave out target_parameters, and name linear layers in target_modules."
+)
 
 
 def check_peft_config(peft_config: Any) -> Any:
@@ -47,6 +51,8 @@ def check_peft_config(peft_config: Any) -> Any:
             "peft_config.arrow_config routes between adapters that are trained already, and trains nothing. Leave it "
             "out here, and call peft.create_arrow_model with the trained adapters."
         )
+    if given.get("target_parameters") and any(map(given.get, ("lora_dropout", "use_dora", "lora_bias"))):
+        raise ValueError(f"peft_config: {OF_TENSORS}")
     if given.get("lora_ga_config") is not None and given.get("init_lora_weights") != "lora_ga":
         warnings.warn("peft_config.lora_ga_config has no effect without init_lora_weights='lora_ga'.", stacklevel=3)
     if given.get("qalora_group_size", 16) != 16 and not given.get("use_qalora"):  # 16 is peft's default
@@ -87,14 +93,13 @@ def add_adapter(model: nn.Module, peft_config: Any, train_parts: str | None = No
             "kind of each layer. Leave it out, or use a model whose layers are all alike, such as Llama."
         )
     peft_config = with_task(model, peft_config)
+    linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     try:
         adapted = peft.get_peft_model(model, parts.adapter_config(model, peft_config, train_parts))
     except ValueError as error:  # peft names what it did not find, and not what there is
-        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-        error.add_note(
-            f"Linear layers of this {type(model).__name__}: {', '.join(sorted(linear))}. Name some of them in "
-            "target_modules, or set target_modules='all-linear'."
-        )
+        layers = f"Linear layers of this {type(model).__name__}: {', '.join(sorted(linear))}"
+        named = f"{layers}. Name some of them in target_modules, or set target_modules='all-linear'."
+        error.add_note(OF_TENSORS if "ParamWrapper" in str(error) else named)
         raise
     if vars(peft_config).get("use_qalora") and not is_quantized(model):
         warnings.warn("peft_config.use_qalora has no effect on a model that GPTQ has not quantized.", stacklevel=3)

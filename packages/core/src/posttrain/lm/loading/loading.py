@@ -21,7 +21,7 @@ from posttrain.core.models.trainable import is_quantized
 from posttrain.core.models.wrapping import base_model, base_name, unwrap
 from posttrain.core.training.preflight import caught
 from posttrain.lm.loading.offline import cache_where_unknown
-from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, to_one_type
+from posttrain.lm.loading.quantization import asked_bits, quantization_kwargs, tell_left, to_one_type
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ def load_causal_lm(
             name = whole_class(config, auto_class, path)
         loader: Any = getattr(transformers, name) if isinstance(name, str) else name
         model = loader.from_pretrained(path, **kwargs)
+    if asked_bits(kwargs):
+        tell_left(model)
     obey_softcap(model)
     stored_otherwise = wrapping.setting(config, "quantization_config") is not None
     return to_one_type(model) if stored_otherwise and not is_quantized(model) else model

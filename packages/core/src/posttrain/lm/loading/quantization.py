@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from posttrain.core.errors import require
 from posttrain.core.models.wrapping import PretrainedModel, setting
+
+logger = logging.getLogger(__name__)
 
 BITS = ("load_in_4bit", "load_in_8bit")
 
@@ -35,6 +38,16 @@ def asked_bits(kwargs: dict[str, Any] | None, quantization_config: Any = None) -
 
 def _asks(config: Any, name: str) -> bool:
     return bool(config.get(name) if isinstance(config, dict) else setting(config, name))
+
+
+def tell_left(model: PretrainedModel) -> None:
+    """Warn of experts that are one tensor of `model`: bitsandbytes quantizes linear layers alone."""
+    left = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3 and p.is_floating_point()]
+    if left:
+        share = sum(p.nbytes for p in left) / sum(p.nbytes for p in model.parameters())
+        what = f"linear layers alone: the experts of this {type(model).__name__}, {share:.0%} of its bytes, stay in"
+        how = "For 4 bits, see bitsandbytes.nn.parametrize.replace_parameter_4bit; they then take no adapter."
+        logger.warning("bitsandbytes quantizes %s %s. %s", what, left[0].dtype, how)
 
 
 def quantization_kwargs(kwargs: dict[str, Any], given: Any | None) -> dict[str, Any]:

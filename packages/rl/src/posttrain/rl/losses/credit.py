@@ -142,13 +142,21 @@ def weighted(
 
 
 def states_of(sample: Sample) -> list[int]:
-    """Of each turn of the trajectory of `sample`, a number of the tokens that it answers: equal for equal ones."""
+    """Of each turn of the trajectory of `sample`, a number of the tokens that it answers: equal for equal ones. They
+    begin behind the turn before, which for the first turn of a branch is one of another sequence.
+    """
     found: dict[int, int] = {}
-    for one in sample.sequences:
-        before = 0
-        for place, (number, (start, stop)) in enumerate(one.turn_spans):
-            answered = one.ids[before:start] if place else [*one.prompt_ids, *one.ids[:start]]
-            found[number], before = hash(tuple(answered)), stop
+    texts = [[*one.prompt_ids, *one.ids] for one in sample.sequences]
+    spans = [
+        [(number, len(one.prompt_ids) + start, len(one.prompt_ids) + stop) for number, (start, stop) in one.turn_spans]
+        for one in sample.sequences
+    ]
+    ends = [(text, stop) for text, own in zip(texts, spans, strict=True) for _, _, stop in own]
+    for text, own in zip(texts, spans, strict=True):
+        first = own[0][1] if own else 0
+        before = max((stop for other, stop in ends if stop <= first and other[:stop] == text[:stop]), default=0)
+        for number, start, stop in own:
+            found[number], before = hash(tuple(text[before:start])), stop
     return [found[number] for number in sorted(found)]
 
 
