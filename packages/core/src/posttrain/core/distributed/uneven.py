@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import operations
 
 
-class UnevenAccelerator(Accelerator):
+class UnevenAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
     """Gathers tensors whose first dimensions differ.
 
     Attributes:
@@ -35,7 +35,7 @@ class UnevenAccelerator(Accelerator):
         return super().gather_for_metrics(input_data, use_gather_object)
 
 
-def _of_all(tensor: torch.Tensor) -> torch.Tensor:
+def _of_all(tensor: torch.Tensor) -> Any:
     if not tensor.ndim:
         return operations.gather(tensor)
     counts = operations.gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()

@@ -123,7 +123,8 @@ class Objective:
         else:
             loss, terms = split_terms(loss)
             self.terms = terms or None
-        loss = loss / self.times if given is not None and (self.times or 1) != 1 else loss
+        if given is not None and self.times is not None and self.times != 1:
+            loss = loss / self.times
         return loss, num_items is None or self.returns_mean is not False
 
     def keep_terms(self, weight: torch.Tensor | None, scale: float) -> None:
