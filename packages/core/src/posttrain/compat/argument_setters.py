@@ -29,11 +29,6 @@ class ArgumentSetters:
             raise ConfigError(type(self).__name__, problems)
         return self
 
-    def _renamed(self, given: dict[str, Any], names: str, prefix: str = "", **more: Any) -> Self:
-        """Set what a setter was `given`: under the field of its name in `names`, or else its own behind `prefix`."""
-        fields = dict(name.split("=") for name in names.split())
-        return self._set(**{fields.get(k, prefix + k): v for k, v in given.items() if k != "self"} | more)
-
     def set_training(
         self,
         learning_rate: float = 5e-5,
@@ -47,11 +42,19 @@ class ArgumentSetters:
         gradient_checkpointing: bool | None = None,
     ) -> Self:
         """Set the basic arguments of training, and `do_train`."""
-        given = locals()
         recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        names = "batch_size=per_device_train_batch_size num_epochs=num_train_epochs"
-        given |= {"activation_checkpointing": recompute, "gradient_checkpointing": recompute}
-        return self._renamed(given, names, do_train=True)
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            activation_checkpointing=recompute,
+            gradient_checkpointing=recompute,
+        )
 
     def set_evaluate(
         self,
@@ -63,8 +66,15 @@ class ArgumentSetters:
         loss_only: bool = False,
     ) -> Self:
         """Set when and how the model is evaluated, and `do_eval`."""
-        given, names = locals(), "batch_size=per_device_eval_batch_size loss_only=prediction_loss_only"
-        return self._renamed(given, names, "eval_", do_eval=strategy != "no", eval_delay=delay or 0)
+        return self._set(
+            eval_strategy=strategy,
+            do_eval=strategy != "no",
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay or 0,
+            prediction_loss_only=loss_only,
+        )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
         """Set how `predict` runs, and `do_predict`."""
@@ -78,7 +88,9 @@ class ArgumentSetters:
         on_each_node: bool = False,
     ) -> Self:
         """Set when checkpoints are written and how many are kept."""
-        return self._renamed(locals(), "", "save_")
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
 
     def set_logging(
         self,
@@ -92,9 +104,16 @@ class ArgumentSetters:
         replica_level: str = "passive",
     ) -> Self:
         """Set what is logged, when and where to."""
-        given = locals()
-        names = "report_to=report_to level=log_level on_each_node=log_on_each_node replica_level=log_level_replica"
-        self._renamed(given, names, "logging_")
+        self._set(
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
         LoggingArguments._normalize(self)  # type: ignore[arg-type]  # report_to is kept as a list
         return self
 
@@ -108,7 +127,15 @@ class ArgumentSetters:
         revision: str | None = None,
     ) -> Self:
         """Set where and when checkpoints are uploaded, and `push_to_hub`."""
-        return self._renamed(locals(), "", "hub_", push_to_hub=True)
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
 
     def set_optimizer(
         self,
@@ -121,14 +148,23 @@ class ArgumentSetters:
         args: str | None = None,
     ) -> Self:
         """Set the optimizer and its constants."""
-        given, names = locals(), "name=optim beta1=adam_beta1 beta2=adam_beta2 epsilon=adam_epsilon args=optim_args"
-        return self._renamed(given, names)
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
 
     def set_lr_scheduler(
         self, name: str = "linear", num_epochs: float = 3.0, max_steps: int = -1, warmup_steps: float = 0
     ) -> Self:
         """Set the schedule of the learning rate and the length of the run."""
-        return self._renamed(locals(), "name=lr_scheduler_type num_epochs=num_train_epochs")
+        return self._set(
+            lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
+        )
 
     def set_dataloader(
         self,
@@ -146,7 +182,17 @@ class ArgumentSetters:
         sampler_seed: int | None = None,
     ) -> Self:
         """Set how batches are made and read."""
-        given = locals()
-        names = "train_batch_size=per_device_train_batch_size eval_batch_size=per_device_eval_batch_size "
-        names += "auto_find_batch_size=auto_find_batch_size ignore_data_skip=ignore_data_skip sampler_seed=data_seed"
-        return self._renamed(given, names, "dataloader_")
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            dataloader_multiprocessing_context=multiprocessing_context,
+            dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )

@@ -74,10 +74,20 @@ class LanguageModelTrainer(Trainer):
         self.data_reports: dict[str, Any] = {}
         self._prepared: list[Any] = []
         collator = self.set_up_batches(model, tokenizer, args, parts)
-        same = "train_dataset eval_dataset compute_loss_func compute_metrics callbacks optimizers"
-        handed: dict[str, Any] = {name: vars(parts)[name] for name in (*same.split(), "optimizer_cls_and_kwargs")}
-        handed |= {"processing_class": tokenizer, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
-        super().__init__(model=model, args=args, data_collator=collator, **handed)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=collator,
+            train_dataset=parts.train_dataset,
+            eval_dataset=parts.eval_dataset,
+            processing_class=tokenizer,
+            compute_loss_func=parts.compute_loss_func,
+            compute_metrics=parts.compute_metrics,
+            callbacks=parts.callbacks,
+            optimizers=parts.optimizers,
+            optimizer_cls_and_kwargs=parts.optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
         self.model_init = parts.model_init
         self._parts: Any = None if parts.model_init is None else parts  # those of each further model
         self._offload = offloading(self.model, self.dist.device) if args.activation_offloading else None

@@ -159,12 +159,19 @@ class ModelConfig(AnswersToOldNames, metaclass=ConfigMeta):
         targets: list[str] | str | None = self.lora_target_modules
         if isinstance(targets, list) and len(targets) == 1 and not targets[0].isidentifier():
             targets = targets[0]  # a pattern, or all-linear, which peft accepts only as a string
-        given = {
-            name: vars(self)[f"lora_{name}"] for name in ("task_type", "r", "target_parameters", "modules_to_save")
-        }
-        given |= {name: vars(self)[name] for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
-        first = self.init_lora_weights or True
-        return peft.LoraConfig(target_modules=targets, init_lora_weights=first, bias="none", **given)
+        return peft.LoraConfig(
+            task_type=self.lora_task_type,
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=targets,
+            target_parameters=self.lora_target_parameters,
+            modules_to_save=self.lora_modules_to_save,
+            use_rslora=self.use_rslora,
+            init_lora_weights=self.init_lora_weights or True,
+            use_dora=self.use_dora,
+            bias="none",
+        )
 
     def quantization_config(self) -> Any | None:
         """The `transformers.BitsAndBytesConfig` these fields describe, or None without a `load_in_...`."""
