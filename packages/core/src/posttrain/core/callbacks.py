@@ -91,8 +91,6 @@ class TrainerCallback:
 
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
-#: The objects of a trainer that callbacks receive.
-SHOWN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 
 
 class ClosingCallback(TrainerCallback):
@@ -231,9 +229,19 @@ class CallbackHandler:
         try:
             for callback in listening:
                 try:
-                    shown = {name: vars(self)[name] for name in SHOWN}
-                    shown |= {"tokenizer": self.processing_class} | kwargs  # its name in older callbacks
-                    answer = getattr(callback, event)(args, state, control, **shown)
+                    answer = getattr(callback, event)(
+                        args,
+                        state,
+                        control,
+                        model=self.model,
+                        processing_class=self.processing_class,
+                        tokenizer=self.processing_class,  # the name in older callbacks of transformers
+                        optimizer=self.optimizer,
+                        lr_scheduler=self.lr_scheduler,
+                        train_dataloader=self.train_dataloader,
+                        eval_dataloader=self.eval_dataloader,
+                        **kwargs,
+                    )
                 except Exception as error:
                     if not self._goes_on(callback, event, state, error):
                         raise
