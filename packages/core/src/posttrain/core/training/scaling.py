@@ -37,7 +37,7 @@ class Scaling:
         self.steps_in_backward = bool(getattr(owner.optimizer, "steps_in_backward", False))
         self.has_own_step = self.factor > 1 and not override_checks.is_ours(owner, "training_step")
         self._covered: Callable[..., Any] | None = None
-        theirs = self.factor > 1 and self.objective.takes_count and not self.is_own_loss
+        theirs = self.factor > 1 and self.objective.takes_count and not override_checks.is_ours(owner, "compute_loss")
         if theirs and override_checks.reads_processes(owner):  # it may multiply its loss with the processes already
             self.objective.times, self.objective.is_open = None, True
             # And does so only where there is a count, which transformers gives in training alone.
