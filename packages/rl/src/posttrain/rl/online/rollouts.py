@@ -138,9 +138,8 @@ class Rollouts:
     @property
     def overlap(self) -> bool:
         """Whether rollouts may be completed at the same time."""
-        owner, environments = self.owner, self.owner.environments
-        talks = owner.rollout_func is None and owner.sampler.has_tools and environments.run_beside
-        return (owner.episodes is not None or talks) and owner.sampler.may_overlap
+        owner = self.owner
+        return owner.rollout_func is None and owner.environments.run_beside and owner.sampler.may_overlap
 
     def sync(self) -> None:
         owner = self.owner
