@@ -231,7 +231,7 @@ def train(
             num_train_epochs=999, gradient_checkpointing=False, save_strategy="steps", save_steps=2,
             save_total_limit=2, max_staleness=bound, sample_ledger=True, reward_concurrency=2, learning_rate=0.01,
         ),
-        [{"prompt": row["prompt"]} for row in text_rows(13)], None, tiny.tokenizer(), **made, **engine,
+        [{"prompt": row["prompt"]} for row in text_rows(13)], processing_class=tiny.tokenizer(), **made, **engine,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=any((folder / "run").glob("checkpoint-*")))
 
