@@ -648,14 +648,24 @@ def test_agents_do_not_go_with_other_ways_to_complete(tmp_path):
     assert Agent("sleep 9", seconds=1.0).name == "sleep"
 
 
-async def returns_a_text(episode, row):
-    await episode.generate(row["prompt"], max_tokens=2)
-    return "good"
+@pytest.mark.parametrize(("reward", "shown"), [("good", "'good'"), (torch.ones(2), r"tensor\(\[1., 1.\]\)")], ids=str)
+def test_what_an_agent_returns_must_be_a_reward(reward, shown, tmp_path):
+    async def returns(episode, row):
+        await episode.generate(row["prompt"], max_tokens=2)
+        return reward
+
+    run = trainer(tmp_path, agent=returns)
+    with pytest.raises(TypeError, match=f"The agent 'returns' returned {shown}"):
+        run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 
-def test_what_an_agent_returns_must_be_a_reward(tmp_path):
-    run = trainer(tmp_path, agent=returns_a_text)
-    with pytest.raises(TypeError, match="returned 'good'"):
+async def asks_of_nothing(episode, row):
+    await episode.generate([])
+
+
+def test_a_conversation_without_messages_is_the_agents_mistake(tmp_path):
+    run = trainer(tmp_path, agent=asks_of_nothing)
+    with pytest.raises(RuntimeError, match="The agent 'asks_of_nothing' failed on the row .*conversation cannot be"):
         run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 

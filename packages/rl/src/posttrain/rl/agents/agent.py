@@ -10,7 +10,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -328,7 +328,8 @@ def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float
     """
     columns = dict(returned) if isinstance(returned, Mapping) else {}
     value = columns.pop("reward", None) if isinstance(returned, Mapping) else returned
-    value = value.item() if hasattr(value, "item") else value
+    with suppress(ValueError, RuntimeError):  # of an array with several numbers
+        value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, (int, float, type(None))):
         raise TypeError(
             f"The agent {name!r} returned {reprlib.repr(returned)}; return a number, a dict with 'reward', or None."
