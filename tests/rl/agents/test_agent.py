@@ -659,6 +659,27 @@ def test_what_an_agent_returns_must_be_a_reward(reward, shown, tmp_path):
         run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 
+def test_an_agent_that_goes_on_in_its_row_changes_it_for_nobody(tmp_path):
+    seen = []
+
+    async def goes_on(episode, row):
+        said = row["prompt"]
+        said.append(await episode.generate(said, max_tokens=3))
+        said.append({"role": "user", "content": "And?"})
+        await episode.generate(said, max_tokens=3)
+        return 1.0
+
+    def shown(prompts):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
+    run = trainer(tmp_path, shown, agent=goes_on, rows=rows, args=dict(max_completion_length=400))
+    run.train()
+    assert all(len(prompt) == 1 for prompt in seen) and len(seen) == 4 * run.state.global_step
+    assert run.state.log_history[0]["agent/sequences"] == 1 and run.state.log_history[0]["agent/turns"] == 2
+
+
 async def asks_of_nothing(episode, row):
     await episode.generate([])
 

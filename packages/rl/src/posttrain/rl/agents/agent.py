@@ -35,7 +35,7 @@ from posttrain.rl.rewards.background import name_of
 from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scoring import RewardArguments
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.samples import Sample, copied
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Episodes:
         returned, failed = None, False
         try:
             async with asyncio.timeout(self.agent.seconds) as limit:
-                returned = await called(self.agent.run, episode, dict(sample.row))
+                returned = await called(self.agent.run, episode, copied(sample.row))
         except Exception as error:
             if recorder.error is not None:
                 raise recorder.error from None
