@@ -338,13 +338,21 @@ class Run:
                     os.kill(self.processes["trainer"].pid, signal.SIGTERM)
                 time.sleep(self.draw.random())
         elif way == "full":
-            most = run.joinpath("samples-0.jsonl").stat().st_size + self.draw.randrange(2000)
-            resource.prlimit(self.processes["trainer"].pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+            self.until(lambda: self.has_ended() or self.fill_up(run / "samples-0.jsonl"))
             self.until(lambda: self.has_ended() or self.processes["trainer"].poll() is not None)
         elif way == "pause":
             os.kill(self.processes[victim].pid, signal.SIGSTOP)
             time.sleep(4 * self.draw.random())
             os.kill(self.processes[victim].pid, signal.SIGCONT)
+
+    def fill_up(self, ledger: Path) -> bool:
+        """Let no file of the trainer become much larger than the `ledger` is; whether it runs."""
+        most = ledger.stat().st_size + self.draw.randrange(2000)
+        try:
+            resource.prlimit(self.processes["trainer"].pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        except ProcessLookupError:
+            return False
+        return True
 
     def is_listening(self, name: str) -> bool:
         with socket.socket() as one:
