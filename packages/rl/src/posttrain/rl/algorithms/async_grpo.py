@@ -37,7 +37,9 @@ class AsyncArguments:
     logging_steps: float | str = other_default(RolloutConfig, "logging_steps", 1)
     max_completion_length: int = other_default(RolloutConfig, "max_completion_length", 2048)
     max_staleness: int = opt(
-        4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
+        4,
+        "Optimizer steps between the weights that sample a completion and the first that learns from its rollout.",
+        min=1,
     )
     use_vllm: bool = opt(True, "Generate with vLLM.")
     vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
