@@ -613,6 +613,21 @@ def test_a_command_knows_its_folder_also_by_its_variable(tmp_path):
     assert done.extra["agent_reward"] == 1.0
 
 
+def test_a_command_asks_the_policy_past_a_proxy(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    program = (
+        "import json, os, urllib.request as r; assert r.proxy_bypass('example.org')\n"
+        "body = json.dumps({'prompt': 'a', 'max_tokens': 1}).encode()\n"
+        "asked = r.Request(os.environ['OPENAI_BASE_URL'] + '/completions', body)\n"
+        "asked.add_header('authorization', 'Bearer ' + os.environ['OPENAI_API_KEY'])\n"
+        "print(len(json.load(r.urlopen(asked))['choices']))"
+    )
+    run = trainer(tmp_path, agent=[sys.executable, "-c", program])
+    (done,) = run.rollout_maker.sample(run.new_samples(ROWS[:1]))
+    assert done.extra["agent_reward"] == 1.0 and done.num_chosen == 1
+
+
 def test_a_command_that_fails_says_what_it_printed(tmp_path):
     run = trainer(tmp_path, agent="sh -c 'echo no disk >&2; exit 3'")
     with pytest.raises(RuntimeError, match="exited with 3: no disk"):
