@@ -122,12 +122,14 @@ def test_the_worker_gets_the_weights_of_each_step_and_is_ended(tmp_path):
     assert not transfer.sent[2]["model.embed_tokens.weight"].equal(began["model.embed_tokens.weight"])
 
 
-def test_completions_of_old_weights_are_left_out_and_counted(tmp_path):
-    worker = Worker(old={1: 3, 2: 1})
+def test_completions_of_old_weights_are_left_out_and_counted(tmp_path, caplog):
+    worker = Worker(old={1: 3, 2: 4})
     trainer = make(tmp_path, worker, max_staleness=4)
     trainer.train()
+    told = [record.message for record in caplog.records if "old weights" in record.message]
+    assert told == ["The rollout_worker has given 4 completions of old weights, the last of step -7 at step 2."]
     dropped = [one["staleness/dropped"] for one in trainer.state.log_history if "staleness/dropped" in one]
-    assert dropped == [0, 3, 1] and trainer.state.global_step == 3
+    assert dropped == [0, 3, 4] and trainer.state.global_step == 3
     assert max(one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one) < 1e4  # of 1e6: none
 
 

@@ -154,6 +154,7 @@ class WorkerEngine:
         return found
 
     def _take(self, number: int, found: list[ScoredCompletion]) -> None:
+        before = self.dropped
         while len(found) < number:
             try:
                 one = self.worker.rollout_buffer.get(timeout=POLL)
@@ -162,6 +163,9 @@ class WorkerEngine:
                 continue
             if self.version - one.model_version > self.max_staleness:
                 self.dropped += 1
+                if self.dropped - before == number:
+                    said = "The rollout_worker has given %d completions of old weights, the last of step %s at step %d."
+                    logger.warning(said, number, one.model_version, self.version)
                 continue
             check(one)
             found.append(one)
