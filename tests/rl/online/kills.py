@@ -12,7 +12,7 @@ that asks the trainer's endpoint twice; where it is ``episode``, episodes are fu
 these are killed as they are found, and the trainer starts others. ``engine``, with ``--vllm``, is the process behind
 vLLM's server, which then stops listening, and is killed and started again. ``worker`` is the process of a rollout
 worker, which writes and scores by itself. Other ways to end or to hold up the trainer: ``save`` and ``sync`` kill it
-while it writes a checkpoint, or it or the server while weights are sent; ``term`` sends SIGTERM twice; ``pause`` stops
+while it writes a checkpoint, or it or the stand-in while weights are sent; ``term`` is SIGTERM twice; ``pause`` stops
 the trainer or the server for some seconds; and with ``full`` no file can grow any more, as on a full disk.
 """
 
@@ -316,7 +316,8 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         else:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the run has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         self.processes[name].wait()
 
     def strike(self, way: str) -> None:
