@@ -37,6 +37,10 @@ DEEPSPEED_PY    := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED
 AGENTS       := .venv-agents
 CODING       := @mariozechner/pi-coding-agent@0.73.1 opencode-ai@1.18.33
 AGENTS_STAMP := $(AGENTS)/.installed
+# Those whose packages need other versions of the same SDKs.
+HARNESSES       := .venv-harnesses
+HARNESSES_OF    := verifiers==0.4.0 openenv==0.4.1 uv==0.13.9
+HARNESSES_STAMP := $(HARNESSES)/.installed
 
 # Versions of the packages that others may have.
 VERSIONS    := .venv-versions
@@ -77,7 +81,7 @@ test-vllm: $(VLLM_STAMP) ## Run the tests against vLLM itself, on the CPU of Lin
 test-deepspeed: $(DEEPSPEED_STAMP) ## Run the tests against DeepSpeed's engine on the CPU, the slow ones too. Needs a C++ compiler.
 	$(DEEPSPEED_PY) -m pytest tests/distributed/test_deepspeed.py
 
-test-agents: $(STAMP) $(AGENTS_STAMP) ## Train agents of others unchanged: SDKs of OpenAI and Anthropic, and what is built on them.
+test-agents: $(STAMP) $(AGENTS_STAMP) $(HARNESSES_STAMP) ## Train agents of others unchanged: SDKs of OpenAI and Anthropic, and what is built on them.
 	$(PYTEST) -n 0 tests/rl/agents tests/rl/training_server tests/core/cli/tools/test_own_rows.py
 
 test-browser: $(STAMP) ## Open the site and the reports of runs in Chromium, where it is installed.
@@ -127,7 +131,7 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 	$(PY) .ci/check_dist.py
 
 clean: ## Remove the environments and what the examples wrote.
-	rm -rf $(VENV) $(AGENTS) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(KERNELS) $(VERSIONS) out site
+	rm -rf $(VENV) $(AGENTS) $(HARNESSES) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(KERNELS) $(VERSIONS) out site
 
 # Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
@@ -187,6 +191,12 @@ $(AGENTS_STAMP): .ci/agents.txt
 	@if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(AGENTS) $(CODING) \
 	  && node $(AGENTS)/node_modules/opencode-ai/postinstall.mjs > /dev/null; \
 	else echo "There is no npm: the coding agents are skipped"; fi
+	@touch $@
+
+$(HARNESSES_STAMP): Makefile
+	@echo "Setting up $(HARNESSES) with harnesses of others: 840 MB on disk. This happens once."
+	@test -x $(HARNESSES)/bin/python || $(PYTHON) -m venv $(HARNESSES)
+	@$(HARNESSES)/bin/python -m pip install --quiet --disable-pip-version-check $(HARNESSES_OF)
 	@touch $@
 
 $(TORCHAO_STAMP): pyproject.toml constraints.txt $(STAMP)

@@ -758,6 +758,61 @@ def asynchronous(out, **changes):
     }  # fmt: skip
 
 
+def rollout_worker(out, fails="", cut=None, resume=None, waits=0.0, **changes):
+    """Learn from what a rollout worker gives. It `waits` so many seconds before the second step, or `fails` there: as a
+    worker ("health"), or while it gets weights ("send").
+    """
+    import threading
+
+    from posttrain.rl.online import rollout_worker
+    from tests.rl.online import test_rollout_worker
+
+    class Worker(test_rollout_worker.Worker):
+        def put(self, one):
+            more = one.input_ids[-1] % 3  # completions of different lengths
+            one.input_ids, one.completion_mask = one.input_ids + [7] * more, one.completion_mask + [1] * more
+            one.old_log_probs = one.old_log_probs + [-0.3] * more
+            super().put(one)
+
+        def fill(self):
+            if self.version == 1 and waits:
+                threading.Timer(waits, super().fill).start()
+            elif self.version != 1 or fails != "health":
+                super().fill()
+
+        def check_health(self, stale_after_s):
+            if not waits:
+                super().check_health(stale_after_s)
+
+    class Transfer(test_rollout_worker.Transfer):
+        def send_weights(self, iterator):
+            if fails == "send" and self.sent:
+                next(iterator)
+                raise RuntimeError("the worker took no weights")
+            super().send_weights(iterator)
+
+    rollout_worker.POLL, worker, transfer = 0.05, Worker(per_step=8, old={2: 3}), Transfer()
+    usual = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "ddp_timeout": 60} | split(
+        int(os.environ.get("WORLD_SIZE", 1))
+    )
+    trainer = test_rollout_worker.make(Path(out), worker, transfer, **usual | changes)
+    if cut:
+        trainer.add_callback(CutAfter(cut))
+    error = None
+    try:
+        trainer.train(resume_from_checkpoint=resume and get_last_checkpoint(resume))
+    except (PowerCut, RuntimeError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return {
+        "errors": trainer.dist.gather_object(error),
+        "calls": trainer.dist.gather_object(worker.calls),
+        "weights": whole(trainer),
+        "log": history(trainer),
+        "sent": transfer.sent,
+        "class": type(trainer.model).__name__,
+    }
+
+
 def conversations(out, **changes):
     """Conversations with a tool, whose turns are rewarded one by one, of prompts that are chosen by their pass rate."""
     from posttrain.core.models.wrapping import unwrap

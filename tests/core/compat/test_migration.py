@@ -322,6 +322,7 @@ def test_names_that_posttrain_lacks_stay_and_are_named():
         from trl import *
         trl.experimental.ppo.PPOConfig.from_dict({})
         trl.__version__
+        from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
     """
     assert rewritten(script) == dedent(script).replace(
         "from trl import PPOTrainer, SFTTrainer, DataCollatorForChatML",
@@ -333,6 +334,7 @@ def test_names_that_posttrain_lacks_stay_and_are_named():
         (3, "posttrain has no TFTrainer; it stays with transformers"),
         (4, "what `from trl import *` brings is not seen; import names one by one"),
         (5, "posttrain has no PPOConfig: " + absent_names.INSTEAD["PPOConfig"]),
+        (7, "posttrain has no HarnessRolloutWorker: " + absent_names.INSTEAD["HarnessRolloutWorker"]),
     ]  # fmt: skip
 
 

@@ -60,10 +60,11 @@ def test_extremes_are_those_of_all_processes_and_pass_nan_over():
         second.add_extreme("high", 1.0, "min")
 
 
-def test_nothing_counted_is_nan_not_an_error():
+def test_what_nothing_was_counted_for_is_left_out():
     metrics = Metrics()
     metrics.add("loss", 1.0, weight=0)
-    assert math.isnan(means(metrics.drain())["loss"])
+    metrics.add("other", 1.0, weight=2)
+    assert means(metrics.drain()) == {"other": 1.0}
 
 
 def test_a_tensor_of_values_is_averaged():

@@ -613,6 +613,21 @@ def test_a_command_knows_its_folder_also_by_its_variable(tmp_path):
     assert done.extra["agent_reward"] == 1.0
 
 
+def test_a_command_asks_the_policy_past_a_proxy(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    program = (
+        "import json, os, urllib.request as r; assert r.proxy_bypass('example.org')\n"
+        "body = json.dumps({'prompt': 'a', 'max_tokens': 1}).encode()\n"
+        "asked = r.Request(os.environ['OPENAI_BASE_URL'] + '/completions', body)\n"
+        "asked.add_header('authorization', 'Bearer ' + os.environ['OPENAI_API_KEY'])\n"
+        "print(len(json.load(r.urlopen(asked))['choices']))"
+    )
+    run = trainer(tmp_path, agent=[sys.executable, "-c", program])
+    (done,) = run.rollout_maker.sample(run.new_samples(ROWS[:1]))
+    assert done.extra["agent_reward"] == 1.0 and done.num_chosen == 1
+
+
 def test_a_command_that_fails_says_what_it_printed(tmp_path):
     run = trainer(tmp_path, agent="sh -c 'echo no disk >&2; exit 3'")
     with pytest.raises(RuntimeError, match="exited with 3: no disk"):
@@ -648,14 +663,45 @@ def test_agents_do_not_go_with_other_ways_to_complete(tmp_path):
     assert Agent("sleep 9", seconds=1.0).name == "sleep"
 
 
-async def returns_a_text(episode, row):
-    await episode.generate(row["prompt"], max_tokens=2)
-    return "good"
+@pytest.mark.parametrize(("reward", "shown"), [("good", "'good'"), (torch.ones(2), r"tensor\(\[1., 1.\]\)")], ids=str)
+def test_what_an_agent_returns_must_be_a_reward(reward, shown, tmp_path):
+    async def returns(episode, row):
+        await episode.generate(row["prompt"], max_tokens=2)
+        return reward
+
+    run = trainer(tmp_path, agent=returns)
+    with pytest.raises(TypeError, match=f"The agent 'returns' returned {shown}"):
+        run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 
-def test_what_an_agent_returns_must_be_a_reward(tmp_path):
-    run = trainer(tmp_path, agent=returns_a_text)
-    with pytest.raises(TypeError, match="returned 'good'"):
+def test_an_agent_that_goes_on_in_its_row_changes_it_for_nobody(tmp_path):
+    seen = []
+
+    async def goes_on(episode, row):
+        said = row["prompt"]
+        said.append(await episode.generate(said, max_tokens=3))
+        said.append({"role": "user", "content": "And?"})
+        await episode.generate(said, max_tokens=3)
+        return 1.0
+
+    def shown(prompts):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
+    run = trainer(tmp_path, shown, agent=goes_on, rows=rows, args=dict(max_completion_length=400))
+    run.train()
+    assert all(len(prompt) == 1 for prompt in seen) and len(seen) == 4 * run.state.global_step
+    assert run.state.log_history[0]["agent/sequences"] == 1 and run.state.log_history[0]["agent/turns"] == 2
+
+
+async def asks_of_nothing(episode, row):
+    await episode.generate([])
+
+
+def test_a_conversation_without_messages_is_the_agents_mistake(tmp_path):
+    run = trainer(tmp_path, agent=asks_of_nothing)
+    with pytest.raises(RuntimeError, match="The agent 'asks_of_nothing' failed on the row .*conversation cannot be"):
         run.rollout_maker.sample(run.new_samples(ROWS[:1]))
 
 

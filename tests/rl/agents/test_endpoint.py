@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import json
+import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -248,8 +250,8 @@ def test_whose_key_opens_what(agents):
     root = one.url.partition("/t/")[0]  # of clients that take host and port alone
     assert httpx.get(f"{root}/v1/models", headers={"x-api-key": one.key}).json() == models
     assert httpx.get(f"{root}/v1/models", headers={"x-api-key": "sk-none"}).status_code == 401
-    asked = httpx.get(f"{one.url}/v1/models/any", headers={"x-api-key": one.key}).json()
-    assert asked["id"] == "any" and asked["object"] == "model"
+    asked = httpx.get(f"{one.url}/v1/models/openai/any", headers={"authorization": f"bearer {one.key}"}).json()
+    assert asked["id"] == "openai/any" and asked["object"] == "model"
     made.endpoint.shut(one)
     assert made.post(one, "chat/completions", body).status_code == 401
     assert not any(recorder.turns for recorder in made.recorders)
@@ -280,12 +282,38 @@ def test_what_a_request_may_not_be(agents):
     assert refused({}, "embeddings")[0] == 404
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     assert "text alone" in refused({"messages": image})[1]
+    assert "at most 0 tokens" in refused({"messages": ASKED, "max_completion_tokens": 0})[1]
     assert refused({"input": [], "previous_response_id": "resp_7"}, "responses")[0] == 400
     assert refused({"input": "2 and 3?", "previous_response_id": "resp_7"}, "responses")[0] == 404
     assert "previous_response_id" in refused({"input": "2 and 3?", "conversation": "conv_1"}, "responses")[1]
     assert made.post(access, "chat/completions", {"messages": ASKED}).status_code == 200
     assert refused({"messages": ASKED}) == (400, "This trajectory has had its 1 turns.")
     assert made.recorders[0].cut == "turns"
+
+
+def test_a_body_that_is_nested_too_deeply_is_the_agents_mistake(agents):
+    access = agents(sums).open()
+    body = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    response = httpx.post(
+        f"{access.url}/v1/chat/completions", content=body, headers={"x-api-key": access.key}, timeout=20
+    )
+    assert response.status_code == 400 and "RecursionError" in response.json()["error"]["message"]
+
+
+def test_log_probabilities_are_numbers_that_json_has(agents):
+    class Unknown(Agents):
+        async def generate(self, *asked):
+            done = await super().generate(*asked)
+            return replace(done, logps=[-math.inf, math.nan, *done.logps[2:]])
+
+    made = Unknown(sums)
+    access = made.open()
+    chat = made.post(access, "chat/completions", {"messages": ASKED, "logprobs": True}).json()["choices"][0]
+    told = made.post(access, "completions", {"prompt": "2 and 3?", "logprobs": 0}).json()["choices"][0]
+    assert [one["logprob"] for one in chat["logprobs"]["content"][:3]] == [-9999, -9999, -1]
+    assert told["logprobs"]["token_logprobs"][:3] == [-9999, -9999, -1]
+    assert made.recorders[0].turns[0].logps[0] == -math.inf
+    made.endpoint.close()
 
 
 BODIES = {

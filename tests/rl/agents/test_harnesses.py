@@ -1,11 +1,9 @@
 """Environments of others with several turns and tools, in their own harnesses and with their own clients, unchanged:
-as commands, where `pip install 'posttrain-rl[environments]'` was called. verifiers' program has packages that `uv`
-installs.
+as programs of an environment of their own, since they need other SDKs than the agents; `make test-agents` makes it.
+verifiers' program has packages that `uv` installs.
 """
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,12 @@ from tests.rl.agents.test_real_agents import TOKENIZER, trained_on
 
 pytest.importorskip("uvicorn")
 
-pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[3]
+PYTHON = ROOT / ".venv-harnesses" / "bin" / "python"
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-harnesses: run make test-agents"),
+    pytest.mark.long,
+]
 
 
 def of_verifiers(prompt):
@@ -41,14 +43,12 @@ HARNESSES = {
 
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_is_trained_on_what_was_sampled(tmp_path, name):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'posttrain-rl[environments]'")
     words, answer, turns = HARNESSES[name]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     engine = ScriptedEngine(TOKENIZER, answer)
-    agent = AgentCommand([sys.executable, *words], environment={"PYTHONPATH": paths, "NO_PROXY": "127.0.0.1"})
+    paths = {"PYTHONPATH": str(ROOT), "PATH": os.pathsep.join([str(PYTHON.parent), os.environ["PATH"]])}
+    agent = AgentCommand([str(PYTHON), *words], environment=paths)
     run, learned = trained_on(tmp_path, agent, engine)
     assert learned == sorted(ids for _, ids in engine.written) and len(learned) == 2 * turns
     assert not run.old_logps.recomputes
     logged = run.state.log_history[0]
-    assert logged[f"rewards/{Path(sys.executable).name}/mean"] == 1 and logged["agent/sequences"] == 1
+    assert logged[f"rewards/{PYTHON.name}/mean"] == 1 and logged["agent/sequences"] == 1

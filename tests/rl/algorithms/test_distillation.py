@@ -386,7 +386,9 @@ def server():
 @pytest.mark.parametrize("changes", [{"beta": 0.5, "loss_top_k": 383}, {"loss_type": "policy_gradient"}], ids=str)
 def test_a_teacher_behind_a_server_teaches_what_it_would_teach_here(changes, server, tmp_path):
     url, asked, teacher = server
-    there = make(tmp_path, options={"teacher_model": None}, teacher_model_server_url=url, lmbda=1.0, **changes)
+    where = dict(teacher_model_server_url=url, teacher_request_timeout=90)
+    there = make(tmp_path, options={"teacher_model": None}, lmbda=1.0, **where, **changes)
+    assert there.teacher.servers[""].timeout == 90
     here = make(tmp_path, teacher=teacher, **{k: v for k, v in changes.items() if k != "loss_top_k"})
     for run in (there, here):
         run.train()

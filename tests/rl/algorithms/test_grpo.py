@@ -254,12 +254,13 @@ def test_equal_rewards_teach_nothing_and_that_is_said(tmp_path, caplog):
 
 def test_truncated_completions_can_be_left_out_and_then_nothing_moves(tmp_path):
     engine = Scripted("a b", "b", "c", "d", finished=False)
-    run = trainer(tmp_path, options={"generator": engine}, mask_truncated_completions=True)
+    run = trainer(tmp_path, options={"generator": engine}, mask_truncated_completions=True, beta=0.1)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     result = run.train()
     assert result.training_loss == 0 and logged(run, "completions/clipped_ratio") == [1, 1]
     assert logged(run, "loss") == [0, 0]
     assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+    assert all(math.isfinite(v) for record in run.state.log_history for v in record.values() if isinstance(v, float))
 
 
 def test_dynamic_sampling_fills_a_rollout_with_groups_that_teach(tmp_path):

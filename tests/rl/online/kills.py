@@ -10,7 +10,10 @@ from its last checkpoint. The server stands in for vLLM unless ``--vllm`` is giv
 trainer has a process of its own for reward functions and environments; where it is ``agent``, each episode is a program
 that asks the trainer's endpoint twice; where it is ``episode``, episodes are functions in the process of ``rollout``:
 these are killed as they are found, and the trainer starts others. ``engine``, with ``--vllm``, is the process behind
-vLLM's server, which then stops listening, and is killed and started again.
+vLLM's server, which then stops listening, and is killed and started again. ``worker`` is the process of a rollout
+worker, which writes and scores by itself. Other ways to end or to hold up the trainer: ``save`` and ``sync`` kill it
+while it writes a checkpoint, or it or the stand-in while weights are sent; ``term`` is SIGTERM twice; ``pause`` stops
+the trainer or the server for some seconds; and with ``full`` no file can grow any more, as on a full disk.
 """
 
 from __future__ import annotations
@@ -19,26 +22,34 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
+import queue
 import random
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests import programs
 
-VICTIMS = ("server", "trainer", "reward", "environment", "rollout", "agent", "episode")
+WAYS = ("save", "sync", "term", "pause", "full")  # of the trainer
+VICTIMS = ("server", "trainer", "reward", "environment", "rollout", "agent", "episode", "worker", *WAYS)
 CHILDREN = {"rollout": "posttrain.rl.rewards.process", "agent": "agent.py"}  # of the trainer, by words of their command
 CHILDREN |= {"episode": CHILDREN["rollout"], "engine": "VLLM::EngineCore"}  # and of the server
+CHILDREN |= {"worker": "spawn_main"}
 AGENT = """
 import json, os, time, urllib.request
 messages = json.load(open("row.json"))["prompt"]
@@ -92,8 +103,6 @@ def serve_rewards(port: int, folder: Path) -> None:
 
 def serve_completions(port: int, folder: Path) -> None:
     """A stand-in for vLLM, with weights of its own until it is sent others."""
-    import threading
-
     from tests import tiny
     from tests.rl.generation import test_vllm
     from tests.rl.online import test_asynchronous
@@ -116,19 +125,70 @@ def serve_completions(port: int, folder: Path) -> None:
     threading.Event().wait()
 
 
+def write_there(asked: Any, written: Any) -> None:
+    """The process of a `ProcessWorker`: completions of the last version that it was told, until it is killed."""
+    version, draw = asked.recv(), random.Random(time.time())
+    while True:
+        while asked.poll():
+            version = asked.recv()
+        prompt, ids = [[draw.randrange(5, 30) for _ in range(4)] for _ in range(2)]
+        written.send({
+            "prompt": "a prompt", "completion": "a completion", "input_ids": prompt + ids,
+            "completion_mask": [0] * 4 + [1] * 4, "old_log_probs": [0.0] * 4 + [-5.9] * 4,
+            "advantage": draw.random() - 0.5, "model_version": version, "metrics": {"reward": sum(ids) % 7 / 7},
+        })  # fmt: skip
+        time.sleep(0.02)
+
+
+class ProcessWorker:
+    """A rollout worker that writes in a process of its own, at most 16 completions ahead."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(16)
+        spawning = multiprocessing.get_context("spawn")
+        (theirs, self.asked), (written, self.ours) = spawning.Pipe(False), spawning.Pipe(False)
+        self.process = spawning.Process(target=write_there, args=(theirs, self.ours), daemon=True)
+        self.written, self.theirs, self.has_ended = written, theirs, False
+
+    def start(self) -> None:
+        self.process.start()
+        self.ours.close()
+        self.theirs.close()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self.rollout_buffer.put(SimpleNamespace(**self.written.recv()))
+        self.has_ended = True
+
+    def stop(self) -> None:
+        self.process.kill()
+
+    def update_model_version(self, model_version: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is found by `check_health`
+            self.asked.send(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self.has_ended:
+            raise RuntimeError("The process of the rollout worker has ended.")
+
+
 def train(
     folder: Path, ports: dict[str, int], steps: int, bound: int, patience: float, vllm: bool, victim: str
 ) -> None:
     """The trainer, from its last checkpoint if there is one."""
     import torch
 
-    from posttrain.rl import GRPOTrainer
+    from posttrain.rl import AsyncGRPOTrainer, GRPOTrainer
     from posttrain.rl.generation.vllm import VLLMServerGenerator
+    from posttrain.rl.online import rollout_worker
     from tests import tiny
     from tests.contract.trainers import arguments, text_rows
     from tests.vllm import servers
 
     torch.set_num_threads(1)
+    rollout_worker.POLL = 0.2
 
     def asked(completion_ids):
         return ask(ports["reward"], completion_ids)
@@ -158,19 +218,20 @@ def train(
     has_agent = "agent" in made
     shared = None if vllm else str(folder / "shared")
     url = f"http://127.0.0.1:{ports['server']}"
-    trainer = GRPOTrainer(
+    generator = VLLMServerGenerator(url, patience, 0, folder=shared, in_flight=bound > 0, request_timeout=60)
+    kind, engine = GRPOTrainer, {"generator": generator}
+    if victim == "worker":
+        kind, made, engine = AsyncGRPOTrainer, {}, {"rollout_worker": ProcessWorker()}
+    trainer = kind(
         servers.model() if vllm else tiny.causal_lm(initializer_range=0.1), asked,
         arguments(
-            GRPOTrainer.config_class, folder / "run", num_generations=2, max_steps=steps,
+            kind.config_class, folder / "run", num_generations=2, max_steps=steps,
             max_completion_length=40 if has_agent else 6, reward_on_error="mask" if has_agent else "raise",
             rollout_process=victim in ("rollout", "episode"),
             num_train_epochs=999, gradient_checkpointing=False, save_strategy="steps", save_steps=2,
             save_total_limit=2, max_staleness=bound, sample_ledger=True, reward_concurrency=2, learning_rate=0.01,
         ),
-        [{"prompt": row["prompt"]} for row in text_rows(13)], None, tiny.tokenizer(), **made,
-        generator=VLLMServerGenerator(
-            url, patience, 0, folder=shared, in_flight=bound > 0, request_timeout=60
-        ),
+        [{"prompt": row["prompt"]} for row in text_rows(13)], processing_class=tiny.tokenizer(), **made, **engine,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=any((folder / "run").glob("checkpoint-*")))
 
@@ -202,7 +263,8 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         from tests.vllm.servers import free_port
 
-        self.ports = {name: free_port() for name in VICTIMS if name not in ("trainer", *CHILDREN)}
+        self.draw = random.Random(0)
+        self.ports = {name: free_port() for name in VICTIMS if name not in ("trainer", *CHILDREN, *WAYS)}
         self.processes: dict[str, subprocess.Popen | programs.Program] = {}
         self.said: list[str] = []
         if vllm:
@@ -222,8 +284,8 @@ class Run:
 
     def start(self, name: str) -> None:
         """Start a process, which has ended or never was; the trainer starts its own."""
-        name = "server" if name == "engine" else name
-        if name in CHILDREN:
+        name = "server" if name in ("engine", "sync") else name
+        if name in (*CHILDREN, *WAYS) or (name in self.processes and self.processes[name].poll() is None):
             return
         if name == "server" and self.vllm:
             from tests.vllm import servers
@@ -240,6 +302,8 @@ class Run:
 
     def kill(self, name: str) -> None:
         """As `kill -9` does. vLLM's engine and worker are processes of their own, and go with the server."""
+        if name in WAYS:
+            return self.strike(name)
         if name == "engine":
             self.until(lambda: self.has_ended() or self.kill_child(CHILDREN[name], "server"))
             self.until(lambda: self.has_ended() or not self.is_listening("server"))
@@ -252,8 +316,44 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         else:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the run has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         self.processes[name].wait()
+
+    def strike(self, way: str) -> None:
+        """End or hold up the trainer, or perhaps the server, in one of the `WAYS`."""
+        run, victim = self.folder / "run", "server" if self.draw.random() < 0.5 else "trainer"
+        before, shared = time.time_ns(), self.folder / "shared"
+        if way == "save":
+            beginnings = partial(run.glob, ".tmp-checkpoint-*")
+            self.until(lambda: self.has_ended() or any(_changed(one) > before for one in beginnings()), pause=0.0005)
+            time.sleep(self.draw.random() * 0.02)
+            self.kill("trainer")
+        elif way == "sync":
+            self.until(lambda: self.has_ended() or _changed(shared) > before, pause=0.0005)
+            time.sleep(self.draw.random() * 0.02)
+            self.kill(victim)
+        elif way == "term":
+            for _ in range(2):
+                with contextlib.suppress(ProcessLookupError):  # the first was enough
+                    os.kill(self.processes["trainer"].pid, signal.SIGTERM)
+                time.sleep(self.draw.random())
+        elif way == "full":
+            self.until(lambda: self.has_ended() or self.fill_up(run / "samples-0.jsonl"))
+            self.until(lambda: self.has_ended() or self.processes["trainer"].poll() is not None)
+        elif way == "pause":
+            os.kill(self.processes[victim].pid, signal.SIGSTOP)
+            time.sleep(4 * self.draw.random())
+            os.kill(self.processes[victim].pid, signal.SIGCONT)
+
+    def fill_up(self, ledger: Path) -> bool:
+        """Let no file of the trainer become much larger than the `ledger` is; whether it runs."""
+        most = ledger.stat().st_size + self.draw.randrange(2000)
+        try:
+            resource.prlimit(self.processes["trainer"].pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        except ProcessLookupError:
+            return False
+        return True
 
     def is_listening(self, name: str) -> bool:
         with socket.socket() as one:
@@ -279,7 +379,7 @@ class Run:
     def has_ended(self) -> bool:
         return self.processes["trainer"].poll() == 0
 
-    def until(self, true: Callable[[], bool], seconds: float = PROGRESS) -> None:
+    def until(self, true: Callable[[], bool], seconds: float = PROGRESS, pause: float = 0.02) -> None:
         """Wait, and start the trainer again where it has ended with an error."""
         end = time.monotonic() + seconds
         while not true():
@@ -291,12 +391,19 @@ class Run:
             if time.monotonic() > end:
                 logs = {name: (self.folder / f"{name}.log").read_text()[-1500:] for name in self.processes}
                 raise RuntimeError(f"The run has not gone on for {seconds:g} seconds: {json.dumps(logs, indent=1)}")
-            time.sleep(0.02)
+            time.sleep(pause)
 
     def goes_on(self, more: int) -> None:
         """Wait until `more` lines have been written, or the run is at its end."""
         wanted = self.lines() + more
         self.until(lambda: self.has_ended() or self.lines() >= wanted)
+
+
+def _changed(folder: Path) -> int:
+    """When something was last added to `folder` or below it, or taken away, in nanoseconds since 1970."""
+    with contextlib.suppress(FileNotFoundError):
+        return max(path.stat().st_mtime_ns for path in (folder, *folder.rglob("*")))
+    return 0
 
 
 def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random) -> dict[str, Any]:
@@ -306,7 +413,7 @@ def kill_again_and_again(run: Run, victim: str, times: int, draw: random.Random)
     so hits a process that is starting. vLLM takes minutes to start, so there the run learns from one rollout at least.
     """
     least = 1 if run.vllm else 0
-    kills, began = 0, time.monotonic()
+    kills, began, run.draw = 0, time.monotonic(), draw
     with run:
         run.goes_on(2 * PER_STEP)
         while kills < times and not run.has_ended():
@@ -336,7 +443,7 @@ def judged(run: Run) -> dict[str, Any]:
     if [line["rollout"] for line in found.used] != [number for number in range(run.steps) for _ in range(PER_STEP)]:
         problems.append("rollouts do not count on")
     epoch = 3 * PER_STEP  # 12 of 13 prompts, twice each
-    for start in range(0, len(found.used) - epoch + 1, epoch):
+    for start in () if run.victim == "worker" else range(0, len(found.used) - epoch + 1, epoch):
         told = Counter(line["prompt"] for line in found.used[start : start + epoch])
         failed = told.pop(unfinished, 0)  # agents that were killed before their first turn
         if max(told.values()) > 2 or sum(told.values()) + failed != epoch or (not failed and len(told) != 12):

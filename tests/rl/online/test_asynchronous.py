@@ -684,6 +684,33 @@ def carrying(out, is_slow, callbacks=(), **changes):
     return trainer
 
 
+class Apart(Beside):
+    """Each call takes as long as its prompts need, whatever the others do."""
+
+    def __init__(self, is_slow):
+        super().__init__()
+        self.is_slow = is_slow
+
+    def generate(self, prompts, *asked):
+        until = time.monotonic() + WAIT
+        while self.is_slow(prompts):
+            assert time.monotonic() < until, "nothing went on without these prompts"
+            time.sleep(0.01)
+        return super().generate(prompts, *asked)
+
+
+def test_plain_prompts_of_servers_are_sampled_beside_each_other_and_carried_on(tmp_path):
+    """Two steps are made before the first prompt is answered, of groups that were asked for later."""
+    first = tiny.tokenizer()(FIRST)["input_ids"]
+    engine = Apart(lambda prompts: first in prompts and trainer.state.global_step < 2)
+    trainer = make(tmp_path, rows=24, generator=engine, max_staleness=3, sample_ahead=1, shuffle_dataset=False,
+                   num_train_epochs=1)  # fmt: skip
+    trainer.train()
+    found = audit(tmp_path)
+    assert found.problems == [] and trainer.state.global_step == 6 and len(found.used) == 8 * 6
+    assert steps_of_first(found) in ({3}, {4}) and max(step - int(v.min()) for step, _, v in trainer.notes) <= 3
+
+
 FIRST = text_rows(24)[0]["prompt"]
 
 

@@ -11,6 +11,7 @@ from posttrain.rl import AsyncGRPOConfig, AsyncGRPOTrainer
 from posttrain.rl.generation.weights import Weights
 from posttrain.rl.losses.policy_losses import summed
 from posttrain.rl.online import rollout_worker
+from posttrain.rl.online.ledger import audit
 from tests import tiny
 
 
@@ -121,12 +122,14 @@ def test_the_worker_gets_the_weights_of_each_step_and_is_ended(tmp_path):
     assert not transfer.sent[2]["model.embed_tokens.weight"].equal(began["model.embed_tokens.weight"])
 
 
-def test_completions_of_old_weights_are_left_out_and_counted(tmp_path):
-    worker = Worker(old={1: 3, 2: 1})
+def test_completions_of_old_weights_are_left_out_and_counted(tmp_path, caplog):
+    worker = Worker(old={1: 3, 2: 4})
     trainer = make(tmp_path, worker, max_staleness=4)
     trainer.train()
+    told = [record.message for record in caplog.records if "old weights" in record.message]
+    assert told == ["The rollout_worker has given 4 completions of old weights, the last of step -7 at step 2."]
     dropped = [one["staleness/dropped"] for one in trainer.state.log_history if "staleness/dropped" in one]
-    assert dropped == [0, 3, 1] and trainer.state.global_step == 3
+    assert dropped == [0, 3, 4] and trainer.state.global_step == 3
     assert max(one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one) < 1e4  # of 1e6: none
 
 
@@ -138,6 +141,33 @@ def test_a_worker_may_fall_behind_as_far_as_allowed(tmp_path):
     trainer.train()
     ages = [one["staleness/max"] for one in trainer.state.log_history if "staleness/max" in one]
     assert len(ages) == 3 and ages[-1] > 0 and max(ages) <= 2
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_no_completion_is_older_than_the_bound_in_any_step_that_learns_from_it(accumulation, tmp_path):
+    """Four micro-batches of a rollout, which begins in the middle of a window of three."""
+    changes = dict(steps_per_generation=2, num_iterations=2, gradient_accumulation_steps=accumulation, max_steps=8)
+    bound, ages = 3, []
+
+    class Late(Worker):
+        """Its completions are of different weights."""
+
+        def fill(self):
+            for number in range(40):
+                version = max(self.version - number % 4, 0)
+                self.put(Completion([10 + version, 20, 30 + number], [0, 0, 1], [0, 0, -0.5], 1.0, version))
+
+    trainer = make(tmp_path, Late(), max_staleness=bound, share_prompts=False, sample_ledger=True, **changes)
+    step = trainer.training_step
+    trainer.training_step = lambda model, inputs, *more: (
+        ages.extend(trainer.state.global_step - inputs["input_ids"][:, 0] + 10),
+        step(model, inputs, *more),
+    )[1]
+    trainer.train()
+    assert max(ages) == bound and len(ages) >= 4 * 8
+    assert sum(record.get("staleness/dropped", 0) for record in trainer.state.log_history) > 0
+    found = audit(tmp_path)
+    assert found.problems == [] and {line["versions"][0] for line in found.used} != {0}
 
 
 def test_rewards_of_each_function_are_logged_under_its_name(tmp_path):
@@ -157,6 +187,9 @@ def test_what_cannot_go_together_is_refused_by_name(tmp_path, monkeypatch):
         make(tmp_path, Half())
     with pytest.raises(ValueError, match="dynamic_sampling=True chooses among prompts"):
         make(tmp_path, Worker(), dynamic_sampling=True)
+    several = dict(gradient_accumulation_steps=3, steps_per_generation=2, num_iterations=6, max_staleness=2)
+    with pytest.raises(ValueError, match="Up to 4 optimizer steps learn from a rollout .*are 3 steps old, above max_"):
+        make(tmp_path, Worker(), **several)
     with pytest.warns(FutureWarning, match="token_budget has no effect: micro-batches are completions"):
         make(tmp_path, Worker(), token_budget=256)
     monkeypatch.setattr(rollout_worker, "POLL", 0.01)

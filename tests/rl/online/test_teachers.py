@@ -2,12 +2,14 @@
 
 import math
 import random
+import socket
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.errors import DataError
+from posttrain.rl.online import teachers
 from posttrain.rl.online.teachers import WINDOW, ServerTeacher, beginnings
 from posttrain.rl.samples.samples import Sample
 from tests import tiny
@@ -69,6 +71,14 @@ def test_a_byte_that_is_no_character_makes_all_that_follow_in_its_run_none():
 
 @pytest.mark.parametrize("name", [None, math.nan, 0, "", ["a"]])
 def test_a_row_that_names_no_teacher_is_shown(name):
-    teachers = ServerTeacher({"a": "http://host:1", "b": "http://host:2"}, 3)
+    two = ServerTeacher({"a": "http://host:1", "b": "http://host:2"}, 3)
     with pytest.raises(DataError, match=r"with the prompt 'Why \?' has teacher_id=.*not among the teachers \(a, b\)"):
-        teachers.complete(None, [Sample({"teacher_id": name}, "Why ?", [5])])
+        two.complete(None, [Sample({"teacher_id": name}, "Why ?", [5])])
+
+
+def test_the_time_that_a_server_has_is_set_by_the_argument_that_its_message_names(monkeypatch):
+    monkeypatch.setattr(teachers, "RETRIES", 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        teacher = ServerTeacher({"": f"http://127.0.0.1:{silent.getsockname()[1]}"}, 3, timeout=0.2)
+        with pytest.raises(ConnectionError, match=r"within 0\.2 seconds.* raise teacher_request_timeout"):
+            teacher.complete(None, [Sample({}, "Why ?", [5])])

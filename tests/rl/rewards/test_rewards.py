@@ -326,6 +326,15 @@ def test_a_reward_model_scores_each_text_by_itself():
         [[{"role": "assistant", "content": c}] for c in completions],
     )
     assert len(set(judge(*chats))) == 3
+    for pad, number in (("<extra>", 384), ("<unknown>", None), (None, None)):
+        other = tiny.tokenizer()
+        if number is not None:
+            other.add_tokens([pad])
+        other.pad_token, other.eos_token = pad, None
+        with pytest.raises(
+            ValueError, match=f"ids below 384, and its tokenizer pads with {pad!r}, whose id is {number}"
+        ):
+            RewardModel(model, other)
     model.config.num_labels = 2
     with pytest.raises(ValueError, match="num_labels=1"):
         RewardModel(model, tokenizer)

@@ -61,6 +61,10 @@ for _names, _why in {
     "PairRMJudge RandomPairwiseJudge RandomRankJudge": _JUDGE,
     "TextEnvironment TextHistory": "pass environment_factory or tools to posttrain.rl.GRPOTrainer",
     "HarborSpec HarborEnv HarborBashEnv OpenRewardSpec": "keep trl's: posttrain.rl.GRPOTrainer takes what it makes",
+    "HarnessRolloutWorker": "pass what runs the harness as agent to posttrain.rl.AsyncGRPOTrainer, see docs/agents.md; "
+    "or keep trl's as rollout_worker",
+    "AsyncRolloutWorker WeightTransferClient": "keep trl's: posttrain.rl.AsyncGRPOTrainer takes it as rollout_worker "
+    "or weight_transfer",
     "BestOfNSampler": "generate several completions and keep the best by a reward function of posttrain.rl",
     "MergeModelCallback MergeConfig": "merge adapters with `posttrain merge`; for models, use mergekit",
     "BEMAForRefModelCallback": "posttrain.rl.BEMACallback moves the reference too, with update_ref_model=True",

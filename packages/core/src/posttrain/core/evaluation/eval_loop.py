@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -332,7 +333,7 @@ def run(
         on_batch()
     pairs = metrics.drain(gather)
     first = {"loss": pairs.pop("loss")} if "loss" in pairs else {}
-    named = means(first | pairs)
+    named = dict.fromkeys(first | pairs, math.nan) | means(first | pairs)
     if batch_metrics is not None and rows:
         named = with_returned(named, batch_metrics.compute(gather))
     joined = kept.joined()

@@ -188,8 +188,8 @@ def _plain(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
 
 
 def means(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """``{name: sum / count}``; NaN where nothing was counted."""
-    return {name: total / count if count else math.nan for name, (total, count) in pairs.items()}
+    """``{name: sum / count}``, without those where nothing was counted, as where every completion is masked."""
+    return {name: total / count for name, (total, count) in pairs.items() if count}
 
 
 # Dense 16-bit matrix operations a second, as the makers' data sheets have them, by a part of the device's name.

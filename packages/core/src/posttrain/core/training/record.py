@@ -92,8 +92,6 @@ class Record:
         progress.add_losses(*pairs["loss"])
         with accelerator.waiting():
             progress.grad_norm = float(progress.grad_norm)
-        if not pairs["loss"][1]:  # nothing was learned from, as where every completion of a record is masked
-            del pairs["loss"]
         logs = {"loss": 0.0} | means(pairs) | {"grad_norm": progress.grad_norm, "learning_rate": progress.learning_rate}
         logs |= beside | self.clock.performance(steps, steps_left(state, self.args.max_tokens))
         progress.last_logged = state.global_step

@@ -10,7 +10,7 @@ import logging
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -35,7 +35,7 @@ from posttrain.rl.rewards.background import name_of
 from posttrain.rl.rewards.process import RolloutProcess
 from posttrain.rl.rewards.scoring import RewardArguments
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.samples import Sample
+from posttrain.rl.samples.samples import Sample, copied
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class Episodes:
         returned, failed = None, False
         try:
             async with asyncio.timeout(self.agent.seconds) as limit:
-                returned = await called(self.agent.run, episode, dict(sample.row))
+                returned = await called(self.agent.run, episode, copied(sample.row))
         except Exception as error:
             if recorder.error is not None:
                 raise recorder.error from None
@@ -328,7 +328,8 @@ def read_reward(returned: Any, given: Sequence[float], name: str) -> tuple[float
     """
     columns = dict(returned) if isinstance(returned, Mapping) else {}
     value = columns.pop("reward", None) if isinstance(returned, Mapping) else returned
-    value = value.item() if hasattr(value, "item") else value
+    with suppress(ValueError, RuntimeError):  # of an array with several numbers
+        value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, (int, float, type(None))):
         raise TypeError(
             f"The agent {name!r} returned {reprlib.repr(returned)}; return a number, a dict with 'reward', or None."

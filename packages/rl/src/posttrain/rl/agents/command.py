@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from posttrain.core.files import write_text
 
@@ -24,8 +25,8 @@ class AgentCommand:
     """A program that is trained as an agent.
 
     It runs in a new folder with the row in ``row.json``. OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and the same of
-    ANTHROPIC lead it to the policy. Its reward is what the `verifier` says, or else the number that it prints on its
-    last line, if it does.
+    ANTHROPIC lead it to the policy, past a proxy that the environment names. Its reward is what the `verifier` says, or
+    else the number that it prints on its last line, if it does.
 
     Args:
         command: its words, or a text that is split into words as a shell does. ``{name}`` stands for that column of the
@@ -54,7 +55,9 @@ class AgentCommand:
         with tempfile.TemporaryDirectory(prefix="posttrain-agent-", ignore_cleanup_errors=True) as folder:
             write_text(Path(folder, "row.json"), json.dumps(row, default=str))
             values = {name: str(value) for name, value in row.items()} | {"folder": folder}
+            around = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(episode.base_url).hostname]
             variables = {
+                **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, around))),
                 "OPENAI_BASE_URL": episode.base_url,
                 "OPENAI_API_KEY": episode.api_key,
                 "OPENAI_MODEL": episode.model,

@@ -101,7 +101,7 @@ class Endpoint:
                 for at in ("/t/{name}", "")  # clients that take host and port alone have the key
                 for path, call, method in (
                     ("/v1/models", self._models, "GET"),
-                    ("/v1/models/{model}", self._models, "GET"),
+                    ("/v1/models/{model:path}", self._models, "GET"),
                     ("/v1/{path:path}", self._answer, "POST"),
                 )
             ]
@@ -143,7 +143,7 @@ class Endpoint:
 
     def _access(self, http: Any) -> Access:
         """The trajectory that a request is of."""
-        key = http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
+        key = http.headers.get("x-api-key") or http.headers.get("authorization", "").rpartition(" ")[2]
         access = self._open.get(key)
         if access is None:
             raise RequestError(
@@ -235,7 +235,7 @@ def _request(api: API, body: bytes) -> Request:
         return api.read(document)
     except RequestError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RequestError(f"The request cannot be read: {type(error).__name__}: {error}") from error
 
 

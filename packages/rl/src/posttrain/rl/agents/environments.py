@@ -28,7 +28,7 @@ from posttrain.rl.generation.protocol import Sampling
 from posttrain.rl.rewards import background
 from posttrain.rl.rewards.process import RolloutProcess, is_remote
 from posttrain.rl.samples.prompts import PromptCodec
-from posttrain.rl.samples.samples import Sample, room_for, room_left
+from posttrain.rl.samples.samples import Sample, copied, room_for, room_left
 from posttrain.rl.tools.formats import Call
 from posttrain.rl.tools.protocol import names_all
 
@@ -289,14 +289,14 @@ def _joined(sample: Sample, turn: Sample) -> Sample:
     )
 
 
-def _reset(environment: Any, row: Mapping[str, Any]) -> Any:
+def _reset(environment: Any, row: dict[str, Any]) -> Any:
     """What its ``reset(**row)`` returns; a RuntimeError where it could not reach something, as a ConnectionError is the
     engine's.
     """
     what = f"{type(environment).__name__}.reset() for the row {reprlib.repr(row)}"
     try:
         with background.naming_slow(what, "The rollout waits for it."):
-            return background.call(partial(environment.reset, **row))
+            return background.call(partial(environment.reset, **copied(row)))
     except ConnectionError as error:
         raise RuntimeError(
             f"{type(environment).__name__}.reset() has failed: {type(error).__name__}: {error}. If it asks another "

@@ -82,13 +82,13 @@ def read_completion(body: Mapping[str, Any]) -> Request:
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("n", 1) not in (1, None):
         raise RequestError(f"n={body['n']}: a trajectory goes on in one way; leave n out, or send several requests.")
-    limit, stop = body.get("max_completion_tokens") or body.get("max_tokens"), body.get("stop") or ()
+    limit, stop = body.get("max_completion_tokens"), body.get("stop") or ()
     return {
-        "max_tokens": limit,
+        "max_tokens": body.get("max_tokens") if limit is None else limit,
         "stop": (stop,) if isinstance(stop, str) else tuple(stop),
         "stream": bool(body.get("stream")),
         "wants_usage": bool((body.get("stream_options") or {}).get("include_usage")),
-        "wants_logprobs": body.get("logprobs") not in (None, False),
+        "wants_logprobs": body.get("logprobs") is not None and body["logprobs"] is not False,  # 0 asks for them
         "model": body.get("model") or "",
     }
 

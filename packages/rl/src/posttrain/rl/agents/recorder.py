@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 REPLIES = itertools.count(1)
 ENDED = "This trajectory has ended."
+LEAST = -9999.0
+"""The log-probability that agents are told of a token with a lower one or none, since JSON has no such numbers."""
 FULL = "context_length_exceeded"
 """The code of errors about length, by which agents know them."""
 
@@ -287,7 +289,7 @@ class Recorder:
             calls=calls,
             finish="tool_calls" if calls else "stop" if done.finished else "length",
             tokens=tuple(tokenizer.batch_decode([[token] for token in done.ids])),
-            logps=None if done.logps is None else tuple(done.logps),
+            logps=None if done.logps is None else tuple(logp if logp > LEAST else LEAST for logp in done.logps),
             num_read=len(asked),
             stop=stop,
         )
@@ -301,7 +303,7 @@ def _key(history: Any) -> str | tuple[Any, ...]:
 
 def are_ids(history: Any) -> bool:
     """Whether `history` is tokens."""
-    return isinstance(history, list) and isinstance(history[0], int)
+    return isinstance(history, list) and bool(history) and isinstance(history[0], int)
 
 
 @functools.cache

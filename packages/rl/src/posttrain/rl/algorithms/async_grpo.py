@@ -37,7 +37,9 @@ class AsyncArguments:
     logging_steps: float | str = other_default(RolloutConfig, "logging_steps", 1)
     max_completion_length: int = other_default(RolloutConfig, "max_completion_length", 2048)
     max_staleness: int = opt(
-        4, "Optimizer steps between the weights that sample a completion and the first step that learns from it.", min=1
+        4,
+        "Optimizer steps between the weights that sample a completion and the first that learns from its rollout.",
+        min=1,
     )
     use_vllm: bool = opt(True, "Generate with vLLM.")
     vllm_mode: str = opt("server", "vLLM on a server.", choices=("server",))
@@ -101,7 +103,17 @@ def worker_engine(worker: Any, transfer: Any, args: Any, given: dict[str, Any]) 
     for name in ("dynamic_sampling", "curriculum", "router_replay"):
         if value_of(args, name):
             raise ValueError(f"{name}=True chooses among prompts and completions, and a rollout_worker does so itself.")
-    return WorkerEngine(worker, transfer, args.max_staleness, args.heartbeat_stale_after_s)
+    # Steps that learn from a rollout after its first one, at most: it may begin in the middle of a window.
+    window, parts = args.gradient_accumulation_steps, args.steps_per_generation * args.num_iterations
+    later = (window - math.gcd(window, parts) + parts - 1) // window
+    if later > args.max_staleness:
+        raise ValueError(
+            f"Up to {later + 1} optimizer steps learn from a rollout (steps_per_generation={args.steps_per_generation} "
+            f"* num_iterations={args.num_iterations} micro-batches, gradient_accumulation_steps={window}): in the last "
+            f"its completions are {later} steps old, above max_staleness={args.max_staleness}. Raise max_staleness, or "
+            "leave steps_per_generation, generation_batch_size and num_iterations out."
+        )
+    return WorkerEngine(worker, transfer, args.max_staleness - later, args.heartbeat_stale_after_s)
 
 
 @dataclass
@@ -129,6 +141,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         rollout_worker: samples and scores completions in place of an engine, as
             `posttrain.rl.online.rollout_worker.RolloutWorker` says. Its rewards are logged, and its advantages learned
             from; the reward functions are not called, and the rows of `train_dataset` only count the steps of an epoch.
+            What would be older than ``max_staleness`` in the last step that learns from it is left out. The first
+            process alone talks to it.
         weight_transfer: sends it the weights, as `posttrain.rl.online.rollout_worker.WeightTransfer` says.
     """
 
@@ -158,20 +172,18 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self.worker = worker_engine(rollout_worker, weight_transfer, args, given)
         self._advantages = torch.empty(0)
         super().__init__(**given | ({} if self.worker is None else {"generator": self.worker}))
+        if self.worker is not None:
+            self.worker.on_main, self.learns_from_rewards = self.dist.on_main, False
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""
         if self.worker is None or samples[0].is_evaluated:
             return super().generate(samples, sampling)
-        worker, before = self.worker, self.worker.dropped
-        taken = self.dist.broadcast_object(
-            worker.take(self.layout.per_process * self.layout.world_size) if self.dist.is_main else None
-        )
+        before = self.worker.dropped
+        taken = self.dist.broadcast_object(self.worker.take(self.layout.per_process * self.layout.world_size))
         self._advantages = torch.tensor([float(one.advantage) for one in taken])
-        ages = [self.state.global_step - int(one.model_version) for one in taken]
-        self.metrics.add_sum("staleness/mean", sum(ages), len(ages))
-        self.metrics.add_extreme("staleness/max", max(ages), "max")
-        self.metrics.add("staleness/dropped", worker.dropped - before)
+        if self.dist.is_main:
+            self.metrics.add("staleness/dropped", self.worker.dropped - before)
         return [_in_place_of(sample, taken[sample.place], sampling.eos_token_ids) for sample in samples]
 
     def score(self, samples: list[Sample]) -> Scores:
@@ -201,6 +213,7 @@ def _in_place_of(sample: Sample, one: ScoredCompletion, ends: Sequence[int]) -> 
         ids=ids[start:],
         learn=mask[start:],
         logps=[float(value) for value in one.old_log_probs[start:]],
+        versions=[int(one.model_version)] * len(ids[start:]),
         completion=one.completion,
         finished=ids[-1] in ends,
         extra=sample.extra | {"metrics": one.metrics},

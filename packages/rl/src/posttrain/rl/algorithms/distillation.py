@@ -99,6 +99,9 @@ class DistillationConfig(RolloutConfig):
     teacher_server_urls: JSONObject = opt(
         None, "{name: address} of several such teachers; the column teacher_id of a row names its own."
     )
+    teacher_request_timeout: float = opt(
+        1800.0, "Seconds within which a teacher's server must answer a request.", above=0, needs=BEHIND_SERVERS
+    )
     loss_top_k: int = opt(20, TOP_K, min=0, needs=BEHIND_SERVERS)
     loss_add_tail: bool = opt(
         True, "Compare the rest of the vocabulary as one token, where a server tells the others.", needs=BEHIND_SERVERS
@@ -393,7 +396,9 @@ class DistillationTrainer(RolloutTrainer):
     def _make_teacher(self) -> LocalTeacher | ServerTeacher:
         args, reference, why_not = self.args, self.reference, lm_head.supports_loss_in_head(self.model)
         if not isinstance(reference, FrozenReference):
-            teacher: LocalTeacher | ServerTeacher = ServerTeacher(args.teacher_urls, args.loss_top_k)
+            teacher: LocalTeacher | ServerTeacher = ServerTeacher(
+                args.teacher_urls, args.loss_top_k, args.teacher_request_timeout
+            )
         elif name := self.tokenizer_of_teacher(reference):
             codec = PromptCodec(loading.load_tokenizer(name, args.trust_remote_code), args.chat_template_kwargs)
             ends = self.sampling().eos_token_ids

@@ -125,7 +125,8 @@ class SelfDistillationTrainer(RolloutTrainer):
         self.teacher_model = self.model if self.reference is None else self.reference.model
         asked = self.args.distillation_topk if self.args.distillation_mode == "topk_logits" else None
         where = {"": server_url(self.args).partition(",")[0]}
-        self.teacher_server = ServerTeacher(where, asked or 1) if self.args.use_teacher_server else None
+        given = where, asked or 1, self.args.vllm_request_timeout, "vllm_request_timeout"
+        self.teacher_server = ServerTeacher(*given) if self.args.use_teacher_server else None
         if self.reference is not None and self.args.teacher_model_kind == "ema":
             self.remove_callback(SyncReference)  # of the model before
             rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps

@@ -278,7 +278,7 @@ class RolloutConfig(
 
     max_staleness: int = opt(
         0,
-        "Optimizer steps between the weights that sample a completion and the first step that learns from it, at most. "
+        "Optimizer steps between the weights that sample a completion and the first that learns from its rollout. "
         "Above 0 the next rollouts are sampled and scored while the policy is trained; 0: sample and train in turn.",
         min=0,
     )

@@ -3,9 +3,9 @@
     prompts -> [generate -> score] -> queue -> advantages -> windows of micro-batches -> loss
 
 The main thread reads the prompts, sends the weights and learns. One thread generates and `reward_concurrency` threads
-score, so that by default no user code is called twice at a time. Where the engine can, rollouts of an agent overlap,
-and those with tools and environments that run beside each other: async ones, or ones in a process of their own. A batch
-of prompts is handed over at the earliest optimizer step from which its completions are at most `max_staleness` steps
+score, so that by default no user code is called twice at a time. Where the engine can, rollouts overlap, whose tools
+and environments, if any, run beside each other: async ones, or ones in a process of their own. A batch of prompts is
+handed over at the earliest optimizer step from which its completions are at most `max_staleness` steps
 old when they are learned from. So the bound holds without dropping a completion, and it limits the queue.
 
 With `sample_ahead` below that, batches are handed over later, and their completions have steps to spare: a rollout is

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from posttrain.core.distributed.environment import rank
 from posttrain.core.errors import DataError
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.weights import Weights
+from posttrain.rl.rewards.background import fulfil
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +99,13 @@ class WorkerEngine:
 
     Args:
         transfer: sends it the weights; None: it has them from elsewhere.
-        max_staleness: optimizer steps that a completion may be old. stale_after: see `RolloutWorker.check_health`.
+        max_staleness: optimizer steps that a completion may be old when it is taken. stale_after: see
+            `RolloutWorker.check_health`.
 
     Attributes:
         version: the optimizer step of the weights that were sent last. dropped: completions that were too old.
+        on_main: `posttrain.core.distributed.world.World.on_main` of the run, by which errors of the worker are raised
+            in every process, and the others wait for it without a limit.
     """
 
     has_own_weights = True
@@ -112,16 +117,19 @@ class WorkerEngine:
         self.worker, self.transfer = worker, transfer
         self.max_staleness, self.stale_after = max_staleness, stale_after
         self.version, self.dropped, self._is_running = 0, 0, False
+        self.on_main: Callable[[Callable[[], Any], str], Any] = lambda work, what: work()
 
     def sync_weights(self, model: nn.Module) -> None:
         """Send the weights, and start the worker after the first ones. Every process must call it."""
         weights = Weights(model) if self.transfer is not None else None
+        sent: Future[None] = Future()
         try:
             if rank() == 0:
-                self._send(weights)
+                fulfil(sent, lambda: self._send(weights))
         finally:
             if weights is not None and weights.are_in_pieces:
                 weights.gather_rest()
+        self.on_main(sent.result, "the weights of the rollout_worker")
 
     def _send(self, weights: Weights | None) -> None:
         if weights is not None and self.transfer is not None:
@@ -138,8 +146,15 @@ class WorkerEngine:
             self.worker.start()
 
     def take(self, number: int) -> list[ScoredCompletion]:
-        """The next `number` completions that are not too old, waited for. Raises what `check_health` raises."""
+        """The next `number` completions that are not too old, waited for; none but in the first process. Every process
+        must call it. Raises what `check_health` raises.
+        """
         found: list[ScoredCompletion] = []
+        self.on_main(lambda: self._take(number, found), "completions of the rollout_worker")
+        return found
+
+    def _take(self, number: int, found: list[ScoredCompletion]) -> None:
+        before = self.dropped
         while len(found) < number:
             try:
                 one = self.worker.rollout_buffer.get(timeout=POLL)
@@ -148,10 +163,12 @@ class WorkerEngine:
                 continue
             if self.version - one.model_version > self.max_staleness:
                 self.dropped += 1
+                if self.dropped - before == number:
+                    said = "The rollout_worker has given %d completions of old weights, the last of step %s at step %d."
+                    logger.warning(said, number, one.model_version, self.version)
                 continue
             check(one)
             found.append(one)
-        return found
 
     def close(self) -> None:
         """Stop the worker and the transfer, if they were started."""

@@ -138,9 +138,8 @@ class Rollouts:
     @property
     def overlap(self) -> bool:
         """Whether rollouts may be completed at the same time."""
-        owner, environments = self.owner, self.owner.environments
-        talks = owner.rollout_func is None and owner.sampler.has_tools and environments.run_beside
-        return (owner.episodes is not None or talks) and owner.sampler.may_overlap
+        owner = self.owner
+        return owner.rollout_func is None and owner.environments.run_beside and owner.sampler.may_overlap
 
     def sync(self) -> None:
         owner = self.owner
@@ -176,7 +175,7 @@ class Rollouts:
         """The `samples` completed by the weights that the engine has."""
         owner, sampler = self.owner, self.owner.sampler
         with nullcontext() if sampler.may_overlap else sampler.generating, sampler.session():
-            version = sampler.version if self.background is not None else None
+            version = sampler.version if self.background is not None or sampler.can.runs_ahead else None
             sampling = owner.sampling(temperature)
             if samples:
                 with owner.clock("generate"), torch.no_grad(), owner.compute_loss_context_manager():
@@ -324,8 +323,7 @@ class Rollouts:
             advantages = by_turn.sum(1) / turns.lengths.clamp(min=1)
             at_tokens = credit.of_tokens(by_turn[own], samples)
         advantages = advantages[own]
-        if self.background is not None:
-            reporting.log_staleness(metrics, rollout, step)
+        reporting.log_staleness(metrics, rollout, step)
         if self.ledger is not None:
             self.ledger.used(samples, scores.totals.tolist(), owner.sampler.version, step + 1)
         if self.args.log_completions:

@@ -191,10 +191,13 @@ class ServerTeacher:
         urls: ``{name: address}``, such as ``http://host:8000``; of several, the column ``teacher_id`` of a row names
             one. top_k: tokens that are asked for, besides the one that was written; the server's ``--max-logprobs``
             bounds them.
+        timeout: seconds within which a server must answer. limit: the argument of the user that sets it.
     """
 
-    def __init__(self, urls: Mapping[str, str], top_k: int) -> None:
-        self.servers, self.top_k = {name: Server(url) for name, url in urls.items()}, top_k
+    def __init__(
+        self, urls: Mapping[str, str], top_k: int, timeout: float = 1800.0, limit: str = "teacher_request_timeout"
+    ) -> None:
+        self.servers, self.top_k = {name: Server(url, timeout, limit=limit) for name, url in urls.items()}, top_k
         self._models: dict[str, str] = {}
 
     def complete(self, rollout: Rollout, samples: Sequence[Sample]) -> Rollout:

@@ -14,6 +14,7 @@ from torch import nn
 
 from posttrain.core.data.collators import pad_rows
 from posttrain.core.errors import MissingModelError, did_you_mean
+from posttrain.core.models.embeddings import id_limits
 from posttrain.core.models.wrapping import base_name, config_of, sees
 from posttrain.core.training.preflight import caught
 from posttrain.lm.images.image_features import features_once
@@ -50,7 +51,14 @@ class RewardModel:
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        set_pad_token(model, tokenizer.pad_token_id)
+        pad, limit = tokenizer.pad_token_id, id_limits(model).get("input_ids")
+        if pad is None or (limit is not None and pad >= limit):
+            raise ValueError(
+                f"The reward model {self.__name__} reads token ids below {limit}, and its tokenizer pads with "
+                f"{tokenizer.pad_token!r}, whose id is {pad}. Set pad_token to one that both have, such as the "
+                "eos_token, and pass the tokenizer in reward_processing_classes."
+            )
+        set_pad_token(model, pad)
 
     @torch.inference_mode()
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:

@@ -133,6 +133,13 @@ class Sample:
         )
 
 
+def copied(value: Any) -> Any:
+    """`value` of a row, with copies of the dicts and lists in it for user code, which may change them."""
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in value.items()}
+    return [copied(one) for one in value] if isinstance(value, list) else value
+
+
 def lengths_of(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """((N,) tokens of the prompt, (N,) tokens that the policy chose) of each trajectory."""
     prompts, chosen = torch.tensor([[len(one.prompt_ids), one.num_chosen] for one in samples]).view(-1, 2).unbind(1)
