@@ -44,6 +44,7 @@ def test_a_sweep_tries_the_file_first_goes_on_and_keeps_the_model_of_the_best(ru
     page = (tmp_path / "out" / "sweep.html").read_text()
     assert "<h2>Trials</h2>" in page and "<svg" in page and "trial-3" in page
     lines = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert len({tuple(line[3:]) for line in lines}) == 4, "a search that goes on draws no trial again"
     best = min(float(line[2]) for line in lines if line[1] in ("best", "complete"))
     assert [float(line[2]) for line in lines if line[1] == "best"] == [best]
 

@@ -18,7 +18,7 @@ from posttrain.core import TrainingArguments
 from posttrain.core.data import accelerator
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.samplers import PartSampler
-from posttrain.core.errors import DataError, did_you_mean
+from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
 from posttrain.core.losses.logits import cross_entropy, dynamic_weights
@@ -440,10 +440,4 @@ def _refuse_unknown(old_names: dict[str, Any]) -> None:
     known = [*inspect.signature(SFTTrainer.__init__).parameters][1:-1]
     for name in old_names:
         if name not in ("tokenizer", "callback"):
-            hint = did_you_mean(name, [*known, *FORMERLY_ITS_OWN])
-            in_config = (
-                f", which SFTConfig has: pass args=SFTConfig({name}=...)"
-                if name in SFTConfig.__dataclass_fields__
-                else ""
-            )
-            raise TypeError(f"SFTTrainer got an unknown argument {name!r}{in_config or hint}")
+            raise preflight.unknown_argument("SFTTrainer", SFTConfig, name, [*known, *FORMERLY_ITS_OWN])

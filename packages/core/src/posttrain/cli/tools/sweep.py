@@ -112,10 +112,13 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
         direction=sweep.direction,
         load_if_exists=True,
         storage=JournalStorage(JournalFileBackend(str(folder / TRIALS))),
-        sampler=optuna.samplers.TPESampler(seed=0),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    if not study.trials and own:
+    # Of their own for each call: with the same seed, a search that goes on would draw its first trials again.
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+    ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+    done = sum(trial.state in ended for trial in study.trials)
+    if not done and own:
         study.enqueue_trial(own)
 
     def objective(trial: Any) -> float:
@@ -144,8 +147,6 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
                     for file in _of(folder, one).glob(pattern):
                         file.unlink()
 
-    ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-    done = sum(trial.state in ended for trial in study.trials)
     study.optimize(
         objective, n_trials=max(sweep.n_trials - done, 0), catch=(NonFiniteError,), callbacks=[keep_the_best]
     )
@@ -220,7 +221,8 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
     rows = [["trial", "state", sweep.metric, *sweep.space]]
     for trial in study.trials:
         value = trial.value if trial.value is not None else next(reversed(trial.intermediate_values.values()), None)
-        mark = "best" if trial.number == study.best_trial.number else trial.state.name.lower()
+        state = "interrupted" if trial.state.name == "RUNNING" else trial.state.name.lower()
+        mark = "best" if trial.number == study.best_trial.number else state
         chosen = (_short(trial.params.get(name, "")) for name in sweep.space)
         rows.append([str(trial.number), mark, "" if value is None else _short(float(value)), *chosen])
     return rows

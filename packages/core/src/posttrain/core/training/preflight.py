@@ -21,12 +21,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from posttrain.core.arguments import TrainingArguments
+from posttrain.core.arguments import OF_TRAINERS, TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
 from posttrain.core.config import value_of, values_of
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
-from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, wrong_args
+from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, did_you_mean, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
@@ -149,6 +149,16 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
         raise TypeError("model_init is a model; pass the function that makes it, without calling it.")
     if args is not None and not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
+
+
+def unknown_argument(owner: str, config_class: type[Any], name: str, known: Iterable[str]) -> TypeError:
+    """The error for an argument `name` of the constructor of `owner`, which has those that are `known`."""
+    if name in config_class.__dataclass_fields__:
+        hint = f", which {config_class.__name__} has: pass args={config_class.__name__}({name}=...)"
+    else:
+        hint = "" if name in OF_TRAINERS else config_class.unknown_argument_hint(name)
+        hint = hint or did_you_mean(name, known)
+    return TypeError(f"{owner} got an unknown argument {name!r}{hint}")
 
 
 def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:

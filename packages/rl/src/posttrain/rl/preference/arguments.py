@@ -9,7 +9,6 @@ from typing import Any
 
 from posttrain.core import Trainer, opt
 from posttrain.core.config import Resolved
-from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
 from posttrain.core.training import preflight
 from posttrain.lm.images.images import ImageArguments
@@ -92,6 +91,5 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> P
     known = [*inspect.signature(trainer.__init__).parameters][1:-1]
     for name in old_names:
         if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
-            near = did_you_mean(name, [*known, *config_class.__dataclass_fields__])
-            raise TypeError(f"{trainer.__name__} got an unknown argument {name!r}{near}")
+            raise preflight.unknown_argument(trainer.__name__, config_class, name, known)
     return preflight.as_config(trainer.__name__, config_class, args, moved)
