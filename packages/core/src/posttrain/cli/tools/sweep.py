@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import html
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,7 @@ def run(words: list[str]) -> None:
     study = search(sweep, method, settings, folder, _own_values(sweep, first))
     print(aligned(_rows(study, sweep)))
     print(f"Page: {write_page(study, sweep, folder)}")
-    best = {name: str(value) for name, value in study.best_params.items()}
-    print(f"Best: {' '.join(f'--{name} {value}' for name, value in best.items())}, in {_of(folder, study.best_trial)}.")
+    print(_best(study, folder))
 
 
 def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
@@ -228,6 +228,11 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
     return rows
 
 
+def _best(study: Any, folder: Path) -> str:
+    flags = " ".join(f"--{name} {value}" for name, value in study.best_params.items())
+    return f"Best: {flags}, in {_of(folder, study.best_trial)}."
+
+
 def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
     """Write the page of the sweep: its trials, a picture of their results, and the report of all runs side by side."""
     from posttrain.cli.report import report
@@ -241,6 +246,8 @@ def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
             best = trial.value if best is None else better(best, trial.value)
             points += [{"step": trial.number, "loss": trial.value}, {"step": trial.number, "eval_loss": best}]
     picture = loss_picture(points, title=f"{sweep.metric} by trial; dashed: the best so far") or ""
+    picture = f'<div style="max-width: 640px">{picture}</div>'
     folders = [place for trial in study.trials if (place := _of(folder, trial)) and (place / report.LOG).is_file()]
-    first = f'<h2>Trials</h2><div class="box">{picture}{report.table(rows, head)}</div>'
-    return report.write(folders, folder / PAGE, first)
+    table = f"<p>{html.escape(_best(study, folder))}</p>{picture}{report.table(rows, head)}"
+    title = f"Sweep: {len(rows)} trials, best {sweep.metric} {_short(study.best_value)}"
+    return report.write(folders, folder / PAGE, f'<h2>Trials</h2><div class="box">{table}</div>', title)

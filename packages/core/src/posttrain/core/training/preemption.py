@@ -125,6 +125,16 @@ class Interrupted(KeyboardInterrupt, SystemExit):
         SystemExit.__init__(self, code)
 
 
+def what_ended(error: BaseException) -> str:
+    """What ended a run that `error` left: its time limit, a signal, or the class of the error."""
+    reason: Any = error.reason if isinstance(error, Left) else error.code if isinstance(error, SystemExit) else None
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C"
+    with contextlib.suppress(ValueError, TypeError):  # it is no signal
+        return signal.Signals(reason - 128).name
+    return "its time limit" if isinstance(error, Left) else type(error).__name__
+
+
 class EvaluationLeft(Left):
     """Aborts an evaluation because the run must end; it is repeated when the run resumes."""
 
