@@ -385,6 +385,12 @@ def test_that_nothing_was_saved_is_said_too(run_file, at_step, capsys):
     err = capsys.readouterr().err
     assert "Nothing was saved: save_strategy is 'no'. Set save_strategy" in err
     assert err.count("save_steps=2 has no effect") == 1  # the config is checked again and again
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as left:
+        main(["sft", "run.yaml", "--save_strategy", "no", "--output_dir", "other"])
+    assert left.value.code == 143 and "Nothing was saved" in capsys.readouterr().err
+    assert "ended by SIGTERM after 3 steps" in (Path("other") / "report.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_after_ctrl_c_the_checkpoint_is_named_and_after_an_error_a_note_names_it(run_file, at_step, capsys):

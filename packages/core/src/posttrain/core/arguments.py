@@ -45,15 +45,11 @@ else:  # of what stands on the core, which therefore does not import it
     ArgumentSetters = registry.load(registry.ARGUMENT_SETTERS)
 
 #: Arguments of `from_pretrained`, and of a trainer's constructor, that scripts give to a config.
-OF_LOADING = """
-    attn_implementation cache_dir config device_map dtype force_download ignore_mismatched_sizes load_in_4bit
-    load_in_8bit local_files_only low_cpu_mem_usage max_memory offload_folder revision rope_parameters rope_scaling
-    subfolder token torch_dtype use_safetensors variant weights_only
-""".split()
-OF_TRAINERS = """
-    callbacks compute_metrics data_collator eval_dataset formatting_func model model_init optimizers peft_config
-    processing_class quantization_config ref_model tokenizer train_dataset
-""".split()
+OF_LOADING = """attn_implementation cache_dir config device_map dtype force_download load_in_4bit load_in_8bit
+local_files_only low_cpu_mem_usage max_memory offload_folder revision rope_parameters rope_scaling subfolder token
+torch_dtype use_safetensors variant weights_only""".split()
+OF_TRAINERS = """callbacks compute_metrics data_collator eval_dataset formatting_func model model_init optimizers
+peft_config processing_class quantization_config ref_model tokenizer train_dataset""".split()
 
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {

@@ -246,8 +246,9 @@ def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
             best = trial.value if best is None else better(best, trial.value)
             points += [{"step": trial.number, "loss": trial.value}, {"step": trial.number, "eval_loss": best}]
     picture = loss_picture(points, title=f"{sweep.metric} by trial; dashed: the best so far") or ""
-    picture = f'<div style="max-width: 640px">{picture}</div>'
     folders = [place for trial in study.trials if (place := _of(folder, trial)) and (place / report.LOG).is_file()]
-    table = f"<p>{html.escape(_best(study, folder))}</p>{picture}{report.table(rows, head)}"
+    drawn = f'<p>{html.escape(_best(study, folder))}</p><div style="max-width: 640px">{picture}</div>'
     title = f"Sweep: {len(rows)} trials, best {sweep.metric} {_short(study.best_value)}"
-    return report.write(folders, folder / PAGE, f'<h2>Trials</h2><div class="box">{table}</div>', title)
+    return report.write(
+        folders, folder / PAGE, f'<h2>Trials</h2><div class="box">{drawn}{report.table(rows, head)}</div>', title
+    )

@@ -127,12 +127,12 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 def what_ended(error: BaseException) -> str:
     """What ended a run that `error` left: its time limit, a signal, or the class of the error."""
-    reason: Any = error.reason if isinstance(error, Left) else error.code if isinstance(error, SystemExit) else None
-    if isinstance(error, KeyboardInterrupt):
-        return "Ctrl-C"
-    with contextlib.suppress(ValueError, TypeError):  # it is no signal
-        return signal.Signals(reason - 128).name
-    return "its time limit" if isinstance(error, Left) else type(error).__name__
+    end = error.exit() if isinstance(error, Left) else error
+    if end is None:
+        return "its time limit"
+    if isinstance(end, SystemExit) and not isinstance(end, Interrupted):
+        return {128 + one: one.name for one in SIGNALS}.get(end.code, "SystemExit")
+    return "Ctrl-C" if isinstance(end, KeyboardInterrupt) else type(end).__name__
 
 
 class EvaluationLeft(Left):
