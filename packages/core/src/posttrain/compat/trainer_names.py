@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import operator
 import warnings
 from collections.abc import Callable
@@ -254,10 +253,7 @@ class TrainerNames:
 
     def _renamed(self, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
         """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
-        for name in old.keys() - self.OLD_ARGUMENTS.keys():
-            base = next(c for c in type(self).__mro__ if c.__module__ == "posttrain.core.trainer")
-            known = [*inspect.signature(base).parameters][:-1]
-            raise preflight.unknown_argument(type(self).__name__, self.config_class, name, known)
+        preflight.refuse_unknown(type(self), old.keys() - self.OLD_ARGUMENTS.keys())
         given = {"processing_class": processing_class, "callbacks": callbacks} | old
         now = renamed_arguments(type(self), given, stacklevel=5)
         return now["processing_class"], now["callbacks"]

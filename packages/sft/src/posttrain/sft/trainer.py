@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +122,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     ) -> None:
         moved = {name: old_names.pop(name) for name in list(old_names) if name in FORMERLY_ITS_OWN}
         args = preflight.as_config("SFTTrainer", SFTConfig, args, moved_arguments("SFTTrainer", SFTConfig, moved))
-        _refuse_unknown(old_names)
+        preflight.refuse_unknown(SFTTrainer, old_names)
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.mixture: Mixture | None = None
         self._sources: tuple[str, ...] = ()
@@ -433,11 +432,3 @@ def _collator(
 def _dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
     logits = outputs["logits"][:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
     return cross_entropy(logits, labels, num_items_in_batch, dft=True)
-
-
-def _refuse_unknown(old_names: dict[str, Any]) -> None:
-    """Check unknown arguments before a model is loaded; the core checks the rest."""
-    known = [*inspect.signature(SFTTrainer.__init__).parameters][1:-1]
-    for name in old_names:
-        if name not in ("tokenizer", "callback"):
-            raise preflight.unknown_argument("SFTTrainer", SFTConfig, name, [*known, *FORMERLY_ITS_OWN])

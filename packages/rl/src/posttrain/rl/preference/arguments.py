@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,8 +87,5 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> P
     """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
     config_class: type[Any] = trainer.config_class
     moved = moved_arguments(trainer.__name__, config_class, old_names)
-    known = [*inspect.signature(trainer.__init__).parameters][1:-1]
-    for name in old_names:
-        if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
-            raise preflight.unknown_argument(trainer.__name__, config_class, name, known)
+    preflight.refuse_unknown(trainer, old_names)
     return preflight.as_config(trainer.__name__, config_class, args, moved)
