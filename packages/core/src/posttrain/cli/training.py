@@ -163,7 +163,7 @@ def _commands(folder: Path, kind: str, is_adapter: bool) -> Iterator[tuple[str, 
     if is_adapter:
         yield f"posttrain merge {name} {name}-merged", "one model of base and adapter"
     if writes:
-        yield f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp", "as GGUF, by a clone of llama.cpp"
+        yield f"posttrain export {name} {name}.gguf --llama_cpp llama.cpp", "with a clone of llama.cpp"
 
 
 def _stopped(config: Any, words: Sequence[str]) -> str:
