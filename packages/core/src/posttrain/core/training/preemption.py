@@ -127,7 +127,7 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 def what_ended(error: BaseException) -> str:
     """What ended a run that `error` left: its time limit, a signal, or the class of the error."""
-    end = error.exit() if isinstance(error, Left) else error
+    end: Any = error.exit() if isinstance(error, Left) else error
     if end is None:
         return "its time limit"
     if isinstance(end, SystemExit) and not isinstance(end, Interrupted):
