@@ -127,11 +127,11 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 def what_ended(error: BaseException) -> str:
     """What ended a run that `error` left: its time limit, a signal, or the class of the error."""
-    end: Any = error.exit() if isinstance(error, Left) else error
+    end = error.exit() if isinstance(error, Left) else error
     if end is None:
         return "its time limit"
     if isinstance(end, SystemExit) and not isinstance(end, Interrupted):
-        return {128 + one: one.name for one in SIGNALS}.get(end.code, "SystemExit")
+        return next((one.name for one in SIGNALS if end.code == 128 + one), "SystemExit")
     return "Ctrl-C" if isinstance(end, KeyboardInterrupt) else type(end).__name__
 
 
