@@ -333,11 +333,9 @@ def _tiles(run: Run) -> str:
     tiles = {"optimizer steps": f"{steps:,}"}
     tiles |= {"training time": _duration(seconds)} if seconds else {}
     tiles |= {name: _number(lasts[name]) for name in [n for n in ("reward", "loss") if n in lasts][:1]}
-    told = "" if "eval_reward" not in lasts else "eval_loss"  # near 0 whatever was learned
-    evaluated = sorted(
-        (name for name in lasts if _is_result(name) and name != told),
-        key=lambda name: _rank(name.removeprefix("eval_")),
-    )
+    evaluated = sorted((name for name in lasts if _is_result(name)), key=lambda name: _rank(name.removeprefix("eval_")))
+    if "eval_reward" in lasts:  # beside which a loss near 0 says nothing
+        evaluated = [name for name in evaluated if name != "eval_loss"]
     tiles |= {name: _number(lasts[name]) for name in evaluated[:3]}
     for name in evaluated:
         if best := _best(run, name):
