@@ -152,18 +152,18 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
         raise wrong_args(args, config_class)
 
 
-def refuse_unknown(trainer: Any, names: Iterable[str]) -> None:
-    """Raise a `TypeError` for an argument among `names` that neither the class `trainer` nor one below it takes."""
-    written = (vars(one)["__init__"] for one in trainer.__mro__ if "__init__" in vars(one))
+def refuse_unknown(owner: Any, names: Iterable[str]) -> None:
+    """Raise a `TypeError` for an argument among `names` that neither the class `owner` nor one below it takes."""
+    written = (vars(one)["__init__"] for one in owner.__mro__ if "__init__" in vars(one))
     own = [name for each in written for name in inspect.signature(each).parameters]
     later = ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics")
     for name in (name for name in names if name not in later):
-        config, fields = trainer.config_class, trainer.config_class.__dataclass_fields__
+        config, fields = owner.config_class, owner.config_class.__dataclass_fields__
         hint = "" if name in OF_TRAINERS else config.unknown_argument_hint(name)
         if name in fields:
             hint = f", which {config.__name__} has: pass args={config.__name__}({name}=...)"
         hint = hint or did_you_mean(name, [*own, *fields])
-        raise TypeError(f"{trainer.__name__} got an unknown argument {name!r}{hint}")
+        raise TypeError(f"{owner.__name__} got an unknown argument {name!r}{hint}")
 
 
 def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:
