@@ -106,7 +106,7 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
     from optuna.trial import TrialState
 
     folder.mkdir(parents=True, exist_ok=True)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # else a traceback at Ctrl-C
     study = optuna.create_study(
         study_name="sweep",
         direction=sweep.direction,
@@ -116,8 +116,7 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
     )
     # Of their own for each call: with the same seed, a search that goes on would draw its first trials again.
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
-    ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-    done = sum(trial.state in ended for trial in study.trials)
+    done = sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in study.trials)
     if not done and own:
         study.enqueue_trial(own)
 
@@ -129,8 +128,12 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
         mine |= {"output_dir": parse.Setting("sweep", str(place)), "save_strategy": parse.Setting("sweep", "no")}
         mine |= {"overwrite_output_dir": parse.Setting("sweep", "true")}
         reporter = Reporter(trial, sweep.metric)
-        with _called_back(reporter):
-            method.run(checked(method, settings | mine, []))
+        try:
+            with _called_back(reporter):
+                method.run(checked(method, settings | mine, []))
+        except NonFiniteError:
+            trial.set_user_attr("state", "diverged")
+            reporter.pruned = True
         gc.collect()  # the model of this trial goes before the next comes
         if reporter.pruned:
             raise optuna.TrialPruned
@@ -147,9 +150,11 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
                     for file in _of(folder, one).glob(pattern):
                         file.unlink()
 
-    study.optimize(
-        objective, n_trials=max(sweep.n_trials - done, 0), catch=(NonFiniteError,), callbacks=[keep_the_best]
-    )
+    try:
+        study.optimize(objective, n_trials=max(sweep.n_trials - done, 0), callbacks=[keep_the_best])
+    except KeyboardInterrupt:
+        print("\nThe trials that have ended are kept. The same command goes on with those that are missing.")
+        raise
     if not any(trial.state == TrialState.COMPLETE for trial in study.trials):
         raise ConfigError("posttrain sweep", ["no trial came to its end with a finite loss"])
     return study
@@ -221,7 +226,8 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
     rows = [["trial", "state", sweep.metric, *sweep.space]]
     for trial in study.trials:
         value = trial.value if trial.value is not None else next(reversed(trial.intermediate_values.values()), None)
-        state = "interrupted" if trial.state.name == "RUNNING" else trial.state.name.lower()
+        unfinished = trial.state.name in ("RUNNING", "FAIL")
+        state = "interrupted" if unfinished else trial.user_attrs.get("state", trial.state.name.lower())
         mark = "best" if trial.number == study.best_trial.number else state
         chosen = (_short(trial.params.get(name, "")) for name in sweep.space)
         rows.append([str(trial.number), mark, "" if value is None else _short(float(value)), *chosen])
