@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import types
 from typing import Any
 
@@ -70,6 +71,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.url in KEYWORDS:
         page.meta["tags"] = list(KEYWORDS[page.url])
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by mkdocs: marks the code in sentences that fits into a line of a phone, for the stylesheet."""
+    return re.sub(r"<code>(?=[^<]{1,36}</code>)", '<code class="whole">', html)
 
 
 def names(package: str) -> tuple[list[str], list[str]]:

@@ -197,6 +197,8 @@ def check(words: list[str], where: str) -> None:
         check_script(rest, where)
     elif program in ("pip", "uv"):
         assert [word for word in rest if word.startswith("posttrain") and not is_distribution(word)] == [], where
+    elif program == "docker":
+        assert all((ROOT / word).is_file() for word in rest if word.endswith("Dockerfile")), where
     else:
         assert program in PLAIN | {""}, f"{where}: teach tests/test_docs.py to check {program!r}"
 

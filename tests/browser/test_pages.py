@@ -94,6 +94,8 @@ QUERIES = {
     "save model": "checkpoints",
     "agent": "agents",
     "judge": "online-rl",
+    "docker": "get-started",
+    "tracker": "get-started",
 }
 
 

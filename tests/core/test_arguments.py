@@ -227,6 +227,8 @@ def test_json_strings_become_dicts():
             ("save_steps=100", "eval_steps=0.1", "the same way"),
         ),
         ({"learning_rte": 1e-5}, ("unknown argument 'learning_rte'", "did you mean 'learning_rate'")),
+        ({"attn_implementation": "sdpa"}, ("which from_pretrained takes: load the model with it",)),
+        ({"peft_config": None}, (": pass peft_config=... to the trainer",)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -365,6 +365,16 @@ def test_a_run_ends_with_its_folder_its_report_and_the_commands_that_fit(run_fil
     assert again[-1].count("--max_steps") == 1
 
 
+def test_a_run_whose_time_is_up_says_how_it_goes_on(run_file, capsys):
+    assert main(["sft", "run.yaml", "--max_time", "1e-6"]) == 0
+    out = capsys.readouterr().out
+    assert "The run ended by its time limit after 1 steps. The model is in out." in out
+    command, purpose = out.splitlines()[-1].split("  # ")
+    assert purpose == "go on, from checkpoint-1" and "--max_steps" not in command
+    assert main([*command.split()[1:], "--max_time", "600"]) == 0
+    assert "The run finished after 4 of 4 steps." in capsys.readouterr().out
+
+
 def test_an_adapter_can_be_merged_and_tokens_are_not_shown(run_file, capsys):
     assert main(["sft", "run.yaml", "--use_peft", "--save_strategy", "no", "--hub_token", "hf_abcdefghijklmnop"]) == 0
     out = capsys.readouterr().out
@@ -385,6 +395,12 @@ def test_that_nothing_was_saved_is_said_too(run_file, at_step, capsys):
     err = capsys.readouterr().err
     assert "Nothing was saved: save_strategy is 'no'. Set save_strategy" in err
     assert err.count("save_steps=2 has no effect") == 1  # the config is checked again and again
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as left:
+        main(["sft", "run.yaml", "--save_strategy", "no", "--output_dir", "other"])
+    assert left.value.code == 143 and "Nothing was saved" in capsys.readouterr().err
+    assert "ended by SIGTERM after 3 steps" in (Path("other") / "report.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_after_ctrl_c_the_checkpoint_is_named_and_after_an_error_a_note_names_it(run_file, at_step, capsys):

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from posttrain.cli import main
+from posttrain.core import trainer
+from posttrain.core.callbacks import TrainerCallback
+from posttrain.core.errors import NonFiniteError
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny
 
@@ -44,8 +47,28 @@ def test_a_sweep_tries_the_file_first_goes_on_and_keeps_the_model_of_the_best(ru
     page = (tmp_path / "out" / "sweep.html").read_text()
     assert "<h2>Trials</h2>" in page and "<svg" in page and "trial-3" in page
     lines = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert len({tuple(line[3:]) for line in lines}) == 4, "a search that goes on draws no trial again"
     best = min(float(line[2]) for line in lines if line[1] in ("best", "complete"))
     assert [float(line[2]) for line in lines if line[1] == "best"] == [best]
+
+
+def test_an_interrupted_trial_is_made_again_and_one_that_diverges_is_not(run_file, capsys, monkeypatch):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if errors:
+                raise errors.pop()
+
+    errors: list[BaseException] = [KeyboardInterrupt()]
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, Fails()])
+    assert main(["sweep", "run.yaml"]) == 130
+    said = capsys.readouterr()
+    assert "The same command goes on" in said.out and "Traceback" not in said.err
+    errors.append(NonFiniteError("loss is NaN"))
+    assert main(["sweep", "run.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "Trial 1: learning_rate 1e-06, seed 42" in out and "Trial 3:" not in out
+    states = [line.split()[1] for line in out.splitlines() if line[:1].isdigit()]
+    assert states == ["interrupted", "diverged", "best"]
 
 
 def test_what_is_wrong_with_a_sweep_is_said_before_anything_is_trained(run_file, tmp_path, capsys):

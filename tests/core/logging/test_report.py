@@ -70,7 +70,8 @@ def test_a_page_is_written_of_a_run_that_ends_by_an_error_and_none_where_it_is_n
     handlers = list(logging.getLogger("posttrain").handlers)
     with pytest.raises(RuntimeError, match="no more"):
         trained(tmp_path / "a", [AtStep(3, fail)])
-    assert "ended by RuntimeError after 3 steps" in text_of(tmp_path / "a" / "report.html")
+    text = text_of(tmp_path / "a" / "report.html")
+    assert "ended by RuntimeError after 3 steps" in text and "ERROR: RuntimeError: no more" in text
     trained(tmp_path / "b", report=False)
     assert not (tmp_path / "b" / "report.html").exists()
     assert logging.getLogger("posttrain").handlers == handlers

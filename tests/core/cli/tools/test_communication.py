@@ -151,3 +151,4 @@ def test_the_lines_say_what_bounds_the_step():
     assert "All of it takes 320 ms" in lines[6] and "communication bounds the step" in lines[6]
     assert "computing bounds the step" in communication.table((slow,), 4e15, links)
     assert len(communication.table((), 4e13, links).splitlines()) == 1
+    assert communication.table((), 4e13, links, timed=False).endswith("computes 40 TFLOP.\n")

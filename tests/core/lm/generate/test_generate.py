@@ -109,14 +109,14 @@ def test_a_length_that_nobody_asked_for_is_raised_to_the_longest_label(t5, lm, c
     assert options(GenerationArguments(), {}, lm, 40) == {"max_new_tokens": 40}
 
 
-def test_a_length_that_was_asked_for_and_is_too_short_is_refused(t5):
+def test_a_length_that_was_asked_for_and_is_too_short_is_kept_and_named(t5, caplog):
     args = GenerationArguments(generation_max_length=12)
-    with pytest.raises(
-        ValueError, match="generation_max_length=12 is below .* 40 tokens.*Set generation_max_length=41"
-    ):
-        options(args, {}, t5, 40)
+    assert options(args, {}, t5, 40) == {"max_length": 12}
+    assert "generation_max_length=12 is below" in caplog.text and "generation_max_length=41 is enough" in caplog.text
+    caplog.clear()
     assert options(args, {"max_length": 5}, t5, 40) == {"max_length": 5}, "cut short on purpose"
     assert options(args, {}, t5, 12) == {"max_length": 12}
+    assert not caplog.text
 
 
 def test_a_generation_config_may_be_an_object_a_dict_a_file_or_a_folder(tmp_path):

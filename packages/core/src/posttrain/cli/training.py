@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -79,7 +80,12 @@ def _smoke(method: Method, run: Run) -> None:
 
 def _run_to_its_end(method: Method, run: Run, words: Sequence[str]) -> None:
     """Train, and say what is there afterwards and what can follow."""
-    began = time.time()
+    from posttrain.core.distributed import environment
+    from posttrain.core.training.preemption import saves_on_signal
+
+    began, before = time.time(), signal.getsignal(signal.SIGTERM)
+    if environment.world_size() == 1 and not saves_on_signal(run.config) and before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # after it was said what is left
     try:
         method.run(run)
     except BaseException as error:
@@ -90,6 +96,8 @@ def _run_to_its_end(method: Method, run: Run, words: Sequence[str]) -> None:
             else:
                 print(f"\n{text}", file=sys.stderr)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if _has_begun(run.config, began):
         print(_finished(run.config, words))
 
@@ -110,13 +118,16 @@ def _finished(config: Any, words: Sequence[str]) -> str:
     about = _about(folder)
     base = about.get("base_model_name_or_path")
     what = "The model" if base is None else f"The adapter (base: {base})"
-    lines = [f"{_how(folder)}. {what} is in {folder}."]
+    how = _how(folder)
+    lines = [f"{how}. {what} is in {folder}."]
     lines += [f"Report: {folder / REPORT}"] if (folder / REPORT).is_file() else []
     commands = [*_commands(folder, str(about.get("task_type") or about.get("architectures")), base is not None)]
-    length = "max_steps" if config.max_steps > 0 else "num_train_epochs"
+    length, purpose = "max_steps" if config.max_steps > 0 else "num_train_epochs", "train twice as long"
     goes_on = _go_on(config, parse.take_flags(words, (length,))[0], f"--{length}", f"{2 * vars(config)[length]:g}")
+    if " ended " in how:  # by its time limit
+        purpose, goes_on = "go on", _go_on(config, words)
     if goes_on is not None and not config.max_duration:
-        commands += [(goes_on[1], f"train twice as long, from {goes_on[0].name}")]
+        commands += [(goes_on[1], f"{purpose}, from {goes_on[0].name}")]
     width = max((len(command) for command, _ in commands if len(command) <= 60), default=0)  # a longer one sticks out
     return "\n".join([*lines, *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands)])
 

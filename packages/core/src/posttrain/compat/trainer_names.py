@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import operator
 import warnings
@@ -18,12 +17,11 @@ from torch import nn
 from posttrain.core.data import pipeline
 from posttrain.core.data.loaders import keep_columns
 from posttrain.core.distributed import sharding
-from posttrain.core.errors import did_you_mean
 from posttrain.core.hub import uploads
 from posttrain.core.hub.card import names, of_run, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
-from posttrain.core.training import override_checks
+from posttrain.core.training import override_checks, preflight
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
@@ -287,10 +285,7 @@ class TrainerNames:
 
     def _renamed(self, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
         """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
-        for name in old.keys() - self.OLD_ARGUMENTS.keys():
-            base = next(c for c in type(self).__mro__ if c.__module__ == "posttrain.core.trainer")
-            known = [*inspect.signature(base).parameters][:-1]
-            raise TypeError(f"{type(self).__name__} got an unknown argument {name!r}{did_you_mean(name, known)}")
+        preflight.refuse_unknown(type(self), old.keys() - self.OLD_ARGUMENTS.keys())
         given = {"processing_class": processing_class, "callbacks": callbacks} | old
         now = renamed_arguments(type(self), given, stacklevel=5)
         return now["processing_class"], now["callbacks"]

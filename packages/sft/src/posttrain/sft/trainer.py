@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from posttrain.core import TrainingArguments
 from posttrain.core.data import accelerator
 from posttrain.core.data.pipeline import is_filler
 from posttrain.core.data.samplers import PartSampler
-from posttrain.core.errors import DataError, did_you_mean
+from posttrain.core.errors import DataError
 from posttrain.core.fields.old_names import moved_arguments
 from posttrain.core.losses import normalization
 from posttrain.core.losses.logits import cross_entropy, dynamic_weights
@@ -123,7 +122,7 @@ class SFTTrainer(GeneratesText, LanguageModelTrainer):
     ) -> None:
         moved = {name: old_names.pop(name) for name in list(old_names) if name in FORMERLY_ITS_OWN}
         args = preflight.as_config("SFTTrainer", SFTConfig, args, moved_arguments("SFTTrainer", SFTConfig, moved))
-        _refuse_unknown(old_names)
+        preflight.refuse_unknown(SFTTrainer, old_names)
         self._formatting_func, self._dft = formatting_func, args.loss_type == "dft"
         self.mixture: Mixture | None = None
         self._sources: tuple[str, ...] = ()
@@ -433,17 +432,3 @@ def _collator(
 def _dft_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int) -> torch.Tensor:
     logits = outputs["logits"][:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before them
     return cross_entropy(logits, labels, num_items_in_batch, dft=True)
-
-
-def _refuse_unknown(old_names: dict[str, Any]) -> None:
-    """Check unknown arguments before a model is loaded; the core checks the rest."""
-    known = [*inspect.signature(SFTTrainer.__init__).parameters][1:-1]
-    for name in old_names:
-        if name not in ("tokenizer", "callback"):
-            hint = did_you_mean(name, [*known, *FORMERLY_ITS_OWN])
-            in_config = (
-                f", which SFTConfig has: pass args=SFTConfig({name}=...)"
-                if name in SFTConfig.__dataclass_fields__
-                else ""
-            )
-            raise TypeError(f"SFTTrainer got an unknown argument {name!r}{in_config or hint}")

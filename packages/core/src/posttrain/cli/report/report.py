@@ -38,6 +38,8 @@ MOST_MESSAGES = 50
 MOST_POINTS = 2000
 #: Characters of a sample that are shown.
 MOST_TEXT = 600
+#: Characters of a table's cell that stay on one line.
+MOST_WHOLE = 24
 #: The phases of training, in the order in which they follow each other; a trainer may have more.
 PHASES = tuple("data sync generate score wait forward backward forward_backward optimizer eval save".split())
 _COLORS = ("#3b6fe0", "#e07b39", "#2f9e6e", "#b4459b", "#c23b3b", "#6d5bd0", "#0e93a8", "#8a6d1d")
@@ -94,7 +96,13 @@ class RunReportCallback(ClosingCallback):
     def close(self) -> None:
         """Write the page if training ends by an error: else `on_train_end` does."""
         if self._messages is not None and (error := sys.exc_info()[1]) is not None:
-            self._write(f"ended by {type(error).__name__} after {self._state.global_step:,} steps")
+            from posttrain.core.training.preemption import what_ended  # imports torch
+
+            if isinstance(error, Exception):
+                self._messages.emit(
+                    logging.makeLogRecord({"levelname": "ERROR", "msg": f"{type(error).__name__}: {error}"})
+                )
+            self._write(f"ended by {what_ended(error)} after {self._state.global_step:,} steps")
 
     def _write(self, how: str) -> None:
         if (messages := self._take_messages()) is None:
@@ -149,8 +157,9 @@ class _Messages(logging.Handler):
         return [text if number == 1 else f"{text} ({number:,} times)" for text, number in times]
 
 
-def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> Path:
-    """Write the page about the runs with these output folders; `first` is HTML that stands before all else.
+def write(folders: Sequence[str | Path], path: str | Path, first: str = "", title: str = "") -> Path:
+    """Write the page about the runs with these output folders; `first` is HTML that stands before all else, below the
+    `title`, which the names of the runs make otherwise.
 
     Raises `CheckpointError` where a folder has no log, or a damaged record.
     """
@@ -160,7 +169,7 @@ def write(folders: Sequence[str | Path], path: str | Path, first: str = "") -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(runs) == 1:
         first += trajectories.beside(path, folders[0], runs[0].name)
-    write_text(path, page(runs, first))
+    write_text(path, page(runs, first, title))
     return path
 
 
@@ -186,12 +195,12 @@ def read(folder: str | Path) -> Run:
     return Run(folder.resolve().name, starts[-1], log, written)
 
 
-def page(runs: Sequence[Run], first: str = "") -> str:
+def page(runs: Sequence[Run], first: str = "", title: str = "") -> str:
     """The whole page, as HTML."""
     drawn = [*_charts(runs)]
     charts = [chart for chart in drawn if len(_values(chart)) != 1 or len(chart["steps"]) == 1]
     flat = [f"{chart['title']} {_number(_values(chart).pop())}" for chart in drawn if chart not in charts]
-    title = " · ".join(run.name for run in runs)
+    title = title or " · ".join(run.name for run in runs)
     body = [f"<h1>{_text(title)}</h1>", f'<p class="soft">{_subtitle(runs)}</p>', first]
     if len(runs) == 1:
         body += [_tiles(runs[0]), _messages(runs[0])]
@@ -325,6 +334,8 @@ def _tiles(run: Run) -> str:
     tiles |= {"training time": _duration(seconds)} if seconds else {}
     tiles |= {name: _number(lasts[name]) for name in [n for n in ("reward", "loss") if n in lasts][:1]}
     evaluated = sorted((name for name in lasts if _is_result(name)), key=lambda name: _rank(name.removeprefix("eval_")))
+    if "eval_reward" in lasts:  # beside which a loss near 0 says nothing
+        evaluated = [name for name in evaluated if name != "eval_loss"]
     tiles |= {name: _number(lasts[name]) for name in evaluated[:3]}
     for name in evaluated:
         if best := _best(run, name):
@@ -344,7 +355,7 @@ def _messages(run: Run) -> str:
         return ""
     more = f'<p class="soft">{ended["left_out"]} more are not shown.</p>' if ended.get("left_out") else ""
     lines = "".join(f'<p class="warning">{_text(message)}</p>' for message in ended["messages"])
-    return _section("Warnings", lines + more)
+    return _section("Warnings and errors", lines + more)
 
 
 def _times(run: Run, name: str) -> str:
@@ -446,8 +457,13 @@ def _section(title: str, content: str, boxed: bool = True) -> str:
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """A table of texts as HTML."""
     top = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
-    lines = ("<tr>" + "".join(f'<td class="number">{_text(cell)}</td>' for cell in row) + "</tr>" for row in rows)
+    lines = ("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f"<table>{top}{''.join(lines)}</table>"
+
+
+def _cell(text: str) -> str:
+    kind = ' class="short"' if len(text) <= MOST_WHOLE else ""
+    return f"<td{kind}>{_text(text)}</td>"
 
 
 def _text(value: str) -> str:
@@ -459,9 +475,9 @@ def _value(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    return (
-        f"{value:,.4g}" if isinstance(value, (int, float)) and abs(value) < 1e6 else "" if value is None else f"{value}"
-    )
+    if not isinstance(value, (int, float)):
+        return "" if value is None else f"{value}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _duration(seconds: float) -> str:

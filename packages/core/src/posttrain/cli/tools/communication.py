@@ -157,16 +157,16 @@ class Links:
         return exchange.sent / (self.inside if exchange.is_inside(self.per_machine) else self.between)
 
 
-def table(exchanges: tuple[Exchange, ...], operations: float, links: Links) -> str:
-    """What an optimizer step computes and exchanges, and which of the two bounds it, as lines."""
+def table(exchanges: tuple[Exchange, ...], operations: float, links: Links, timed: bool = True) -> str:
+    """What an optimizer step computes and exchanges, and which of the two bounds it, as lines. `timed`: whether the
+    device is one of which `links` tell.
+    """
     computing, sending = operations / links.operations, sum(map(links.seconds, exchanges))
-    lines = [
-        f"In an optimizer step each process computes {_number(operations, 1e12)} TFLOP, which takes "
-        f"{_seconds(computing)} at {_number(links.operations, 1e12)} TFLOP/s (--tflops)."
-    ]
+    seconds = f", which takes {_seconds(computing)} at {_number(links.operations, 1e12)} TFLOP/s (--tflops)"
+    computes = f"In an optimizer step each process computes {_number(operations, 1e12)} TFLOP{seconds * timed}."
     if not exchanges:
-        return lines[0] + "\n"
-    lines += ["It exchanges:", ""]
+        return f"{computes}\n"
+    lines = [computes, "It exchanges:", ""]
     for one in sorted(exchanges, key=links.seconds, reverse=True):
         place = "in one machine" if one.is_inside(links.per_machine) else "between machines"
         among = f"{len(one.ranks):,} processes, {place}"

@@ -37,7 +37,7 @@ written.
                  processes of a machine [default: 8]
   --bandwidth INSIDE,BETWEEN
                  GB a second that a process can send to others of its machine, and to other machines [default: 450,50]
-  --tflops N     10^12 operations a second that a device reaches in training [default: 400]
+  --tflops N     10^12 operations a second that a device reaches in training [default: 400 on a GPU]
 
 Weights, gradients and optimizer state are exact. Activations, loss and the peak are estimates from torch operations on
 fake tensors, without workspaces of kernels and fragmentation; keep a tenth free for these."""
@@ -91,7 +91,9 @@ def run(words: list[str]) -> None:
             print(of_images, end="")
         else:
             plan = _show(asked, workload, plan, options["memory"], of_images)
-            print(f"\n{_of_step(plan, options)}", end="")
+            on_cpu = memory_plan.device_type(asked.config) == "cpu" and plan.exchanges == ()
+            timed = not on_cpu or bool(options["tflops"] or options["memory"])
+            print(f"\n{_of_step(plan, options, timed)}", end="")
 
 
 def _workload(work: Any, prompt_length: int | None) -> Any:
@@ -161,14 +163,15 @@ def _show(asked: Run, workload: Callable[[Run], Any], plan: Any, memory: int | N
     return plan
 
 
-def _of_step(plan: Any, options: dict[str, Any]) -> str:
+def _of_step(plan: Any, options: dict[str, Any], timed: bool) -> str:
     """What an optimizer step of `plan` computes and sends, in paragraphs."""
     from posttrain.cli.tools.communication import Links, table
 
     inside, between = options["bandwidth"] or (None, None)
-    links = {"per_machine": options["per_machine"], "inside": inside, "between": between}
-    links |= {"operations": options["tflops"] and options["tflops"] * 1e12}
-    return table(plan.exchanges, plan.operations, Links(**{name: value for name, value in links.items() if value}))
+    given = {"per_machine": options["per_machine"], "inside": inside, "between": between}
+    given |= {"operations": options["tflops"] and options["tflops"] * 1e12}
+    links = Links(**{name: value for name, value in given.items() if value})
+    return table(plan.exchanges, plan.operations, links, timed)
 
 
 def _verdict(peak: int, memory: int) -> str:

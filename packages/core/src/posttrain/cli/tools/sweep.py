@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import html
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,7 @@ def run(words: list[str]) -> None:
     study = search(sweep, method, settings, folder, _own_values(sweep, first))
     print(aligned(_rows(study, sweep)))
     print(f"Page: {write_page(study, sweep, folder)}")
-    best = {name: str(value) for name, value in study.best_params.items()}
-    print(f"Best: {' '.join(f'--{name} {value}' for name, value in best.items())}, in {_of(folder, study.best_trial)}.")
+    print(_best(study, folder))
 
 
 def read(asked: Any, flags: dict[str, str], first: Any) -> Sweep:
@@ -106,16 +106,18 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
     from optuna.trial import TrialState
 
     folder.mkdir(parents=True, exist_ok=True)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # else a traceback at Ctrl-C
     study = optuna.create_study(
         study_name="sweep",
         direction=sweep.direction,
         load_if_exists=True,
         storage=JournalStorage(JournalFileBackend(str(folder / TRIALS))),
-        sampler=optuna.samplers.TPESampler(seed=0),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    if not study.trials and own:
+    # Of their own for each call: with the same seed, a search that goes on would draw its first trials again.
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+    done = sum(trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in study.trials)
+    if not done and own:
         study.enqueue_trial(own)
 
     def objective(trial: Any) -> float:
@@ -126,8 +128,12 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
         mine |= {"output_dir": parse.Setting("sweep", str(place)), "save_strategy": parse.Setting("sweep", "no")}
         mine |= {"overwrite_output_dir": parse.Setting("sweep", "true")}
         reporter = Reporter(trial, sweep.metric)
-        with _called_back(reporter):
-            method.run(checked(method, settings | mine, []))
+        try:
+            with _called_back(reporter):
+                method.run(checked(method, settings | mine, []))
+        except NonFiniteError:
+            trial.set_user_attr("state", "diverged")
+            reporter.pruned = True
         gc.collect()  # the model of this trial goes before the next comes
         if reporter.pruned:
             raise optuna.TrialPruned
@@ -144,11 +150,11 @@ def search(sweep: Sweep, method: Method, settings: dict[str, Any], folder: Path,
                     for file in _of(folder, one).glob(pattern):
                         file.unlink()
 
-    ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
-    done = sum(trial.state in ended for trial in study.trials)
-    study.optimize(
-        objective, n_trials=max(sweep.n_trials - done, 0), catch=(NonFiniteError,), callbacks=[keep_the_best]
-    )
+    try:
+        study.optimize(objective, n_trials=max(sweep.n_trials - done, 0), callbacks=[keep_the_best])
+    except KeyboardInterrupt:
+        print("\nThe trials that have ended are kept. The same command goes on with those that are missing.")
+        raise
     if not any(trial.state == TrialState.COMPLETE for trial in study.trials):
         raise ConfigError("posttrain sweep", ["no trial came to its end with a finite loss"])
     return study
@@ -220,10 +226,17 @@ def _rows(study: Any, sweep: Sweep) -> list[list[str]]:
     rows = [["trial", "state", sweep.metric, *sweep.space]]
     for trial in study.trials:
         value = trial.value if trial.value is not None else next(reversed(trial.intermediate_values.values()), None)
-        mark = "best" if trial.number == study.best_trial.number else trial.state.name.lower()
+        unfinished = trial.state.name in ("RUNNING", "FAIL")
+        state = "interrupted" if unfinished else trial.user_attrs.get("state", trial.state.name.lower())
+        mark = "best" if trial.number == study.best_trial.number else state
         chosen = (_short(trial.params.get(name, "")) for name in sweep.space)
         rows.append([str(trial.number), mark, "" if value is None else _short(float(value)), *chosen])
     return rows
+
+
+def _best(study: Any, folder: Path) -> str:
+    flags = " ".join(f"--{name} {value}" for name, value in study.best_params.items())
+    return f"Best: {flags}, in {_of(folder, study.best_trial)}."
 
 
 def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
@@ -240,5 +253,8 @@ def write_page(study: Any, sweep: Sweep, folder: Path) -> Path:
             points += [{"step": trial.number, "loss": trial.value}, {"step": trial.number, "eval_loss": best}]
     picture = loss_picture(points, title=f"{sweep.metric} by trial; dashed: the best so far") or ""
     folders = [place for trial in study.trials if (place := _of(folder, trial)) and (place / report.LOG).is_file()]
-    first = f'<h2>Trials</h2><div class="box">{picture}{report.table(rows, head)}</div>'
-    return report.write(folders, folder / PAGE, first)
+    drawn = f'<p>{html.escape(_best(study, folder))}</p><div style="max-width: 640px">{picture}</div>'
+    title = f"Sweep: {len(rows)} trials, best {sweep.metric} {_short(study.best_value)}"
+    return report.write(
+        folders, folder / PAGE, f'<h2>Trials</h2><div class="box">{drawn}{report.table(rows, head)}</div>', title
+    )

@@ -125,6 +125,16 @@ class Interrupted(KeyboardInterrupt, SystemExit):
         SystemExit.__init__(self, code)
 
 
+def what_ended(error: BaseException) -> str:
+    """What ended a run that `error` left: its time limit, a signal, or the class of the error."""
+    end = error.exit() if isinstance(error, Left) else error
+    if end is None:
+        return "its time limit"
+    if isinstance(end, SystemExit) and not isinstance(end, Interrupted):
+        return next((one.name for one in SIGNALS if end.code == 128 + one), "SystemExit")
+    return "Ctrl-C" if isinstance(end, KeyboardInterrupt) else type(end).__name__
+
+
 class EvaluationLeft(Left):
     """Aborts an evaluation because the run must end; it is repeated when the run resumes."""
 

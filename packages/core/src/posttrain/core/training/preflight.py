@@ -12,6 +12,7 @@ three places to add one:
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,12 +22,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from posttrain.core.arguments import TrainingArguments
+from posttrain.core.arguments import OF_TRAINERS, TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
 from posttrain.core.config import value_of, values_of
 from posttrain.core.data import pipeline
 from posttrain.core.distributed import division, shard_settings
-from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, wrong_args
+from posttrain.core.errors import BEFORE_THE_RUN, Config, ConfigError, did_you_mean, wrong_args
 from posttrain.core.evaluation import eval_loop
 from posttrain.core.losses.normalization import accepts
 from posttrain.core.models.wrapping import config_of
@@ -149,6 +150,20 @@ def check_types(name: str, config_class: type, model: Any, model_init: Any, args
         raise TypeError("model_init is a model; pass the function that makes it, without calling it.")
     if args is not None and not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
+
+
+def refuse_unknown(owner: Any, names: Iterable[str]) -> None:
+    """Raise a `TypeError` for an argument among `names` that neither the class `owner` nor one below it takes."""
+    written = (vars(one)["__init__"] for one in owner.__mro__ if "__init__" in vars(one))
+    own = [name for each in written for name in inspect.signature(each).parameters]
+    later = ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics")
+    for name in (name for name in names if name not in later):
+        config, fields = owner.config_class, owner.config_class.__dataclass_fields__
+        hint = "" if name in OF_TRAINERS else config.unknown_argument_hint(name)
+        if name in fields:
+            hint = f", which {config.__name__} has: pass args={config.__name__}({name}=...)"
+        hint = hint or did_you_mean(name, [*own, *fields])
+        raise TypeError(f"{owner.__name__} got an unknown argument {name!r}{hint}")
 
 
 def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:

@@ -175,7 +175,7 @@ def options(args: GenerationArguments, given: dict[str, Any], model: nn.Module, 
     """The arguments of ``generate`` in an evaluation.
 
     The call overrides `args`, which override the model's generation config. For a model without an encoder, a length
-    excludes the prompt, because it would otherwise depend on the batch. Raises a `ValueError` where `args` sets outputs
+    excludes the prompt, because it would otherwise depend on the batch. A warning says where `args` sets outputs
     shorter than the longest label. An unset length is raised instead.
 
     Args:
@@ -212,11 +212,12 @@ def _length(args: GenerationArguments, config: Any, model: nn.Module, longest: i
     if longest is None or longest <= limit:
         return found
     if asked or args.generation_max_length is not None:
-        raise ValueError(
-            f"{who} is below the longest label of the evaluation set, which has {longest} tokens: that row could "
-            f"never be generated whole. Set generation_max_length={longest + encodes}, or truncate the labels. To "
-            "cut outputs short on purpose, pass max_length=... to evaluate or predict."
+        logger.warning(
+            f"{who} is below the longest label of the evaluation set, which has {longest} tokens: that row cannot be "
+            f"generated whole, and its metrics are those of a cut text. generation_max_length={longest + encodes} is "
+            "enough."
         )
+        return found
     logger.info(
         f"The longest label of the evaluation set has {longest} tokens, so up to that many are generated, not {who}. "
         "Set generation_max_length to choose another length."

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core import Trainer, opt
 from posttrain.core.config import Resolved
-from posttrain.core.errors import did_you_mean
 from posttrain.core.fields.old_names import Removed, Renamed, moved_arguments
 from posttrain.core.training import preflight
 from posttrain.lm.images.images import ImageArguments
@@ -89,9 +87,5 @@ def as_config(trainer: type[Trainer], args: Any, old_names: dict[str, Any]) -> P
     """The config from `args` and arguments of earlier versions, which are removed from `old_names`."""
     config_class: type[Any] = trainer.config_class
     moved = moved_arguments(trainer.__name__, config_class, old_names)
-    known = [*inspect.signature(trainer.__init__).parameters][1:-1]
-    for name in old_names:
-        if name not in ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"):
-            near = did_you_mean(name, [*known, *config_class.__dataclass_fields__])
-            raise TypeError(f"{trainer.__name__} got an unknown argument {name!r}{near}")
+    preflight.refuse_unknown(trainer, old_names)
     return preflight.as_config(trainer.__name__, config_class, args, moved)
