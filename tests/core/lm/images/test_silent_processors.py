@@ -37,5 +37,5 @@ def test_what_cannot_be_told_from_the_tokens_is_refused(monkeypatch):
         show("Q <image> now", [tiny_vision.image(0)])
     monkeypatch.undo()
     monkeypatch.setattr(vision, "OF_IMAGES", ("pixel_values",))  # as if the mask were one of the text's tokens
-    with pytest.raises(ValueError, match="it cannot be told from the tokens"):
+    with pytest.raises(ValueError, match="it cannot be found in the tokens"):
         show("Q <image> now", [tiny_vision.image(0)])

@@ -44,13 +44,6 @@ if TYPE_CHECKING:
 else:  # of what stands on the core, which therefore does not import it
     ArgumentSetters = registry.load(registry.ARGUMENT_SETTERS)
 
-#: Arguments of `from_pretrained`, and of a trainer's constructor, that scripts give to a config.
-OF_LOADING = """attn_implementation cache_dir config device_map dtype force_download load_in_4bit load_in_8bit
-local_files_only low_cpu_mem_usage max_memory offload_folder revision rope_parameters rope_scaling subfolder token
-torch_dtype use_safetensors variant weights_only""".split()
-OF_TRAINERS = """callbacks compute_metrics data_collator eval_dataset formatting_func model model_init optimizers
-peft_config processing_class quantization_config ref_model tokenizer train_dataset""".split()
-
 # Names that are only another spelling are aliases of their field, in its group.
 OLD_NAMES: dict[str, Renamed | Removed] = {
     # Numbers below 1 are shares of all optimizer steps, so 100% is the largest such number.
@@ -229,9 +222,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
     @classmethod
     def unknown_argument_hint(cls, name: str) -> str:
         owners = [owner for owner in registry.configs_with(name) if owner != cls.__name__]
-        if name in OF_TRAINERS:
+        if name in registry.OF_TRAINERS:
             return f": pass {name}=... to the trainer"
-        if name in OF_LOADING:
+        if name in registry.OF_LOADING:
             takes = "model_init_kwargs" in cls.__dataclass_fields__
             how = f"set {cls.__name__}(model_init_kwargs={{{name!r}: ...}})" if takes else "load the model with it"
             return f", which from_pretrained takes: {how}"

@@ -30,6 +30,12 @@ CALLBACKS: list[str] = []
 TRAINER_NAMES = ""
 #: A base class of `TrainingArguments`, likewise.
 ARGUMENT_SETTERS = ""
+#: Arguments of `from_pretrained`, and of a trainer's constructor, that scripts give to a config.
+OF_LOADING = """attn_implementation cache_dir config device_map dtype force_download load_in_4bit load_in_8bit
+local_files_only low_cpu_mem_usage max_memory offload_folder revision rope_parameters rope_scaling subfolder token
+torch_dtype use_safetensors variant weights_only""".split()
+OF_TRAINERS = """callbacks compute_metrics data_collator eval_dataset formatting_func model model_init optimizers
+peft_config processing_class quantization_config ref_model tokenizer train_dataset""".split()
 
 logger = logging.getLogger(__name__)
 

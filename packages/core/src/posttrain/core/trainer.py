@@ -350,7 +350,7 @@ class Trainer(TrainerNames):
         with self.compute_loss_context_manager():
             if objective.is_open and num_items is not None:
                 scaling.find_out(model, inputs, num_items, items)
-            loss, is_mean = objective(scaling.compute_loss, model, inputs, num_items, items)
+            loss, is_mean = objective(scaling.covered or self.compute_loss, model, inputs, num_items, items)
         weight, is_filler = None, pipeline.is_filler(inputs)
         if is_mean and items is not None and num_items is not None:
             loss, weight = normalization.weighted(loss, items, num_items)

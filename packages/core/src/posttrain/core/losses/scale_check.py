@@ -20,10 +20,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.core.data import rng
-from posttrain.core.distributed import environment
 from posttrain.core.losses.normalization import split_terms
 from posttrain.core.models.compiling import uncompiled
-from posttrain.core.models.wrapping import replaced, unwrap
+from posttrain.core.models.wrapping import unwrap
 
 SMALL = 512  # containers of more entries are data
 DEPTH = 3
@@ -42,10 +41,9 @@ def loss_ratio(
     num_items: torch.Tensor,
     owner: Any,
     moves: bool = True,
-    processes: bool = False,
+    otherwise: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
 ) -> tuple[float, float] | None:
-    """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN. With
-    `processes`, that of twice as many processes.
+    """(the loss with twice the count as a share of the loss, its tolerance); None if the loss is 0 or NaN.
 
     Without gradients, uncompiled and with the same random numbers both times. Afterwards
     these, all tensors of `model` and of `owner`, and the attributes of both are restored.
@@ -53,13 +51,15 @@ def loss_ratio(
     Args:
         owner: the object with `compute_loss`; its changes during the measurement are undone.
         moves: measure at slightly other weights, for terms that may be 0 at these.
+        otherwise: a context for the second loss, which then has the same count.
     """
     found = []
     random = rng.rng_state()
     with uncompiled(), torch.no_grad():
-        for factor in (1, 2):
-            count = num_items if processes else num_items * factor
-            with restored(model, owner), _more_processes(owner, factor if processes else 1):
+        for is_second in (False, True):
+            count = num_items * 2 if is_second and otherwise is None else num_items
+            context = otherwise() if is_second and otherwise is not None else contextlib.nullcontext()
+            with restored(model, owner), context:
                 if moves:
                     _move(model)
                 try:
@@ -78,20 +78,6 @@ def loss_ratio(
     exact = TOLERANCES.get(found[0].dtype, COARSE)
     once, twice = (float(loss) for loss in found)
     return (twice / once, exact) if once and math.isfinite(once) and math.isfinite(twice) else None
-
-
-@contextlib.contextmanager
-def _more_processes(owner: Any, factor: int) -> Iterator[None]:
-    """Within this context scripts read `factor` times as many processes; what accelerate's functions read stays."""
-    if factor == 1:
-        yield
-        return
-    state, world = owner.accelerator.state, factor * owner.args.world_size
-    with (
-        replaced(state, "num_processes", factor * state.num_processes),
-        replaced(environment, "world_size", lambda: world),
-    ):
-        yield
 
 
 def kind_of(ratios: list[tuple[float, float] | None], moves_alone: bool) -> str | None:

@@ -38,19 +38,7 @@ INSTEAD = {name: remedy for remedy, names in _BY_REMEDY.items() for name in name
 
 
 #: What a trainer is made of, by the names of its attributes.
-PARTS = (
-    "checkpoints",
-    "clock",
-    "dist",
-    "loaders",
-    "metrics",
-    "record",
-    "run",
-    "saving",
-    "scaling",
-    "store",
-    "uploader",
-)
+PARTS = "checkpoints clock dist loaders metrics record run saving scaling store uploader".split()
 
 
 def check_parts(owner: object) -> None:

@@ -22,7 +22,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from posttrain.core.arguments import OF_TRAINERS, TrainingArguments
+from posttrain.core import registry
+from posttrain.core.arguments import TrainingArguments
 from posttrain.core.callbacks import as_list, problems_of_callbacks
 from posttrain.core.config import value_of, values_of
 from posttrain.core.data import pipeline
@@ -159,7 +160,7 @@ def refuse_unknown(owner: Any, names: Iterable[str]) -> None:
     later = ("tokenizer", "callback", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics")
     for name in (name for name in names if name not in later):
         config, fields = owner.config_class, owner.config_class.__dataclass_fields__
-        hint = "" if name in OF_TRAINERS else config.unknown_argument_hint(name)
+        hint = "" if name in registry.OF_TRAINERS else config.unknown_argument_hint(name)
         if name in fields:
             hint = f", which {config.__name__} has: pass args={config.__name__}({name}=...)"
         hint = hint or did_you_mean(name, [*own, *fields])

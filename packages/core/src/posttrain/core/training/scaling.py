@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.core.distributed import environment
 from posttrain.core.losses import normalization, scale_check
 from posttrain.core.models.wrapping import local_part, replaced
 from posttrain.core.training import override_checks
@@ -36,17 +37,13 @@ class Scaling:
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         self.steps_in_backward = bool(getattr(owner.optimizer, "steps_in_backward", False))
         self.has_own_step = self.factor > 1 and not override_checks.is_ours(owner, "training_step")
-        self._covered: Callable[..., Any] | None = None
+        #: `compute_loss` of the trainer, where another stands in its place.
+        self.covered: Callable[..., Any] | None = None
         theirs = self.factor > 1 and self.objective.takes_count and not override_checks.is_ours(owner, "compute_loss")
         if theirs and override_checks.reads_processes(owner):  # it may multiply its loss with the processes already
             self.objective.times, self.objective.is_open = None, True
             # And does so only where there is a count, which transformers gives in training alone.
             self.objective.counts_evaluation = False
-
-    @property
-    def compute_loss(self) -> Callable[..., Any]:
-        """That of the trainer, as it is."""
-        return self._covered or self.owner.compute_loss
 
     @contextlib.contextmanager
     def as_of_transformers(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | None) -> Iterator[None]:
@@ -61,10 +58,10 @@ class Scaling:
         if objective.returns_mean is not False or not objective.takes_count:
             yield
             return
-        self._covered, share = owner.compute_loss, self.factor / (objective.times or 1)
+        covered, share = owner.compute_loss, self.factor / (objective.times or 1)
 
         def compute_loss(model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
-            result = self.compute_loss(model, inputs, *args, **options)
+            result = covered(model, inputs, *args, **options)
             given = {**dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)), **options}
             if given.get("num_items_in_batch") is None:
                 return result
@@ -72,11 +69,8 @@ class Scaling:
                 return result[0] * share, *result[1:]
             return result * share
 
-        try:
-            with replaced(owner, "compute_loss", compute_loss):
-                yield
-        finally:
-            self._covered = None
+        with replaced(owner, "compute_loss", compute_loss), replaced(self, "covered", covered):
+            yield
 
     def find_out(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
@@ -85,7 +79,9 @@ class Scaling:
         if self.objective.times is None:
             self._count_processes(model, inputs, num_items, items)
         if kind is None:
-            ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, owner, moves=not own)
+            ratio = scale_check.loss_ratio(
+                self.covered or owner.compute_loss, model, inputs, num_items, owner, moves=not own
+            )
             kind = scale_check.kind_of(owner.dist.gather_object(ratio if items else None), own)
         if self.objective.settle(kind, for_good=own or self.declared is not None) and self.declared is None:
             owner.run.progress.own_count = True
@@ -96,13 +92,25 @@ class Scaling:
                 f"{name}.loss_is_scaled_for_ga = 'mixed'; to sum the losses of micro-batches instead, set it to True."
             )
 
+    @contextlib.contextmanager
+    def _doubled(self) -> Iterator[None]:
+        """Within this context scripts read twice as many processes; what accelerate's functions read stays."""
+        state, world = self.owner.accelerator.state, 2 * self.owner.args.world_size
+        with (
+            replaced(state, "num_processes", 2 * state.num_processes),
+            replaced(environment, "world_size", lambda: world),
+        ):
+            yield
+
     def _count_processes(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` multiplies its loss with the number of processes, over which gradients are
         averaged. Raises ValueError where it multiplies a part of it.
         """
         owner, ratio = self.owner, None
         try:
-            ratio = scale_check.loss_ratio(self.compute_loss, model, inputs, num_items, owner, processes=True)
+            ratio = scale_check.loss_ratio(
+                self.covered or owner.compute_loss, model, inputs, num_items, owner, otherwise=self._doubled
+            )
         except Exception as error:  # it may cut by their number what it has gathered
             ratio = 1.0, 0.0
             logger.warning(

@@ -290,7 +290,7 @@ class VisionProcessor:
         if not is_whole or not {*found} <= {*NOT_OF_TOKENS, *self.token_inputs, *OF_IMAGES}:
             raise ValueError(
                 f"{type(self.processor).__name__} does not report which text it puts in the place of an image "
-                "(return_text_replacement_offsets), and it cannot be told from the tokens, so labels cannot be set for "
+                "(return_text_replacement_offsets), and it cannot be found in the tokens, so labels cannot be set for "
                 "rows with images. Train a model whose processor reports it, such as Idefics3, or leave the images out."
             )
         return offsets

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 REPLIES = itertools.count(1)
 ENDED = "This trajectory has ended."
 LEAST = -9999.0
-"""The log-probability that agents are told of a token with a lower one or none, since JSON has no such numbers."""
+"""What agents get for a token with a lower log-probability or none, since JSON has no such numbers."""
 FULL = "context_length_exceeded"
 """The code of errors about length, by which agents know them."""
 
