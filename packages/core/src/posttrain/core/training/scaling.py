@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,8 @@ class Scaling:
         if objective.returns_mean is not False or not objective.takes_count:
             yield
             return
-        covered, share = owner.compute_loss, self.factor / (objective.times or 1)
+        covered: Callable[..., Any] = owner.compute_loss
+        share = self.factor / (objective.times or 1)
 
         def compute_loss(model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
             result = covered(model, inputs, *args, **options)
@@ -67,7 +68,7 @@ class Scaling:
                 return result
             if given.get("return_outputs"):
                 return result[0] * share, *result[1:]
-            return result * share
+            return {**result, "loss": result["loss"] * share} if isinstance(result, Mapping) else result * share
 
         with replaced(owner, "compute_loss", compute_loss), replaced(self, "covered", covered):
             yield
