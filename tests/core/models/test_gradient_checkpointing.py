@@ -72,20 +72,6 @@ def test_a_frozen_vision_tower_is_not_computed_backwards(family, adapter):
     assert tower and not seen
 
 
-def test_layers_below_the_first_adapter_are_not_computed_backwards():
-    model = peft.get_peft_model(tiny.causal_lm(), peft.LoraConfig(**LORA, layers_to_transform=[1])).train()
-    ids, labels = batch()
-    model(input_ids=ids, labels=labels).loss.backward()
-    expected, seen = gradients(model), []
-    gradient_checkpointing.enable_gradient_checkpointing(model)
-    below, above = wrapping.body_of(model).layers
-    for layer in (below, above):
-        layer.register_forward_hook(lambda layer, inputs, output: seen.append((layer, output.requires_grad)))
-    model(input_ids=ids, labels=labels).loss.backward()
-    assert_same_gradients(gradients(model), expected)
-    assert seen == [(below, False), (above, True)]
-
-
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 

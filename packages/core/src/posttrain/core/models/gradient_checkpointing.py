@@ -26,6 +26,8 @@ CHECKPOINT_OPTIONS = (
     "mlp_tile",
 )
 
+_HOOKS = "_require_grads_hooks"  # of transformers
+
 
 def checkpointing_problem(model: nn.Module) -> str | None:
     """Why layers of `model` cannot be recomputed, and what to set, as a sentence; None if they can."""
@@ -37,6 +39,11 @@ def checkpointing_problem(model: nn.Module) -> str | None:
             "peft.LoraConfig."
         )
     return None
+
+
+def make_inputs_require_grads(part: nn.Module, given: Any, output: torch.Tensor) -> None:
+    """A hook of embeddings, so that layers which are recomputed hand a gradient on; named as that of transformers."""
+    output.requires_grad_()
 
 
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None = None) -> None:
@@ -64,11 +71,12 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
             f"{type(base).__name__} has no gradient_checkpointing_enable(). Set activation_checkpointing=False, or "
             "define that method on the model."
         )
-    has_hooks = bool(vars(base).get("_require_grads_hooks"))  # of transformers: embeddings whose output has a gradient
-    if not options["use_reentrant"] and has_hooks:  # no need here, and frozen layers would be computed backwards
-        base.disable_input_require_grads()
-    elif options["use_reentrant"] and not has_hooks and is_peft_model(model):
+    if is_peft_model(model) and hasattr(base, "enable_input_require_grads") and not vars(base).get(_HOOKS):
         base.enable_input_require_grads()
+    if not options["use_reentrant"] and vars(base).get(_HOOKS):
+        # transformers lets the inputs of all parts require a gradient: a frozen vision tower is computed backwards.
+        base.disable_input_require_grads()
+        setattr(base, _HOOKS, [base.get_input_embeddings().register_forward_hook(make_inputs_require_grads)])
     if hasattr(base, "config"):
         base.config.use_cache = False
 
