@@ -272,6 +272,7 @@ def test_a_misspelled_size_is_named(name):
 ACCELERATOR = {
     "split_batches": "train_batch_size is a share", "even_batches": "rows are never repeated, with and without it",
     "non_blocking": "args.non_blocking", "gradient_accumulation_kwargs": "args.gradient_accumulation_steps",
+    "use_configured_state": "another precision is refused (tests/core/test_drop_in.py)",
 }  # fmt: skip
 
 
