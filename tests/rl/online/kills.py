@@ -120,7 +120,7 @@ def serve_completions(port: int, folder: Path) -> None:
         tiny.causal_lm(seed=9, initializer_range=0.3).eval(), test_asynchronous.Pausing, mode="processed_logprobs",
         dtype="torch.float32",
     )  # fmt: skip
-    one.running, one.resumed, one.rows, one.waits_in_row, one.is_old = threading.Event(), 0, 0, 0, False
+    one.running, one.resumed, one.rows, one.is_old, one.holds = threading.Event(), 0, 0, False, lambda prompt: False
     one.running.set()
     threading.Event().wait()
 

@@ -353,7 +353,7 @@ class Pausing(OpenAI):
     def row(self, prompt, wanted, seed):
         ids, logps, versions, server = [], [], [], self.server
         server.rows += 1
-        waits = server.rows == server.waits_in_row
+        waits = server.holds(prompt)
         for place in range(wanted["max_tokens"]):
             if waits and place == 3:
                 server.waits_for = server.resumed + 1
@@ -372,9 +372,9 @@ class Pausing(OpenAI):
 @pytest.fixture
 def server():
     one = Server(tiny.causal_lm(initializer_range=0.1).eval(), Pausing, mode="processed_logprobs")
-    one.running, one.resumed, one.rows, one.waits_in_row, one.waits_for = threading.Event(), 0, 0, 0, 0
+    one.running, one.resumed, one.rows, one.waits_for = threading.Event(), 0, 0, 0
     one.running.set()
-    one.is_old = False
+    one.is_old, one.holds = False, lambda prompt: False
 
     def wait_until(true):
         until = time.monotonic() + WAIT
@@ -393,7 +393,7 @@ def client_of(server, in_flight=True):
             server.model.load_state_dict(dict(weights), strict=False)
 
     url = f"http://127.0.0.1:{server.server_port}/"
-    return VLLMServerGenerator(url, timeout=5, transport=Direct(send), in_flight=in_flight)
+    return VLLMServerGenerator(url, timeout=WAIT, transport=Direct(send), in_flight=in_flight)
 
 
 def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_token(server):
@@ -401,7 +401,8 @@ def test_a_server_goes_on_with_what_it_has_begun_and_says_which_weights_wrote_a_
     client = client_of(server)
     client.version = 40
     client.sync_weights(models[0])
-    server.waits_in_row = server.rows + 2  # the second completion of the next request
+    second = server.rows + 2  # the second completion of the next request
+    server.holds = lambda prompt: server.rows == second
     found = Future()
     Worker("test-generate").submit(found, lambda: client.generate([[5, 9, 14]], 3, Sampling(6), [1, 2, 3]))
     assert server.wait_until(lambda: server.waits_for)
@@ -429,7 +430,8 @@ def test_the_trainer_does_not_wait_for_what_a_server_writes(server):
     for writes in (False, True, True, False):
         before = asked()
         if writes:
-            server.waits_for, server.waits_in_row = 0, server.rows + 1
+            server.waits_for, held = 0, server.rows + 1
+            server.holds = lambda prompt, held=held: server.rows == held
             found.append(Future())
             Worker("test-generate").submit(found[-1], lambda: client.generate([[5, 9, 14]], 1, Sampling(6), [1]))
             assert server.wait_until(lambda: server.waits_for)
@@ -452,9 +454,10 @@ def test_without_that_interface_the_weights_count_as_those_at_the_beginning(serv
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_a_trainer_updates_a_server_in_flight(kind, server, tmp_path):
     client = client_of(server)
-    server.waits_in_row = 12  # of the second rollout, after the check of the first sync
+    of_second = tiny.tokenizer()(text_rows(9)[5]["prompt"])["input_ids"]  # a rollout has four prompts
+    server.holds = lambda prompt: prompt == of_second and not server.waits_for
     holds = HoldsFirstStep(lambda: server.wait_until(lambda: server.waits_for))
-    trainer = make(tmp_path, kind, generator=client, max_staleness=2, callbacks=[holds])
+    trainer = make(tmp_path, kind, generator=client, max_staleness=2, callbacks=[holds], shuffle_dataset=False)
     trainer.train()
     versions = [versions for _, _, versions in trainer.notes]
     assert any(len(one.unique()) > 1 for one in versions)
