@@ -404,11 +404,14 @@ class Run:
             owner.control.should_save |= improved  # or a callback asked for it
 
     def evaluate(self, evaluate: Callable[..., dict[str, float]], skip_scheduler: bool) -> dict[str, float]:
-        """An evaluation along the way: its metrics, which a schedule may follow."""
+        """An evaluation along the way: its metrics, which a schedule may follow. They are those of the main process,
+        which alone may have measured some: what they decide, all processes do.
+        """
         owner, named = self.owner, self.owner.args.metric_for_best_model
         with owner.clock("eval"):
             metrics = evaluate()
             self.meet("what callbacks do after an evaluation")
+            metrics = owner.dist.broadcast_object(metrics)
         if named is not None:  # a missing one raises at the first evaluation
             eval_loop.named_metric(metrics, named)
         if lr_scheduler.follows_a_metric(owner.lr_scheduler) and not skip_scheduler:
