@@ -5,6 +5,15 @@ import logging
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BartForQuestionAnswering,
+    BartForSequenceClassification,
+    BartModel,
+    BertConfig,
+)
+from transformers.models.bert import modeling_bert
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.checkpoint import reload, weights
@@ -123,3 +132,26 @@ def test_reading_back_changes_no_number_of_the_run(tmp_path):
     reload.check(model, tmp_path)
     assert torch.equal(before, torch.get_rng_state())
     assert modes == [module.training for module in model.modules()]
+
+
+SMALL = dict(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+HEADS = [
+    (kind, BertConfig(**SMALL)) for kind in vars(modeling_bert).values() if isinstance(kind, type)
+    and issubclass(kind, modeling_bert.BertPreTrainedModel) and kind is not modeling_bert.BertPreTrainedModel
+] + [
+    (kind, BartConfig(vocab_size=32, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                      decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, eos_token_id=7))
+    for kind in (BartModel, BartForConditionalGeneration, BartForQuestionAnswering, BartForSequenceClassification)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "config"), HEADS, ids=lambda value: getattr(value, "__name__", ""))
+def test_models_with_any_head_are_read_back(tmp_path, caplog, kind, config):
+    """The last token that is read is the end of a text (7), which Bart's classifier looks for."""
+    torch.manual_seed(0)
+    model = kind(config)
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, LOGGER):
+        reload.check(model, tmp_path)
+    compared = "logits that differ by 0 of their size" in caplog.text
+    assert compared == (kind.__name__ != "BertForMultipleChoice"), caplog.text

@@ -101,7 +101,9 @@ def _compare(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], folde
 
 @torch.no_grad()
 def _largest_difference(model: Any, twin: Any) -> float | None:
-    """How far two models' logits are apart, by their size and standard deviation; None where they read no text."""
+    """How far two models' logits, or whatever they give first, are apart, by their size and standard deviation; None
+    where they do not read a text of a few tokens.
+    """
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
     ids = torch.arange(2, 8).unsqueeze(0)
@@ -115,6 +117,13 @@ def _largest_difference(model: Any, twin: Any) -> float | None:
     weights_of_model = model.state_dict(keep_vars=True)
     tensors = {name: buffer.to(device) for name, buffer in twin.named_buffers()} | weights_of_model
     with wrapping.evaluating(model):
-        trained = for_float64(model(**inputs).logits).double()
-        read = for_float64(torch.func.functional_call(twin, tensors, kwargs=inputs).logits).double()
+        try:
+            trained = _first(model(**inputs))
+        except Exception:  # of any kind: it reads more than one text, as models of multiple choice do, or other columns
+            return None
+        read = _first(torch.func.functional_call(twin, tensors, kwargs=inputs))
     return float(((trained - read).abs() / (trained.std(correction=0) + trained.abs()).clamp(min=1e-12)).max())
+
+
+def _first(outputs: Any) -> torch.Tensor:
+    return for_float64(outputs["logits"] if "logits" in outputs else outputs[0]).double()
