@@ -205,6 +205,45 @@ def test_a_thread_of_anthropics_keeps_what_is_not_sent_again(agents):
     assert len(goes_on(made.recorders[0])) == 2
 
 
+def test_the_tokens_of_a_conversation_are_counted_before_it_is_sent(agents):
+    """Claude Code asks so, to know when to shorten its context. It is no turn."""
+    made = agents(sums)
+    access = made.open(max_turns=2)
+    tool = {"name": "add", "description": "Add.", "input_schema": FUNCTION["parameters"]}
+    body = {"model": "m", "system": "Be short.", "tools": [tool], "messages": ASKED[1:]}
+    for number in range(2):
+        counted = made.post(access, "messages/count_tokens", body).json()
+        sent = made.post(access, "messages", body | {"max_tokens": 90}).json()
+        assert counted == {"input_tokens": sent["usage"]["input_tokens"]}
+        assert len(made.recorders[0].turns) == number + 1
+        body["messages"] = [*body["messages"], {"role": "assistant", "content": sent["content"]}, *ASKED[1:]]
+    assert made.post(access, "messages/count_tokens", body).json()["input_tokens"] > counted["input_tokens"]
+    assert made.recorders[0].cut is None
+    assert (
+        made.post(access, "messages/count_tokens", {"messages": []}).json()["error"]["type"] == "invalid_request_error"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ['<tool_call>\n{"name": "add", "arguments": {"a": 2,\n</tool_call>', "<tool_call>\nadd 2"]
+)
+def test_a_call_that_cannot_be_read_reaches_the_agent_as_it_was_written(agents, text):
+    """As vLLM answers. Other calls of the same turn are made."""
+    made = agents(lambda prompt: text if "again" in prompt else f"Hm. {text} {call('add', a=2, b=3)}")
+    access = made.open()
+    body = {"messages": ASKED, "tools": TOOLS}
+    (choice,) = made.post(access, "chat/completions", body).json()["choices"]
+    if text.endswith(">"):
+        assert choice["message"]["content"] == f"Hm. {text}" and choice["finish_reason"] == "tool_calls"
+    said = [*ASKED, choice["message"], {"role": "user", "content": "again"}]
+    (choice,) = made.post(access, "chat/completions", {"messages": said, "tools": TOOLS}).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    said += [choice["message"], {"role": "user", "content": "again"}]
+    made.post(access, "chat/completions", {"messages": said, "tools": TOOLS})
+    assert len(goes_on(made.recorders[0])) == 3
+
+
 def test_anthropics_answer_names_the_text_that_ended_it(agents):
     made = agents(lambda prompt: "<a>1</a> and more")
     body = {"max_tokens": 90, "messages": ASKED[1:], "stop_sequences": ["more", "</a>"]}

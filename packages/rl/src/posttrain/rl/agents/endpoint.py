@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.errors import require
-from posttrain.rl.agents.anthropic_api import MESSAGES
+from posttrain.rl.agents.anthropic_api import COUNT, MESSAGES
 from posttrain.rl.agents.messages import API, Event, Reply, Request, RequestError
 from posttrain.rl.agents.openai_api import CHAT, COMPLETIONS, RESPONSES
 from posttrain.rl.rewards import background
@@ -26,6 +26,7 @@ from posttrain.rl.rewards import background
 logger = logging.getLogger(__name__)
 
 PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+PATHS |= {"messages/count_tokens": COUNT}
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
 KEPT = 8

@@ -127,7 +127,7 @@ class Recorder:
         warn_of_ignored(request.ignored)
         if self._ended:
             raise RequestError(ENDED, 410)
-        if self.max_turns is not None and self._begun >= self.max_turns:
+        if self.max_turns is not None and self._begun >= self.max_turns and not request.counts:
             self.cut = "turns"
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
         try:
@@ -137,6 +137,8 @@ class Recorder:
             why = str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
             raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
+        if request.counts:
+            return Reply(next(REPLIES), 0, "", "", (), "stop", (), None, len(ids))
         sampling = self._with_room(request, before, asked, len(ids))
         number, self._begun = self._begun, self._begun + 1
         turn = asyncio.ensure_future(self.generate(ids, sampling, mix(self.seed, number) if number else self.seed))
