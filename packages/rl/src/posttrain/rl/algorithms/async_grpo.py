@@ -19,6 +19,7 @@ from torch import nn
 from posttrain.core.config import opt, other_default, value_of
 from posttrain.core.errors import checked_args
 from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.core.training.plan import Plan
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
@@ -174,16 +175,30 @@ class AsyncGRPOTrainer(GRPOTrainer):
         super().__init__(**given | ({} if self.worker is None else {"generator": self.worker}))
         if self.worker is not None:
             self.worker.on_main, self.learns_from_rewards = self.dist.on_main, False
+            self.worker.is_shared = self.dist.num_processes > 1
+
+    def begin_window(self, plan: Plan) -> None:
+        """As the base's, or wait until the rollout worker has given what the step takes: the run can be left here."""
+        super().begin_window(plan)
+        maker, worker, wanted = self.rollout_maker, self.worker, plan.accumulation
+        if plan.batches_per_epoch is not None:
+            wanted = min(wanted, plan.batches_per_epoch - self.run.progress.batches)
+        rollouts = -(-(wanted - maker.left) // maker.per_rollout)
+        if worker is None or rollouts < 1:
+            return
+        maker.sync()
+        while not worker.has(rollouts * self.layout.per_process * self.layout.world_size):
+            if reason := self.run.watch.settle(self.dist.gather_patiently):
+                self.run.interrupt(reason)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""
         if self.worker is None or samples[0].is_evaluated:
             return super().generate(samples, sampling)
-        before = self.worker.dropped
         taken = self.dist.broadcast_object(self.worker.take(self.layout.per_process * self.layout.world_size))
         self._advantages = torch.tensor([float(one.advantage) for one in taken])
         if self.dist.is_main:
-            self.metrics.add("staleness/dropped", self.worker.dropped - before)
+            self.metrics.add("staleness/dropped", self.worker.dropped)
         return [_in_place_of(sample, taken[sample.place], sampling.eos_token_ids) for sample in samples]
 
     def score(self, samples: list[Sample]) -> Scores:

@@ -465,11 +465,15 @@ class RolloutTrainer(LanguageModelTrainer):
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         stream = self.rollout_maker.micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            if self.rollout_maker.background is not None:
-                self.rollout_maker.background.fill(plan, self.state.global_step, self.rollout_maker.left)
+            self.begin_window(plan)
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)
+
+    def begin_window(self, plan: Plan) -> None:
+        """Called before the micro-batches of an optimizer step are read: begins the rollouts that may begin now."""
+        if self.rollout_maker.background is not None:
+            self.rollout_maker.background.fill(plan, self.state.global_step, self.rollout_maker.left)
 
     def compute_loss(
         self,
