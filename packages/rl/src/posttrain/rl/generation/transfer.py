@@ -1,14 +1,15 @@
 """Sends weights to vLLM servers: over NCCL, over gloo, or as files in a folder that trainer and servers share.
 
-The order is that of vLLM 0.32's interface for reinforcement learning: init once, then start, update and finish for each
-sync (https://docs.vllm.ai/en/latest/training/weight_transfer/). One weight after another is gathered and sent. Only the
-first process sends; where weights are sharded, the others iterate over them meanwhile.
+The order is that of vLLM's interface for reinforcement learning, in 0.32 and 0.33: init once, then start, update and
+finish for each sync (https://docs.vllm.ai/en/latest/training/weight_transfer/). One weight after another is gathered
+and sent. Only the first process sends; where weights are sharded, the others iterate over them meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 import urllib.parse
@@ -80,11 +81,15 @@ class Nccl:
         class Source(WeightSource):
             weights: Weights
 
-            def metadata(self) -> list[Any]:
+            def facts(self) -> list[Any]:
                 return [ParamMeta(*fact) for fact in self.weights.facts]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return iter(self.weights)
+
+            iter_full = __iter__
+            # vLLM 0.33 reads what 0.32 calls.
+            metadata = functools.cached_property(facts) if hasattr(WeightSource, "iter_full") else facts
 
         client, source = Client(servers), Source()
         address = address_towards(servers[0].url)
