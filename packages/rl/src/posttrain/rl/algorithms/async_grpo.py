@@ -178,18 +178,14 @@ class AsyncGRPOTrainer(GRPOTrainer):
             self.worker.is_shared = self.dist.num_processes > 1
 
     def begin_window(self, plan: Plan) -> None:
-        """As the base's, or wait until the rollout worker has given what the step takes: the run can be left here."""
+        """As the base's, or wait until the rollout worker has given what the step takes."""
         super().begin_window(plan)
-        maker, worker, wanted = self.rollout_maker, self.worker, plan.accumulation
-        if plan.batches_per_epoch is not None:
-            wanted = min(wanted, plan.batches_per_epoch - self.run.progress.batches)
-        rollouts = -(-(wanted - maker.left) // maker.per_rollout)
-        if worker is None or rollouts < 1:
-            return
-        maker.sync()
-        while not worker.has(rollouts * self.layout.per_process * self.layout.world_size):
-            if reason := self.run.watch.settle(self.dist.gather_patiently):
-                self.run.interrupt(reason)
+        if self.worker is not None:
+            self.wait_for_rollouts(plan, self._worker_has)
+
+    def _worker_has(self, rollouts: int) -> bool:
+        self.rollout_maker.sync()  # it may write nothing before
+        return self.worker.has(rollouts * self.layout.per_process * self.layout.world_size)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""

@@ -55,7 +55,7 @@ class Nccl:
     def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
         """See `Transport.send`."""
         if self._engine is None:
-            self._engine, self._client, self._source = self._connect(servers)
+            self._engine, self._client, self._source = self._connect(servers, weights)
         self._source.weights, self._client.version = weights, version
         if weights.device.type != "cpu":  # it reads them in streams of its own, which wait for no optimizer step
             with accelerator.waiting():
@@ -66,7 +66,7 @@ class Nccl:
             self._engine = None  # its group can no longer be used
             raise
 
-    def _connect(self, servers: Sequence[Server]) -> tuple[Any, Any, Any]:
+    def _connect(self, servers: Sequence[Server], weights: Weights) -> tuple[Any, Any, Any]:
         require("vllm", "vllm", "sending weights over NCCL")
         try:
             from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -79,7 +79,8 @@ class Nccl:
             ) from error
 
         class Source(WeightSource):
-            weights: Weights
+            def __init__(self, weights: Weights) -> None:
+                self.weights = weights
 
             def facts(self) -> list[Any]:
                 return [ParamMeta(*fact) for fact in self.weights.facts]
@@ -91,7 +92,7 @@ class Nccl:
             # vLLM 0.33 reads what 0.32 calls.
             metadata = functools.cached_property(facts) if hasattr(WeightSource, "iter_full") else facts
 
-        client, source = Client(servers), Source()
+        client, source = Client(servers), Source(weights)
         address = address_towards(servers[0].url)
         info = NCCLTrainerInitInfo(address, self.port, 1 + sum(client.sizes), rank=0)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source), client, source

@@ -169,26 +169,27 @@ class WorkerEngine:
         return bool(self.on_main(lambda: self._has(number), "completions of the rollout_worker"))
 
     def _has(self, number: int) -> bool:
-        given, self._found = self._found, []
-        for one in given:
-            self._keep(one, number)
+        self._found = [one for one in self._found if not self._is_old(one, number)]
         while len(self._found) < number:
             try:
-                self._keep(self.worker.rollout_buffer.get(timeout=POLL), number)
+                one = self.worker.rollout_buffer.get(timeout=POLL)
             except queue.Empty:
                 self.worker.check_health(self.stale_after)
                 return False
+            if not self._is_old(one, number):
+                check(one)
+                self._found.append(portable(one) if self.is_shared else one)
         return True
 
-    def _keep(self, one: ScoredCompletion, number: int) -> None:
+    def _is_old(self, one: ScoredCompletion, number: int) -> bool:
+        """Whether it is too old, which is counted; warns of as many as a `number` that was asked for."""
         if self.version - one.model_version <= self.max_staleness:
-            check(one)
-            self._found.append(portable(one) if self.is_shared else one)
-            return
+            return False
         self._old += 1
         if self._old == number:
             said = "The rollout_worker has given %d completions of old weights, the last of step %s at step %d."
             logger.warning(said, number, one.model_version, self.version)
+        return True
 
     def close(self) -> None:
         """Stop the worker and the transfer, if they were started."""
