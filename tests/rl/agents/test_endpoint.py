@@ -1,9 +1,12 @@
 """The endpoint: what each API answers, whose key opens what, and what a request may not be."""
 
 import asyncio
+import http.client
 import itertools
 import json
 import math
+import select
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -269,6 +272,20 @@ def test_a_changed_history_begins_a_branch(agents):
     assert made.recorders[0].sequences() == [[alone], [one, two, three], [one, two, branch]]
 
 
+def test_no_two_calls_of_a_trajectory_have_one_id(agents):
+    """Also where the agent keeps the end of its history alone, and where it asks twice beside each other."""
+    made = agents(lambda prompt: call("add", a=2, b=3) + call("add", a=4, b=5))
+    access, said, ids = made.open(), [*ASKED], []
+    for _ in range(4):
+        for _ in range(2):
+            answer = made.post(access, "chat/completions", {"messages": said, "tools": TOOLS}).json()
+            message = answer["choices"][0]["message"]
+            ids += [one["id"] for one in message["tool_calls"]]
+        answers = [{"role": "tool", "tool_call_id": one["id"], "content": "5"} for one in message["tool_calls"]]
+        said = [*ASKED, message, *answers]
+    assert len(ids) == len({*ids}) == 16
+
+
 def test_a_trajectory_may_have_any_number_of_turns():
     turn = None
     for _ in range(3000):
@@ -472,6 +489,20 @@ def test_who_hangs_up_frees_the_place(agents):
             break
         background.wait_for(asyncio.sleep(0.05))
     assert ended and access.running == 0 and not made.recorders[0].turns
+
+
+@pytest.mark.long
+def test_a_connection_is_kept_while_a_tool_runs(agents):
+    """Where it was closed just before the next request came, agents that do not send it again failed."""
+    access = agents(sums).open()
+    url = httpx.URL(access.url)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
+    headers = {"x-api-key": access.key, "content-type": "application/json"}
+    for wait in (5.5, 0):
+        connection.request("POST", f"{url.path}/v1/chat/completions", json.dumps({"messages": ASKED}), headers)
+        assert json.load(connection.getresponse())["choices"] and connection.sock is not None
+        time.sleep(wait)
+        assert not select.select([connection.sock], [], [], 0)[0]  # it is open
 
 
 def test_a_request_that_is_sent_again_has_the_answer_that_it_had(agents):

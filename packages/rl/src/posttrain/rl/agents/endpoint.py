@@ -37,6 +37,10 @@ MOST_FILES = 65536
 """Open files and connections of a process."""
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 """Hosts of a server that listens at all addresses of its machine; no client can call at these."""
+IDLE = 3600
+"""Seconds that a connection is kept between two requests of an agent: one that is closed as a request comes is an error
+there, and uvicorn's 5 seconds are over while a tool runs, or while this process has much to do.
+"""
 GONE = 499
 """The status of a request whose client has closed the connection, as nginx has it."""
 
@@ -200,7 +204,7 @@ def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[An
     listening.listen(backlog)
     host = _of_this_machine(kind) if host in ANY_ADDRESS else host
     name = f"[{host}]" if kind is socket.AF_INET6 else host
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=IDLE)
     return uvicorn.Server(config), listening, f"http://{name}:{listening.getsockname()[1]}"
 
 

@@ -119,6 +119,7 @@ class Recorder:
         self._ended, self._begun = False, 0
         self._open: set[asyncio.Future[Any]] = set()
         self._numbers: dict[int, Written] = {}
+        self._calls = itertools.count()  # of the trajectory: agents know calls by their ids, also of a history they cut
 
     async def reply(self, request: Request) -> Reply:
         """The policy's answer to `request`; a RequestError where the trajectory has ended or reached a bound, or the
@@ -268,10 +269,9 @@ class Recorder:
         elif request.tools and request.calls_tools:
             turn = self.codec.protocol(request.tools).read(done.ids, request.tools, asked)
             text, thoughts = turn.message.get("content") or "", turn.message.get("reasoning_content") or ""
-            numbers = itertools.count(sum(len(m.get("tool_calls") or ()) for m in history))
             calls = tuple(
                 ReplyCall(
-                    call.id or identifier(next(numbers)), call.name, json.dumps(call.arguments, ensure_ascii=False)
+                    call.id or identifier(next(self._calls)), call.name, json.dumps(call.arguments, ensure_ascii=False)
                 )
                 for call in turn.calls
                 if call.arguments is not None
