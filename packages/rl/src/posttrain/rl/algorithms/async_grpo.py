@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -181,11 +182,11 @@ class AsyncGRPOTrainer(GRPOTrainer):
         """As the base's, or wait until the rollout worker has given what the step takes."""
         super().begin_window(plan)
         if self.worker is not None:
-            self.wait_for_rollouts(plan, self._worker_has)
+            self.wait_for_rollouts(plan, partial(self._are_given, self.worker))
 
-    def _worker_has(self, rollouts: int) -> bool:
+    def _are_given(self, worker: WorkerEngine, rollouts: int) -> bool:
         self.rollout_maker.sync()  # it may write nothing before
-        return self.worker.has(rollouts * self.layout.per_process * self.layout.world_size)
+        return worker.has(rollouts * self.layout.per_process * self.layout.world_size)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""
