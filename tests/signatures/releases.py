@@ -19,7 +19,7 @@ RELEASES = (
     "torchao==0.18.0",
     "liger-kernel==0.8.5",
     "deepspeed==0.19.8",
-    "vllm==0.32.0",
+    "vllm==0.33.0",
 )
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain" / "releases"
 #: Sources, where the wheel is large or there is none. Their set-up is asked for the version and builds nothing.

@@ -1,9 +1,12 @@
 """The endpoint: what each API answers, whose key opens what, and what a request may not be."""
 
 import asyncio
+import http.client
 import itertools
 import json
 import math
+import select
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -205,6 +208,45 @@ def test_a_thread_of_anthropics_keeps_what_is_not_sent_again(agents):
     assert len(goes_on(made.recorders[0])) == 2
 
 
+def test_the_tokens_of_a_conversation_are_counted_before_it_is_sent(agents):
+    """Claude Code asks so, to know when to shorten its context. It is no turn."""
+    made = agents(sums)
+    access = made.open(max_turns=2)
+    tool = {"name": "add", "description": "Add.", "input_schema": FUNCTION["parameters"]}
+    body = {"model": "m", "system": "Be short.", "tools": [tool], "messages": ASKED[1:]}
+    for number in range(2):
+        counted = made.post(access, "messages/count_tokens", body).json()
+        sent = made.post(access, "messages", body | {"max_tokens": 90}).json()
+        assert counted == {"input_tokens": sent["usage"]["input_tokens"]}
+        assert len(made.recorders[0].turns) == number + 1
+        body["messages"] = [*body["messages"], {"role": "assistant", "content": sent["content"]}, *ASKED[1:]]
+    assert made.post(access, "messages/count_tokens", body).json()["input_tokens"] > counted["input_tokens"]
+    assert made.recorders[0].cut is None
+    assert (
+        made.post(access, "messages/count_tokens", {"messages": []}).json()["error"]["type"] == "invalid_request_error"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ['<tool_call>\n{"name": "add", "arguments": {"a": 2,\n</tool_call>', "<tool_call>\nadd 2"]
+)
+def test_a_call_that_cannot_be_read_reaches_the_agent_as_it_was_written(agents, text):
+    """As vLLM answers. Other calls of the same turn are made."""
+    made = agents(lambda prompt: text if "again" in prompt else f"Hm. {text} {call('add', a=2, b=3)}")
+    access = made.open()
+    body = {"messages": ASKED, "tools": TOOLS}
+    (choice,) = made.post(access, "chat/completions", body).json()["choices"]
+    if text.endswith(">"):
+        assert choice["message"]["content"] == f"Hm. {text}" and choice["finish_reason"] == "tool_calls"
+    said = [*ASKED, choice["message"], {"role": "user", "content": "again"}]
+    (choice,) = made.post(access, "chat/completions", {"messages": said, "tools": TOOLS}).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    said += [choice["message"], {"role": "user", "content": "again"}]
+    made.post(access, "chat/completions", {"messages": said, "tools": TOOLS})
+    assert len(goes_on(made.recorders[0])) == 3
+
+
 def test_anthropics_answer_names_the_text_that_ended_it(agents):
     made = agents(lambda prompt: "<a>1</a> and more")
     body = {"max_tokens": 90, "messages": ASKED[1:], "stop_sequences": ["more", "</a>"]}
@@ -228,6 +270,20 @@ def test_a_changed_history_begins_a_branch(agents):
     one, two, three, branch, alone = made.recorders[0].turns
     assert (two.before, three.before, branch.before, alone.before) == (one, two, two, None)
     assert made.recorders[0].sequences() == [[alone], [one, two, three], [one, two, branch]]
+
+
+def test_no_two_calls_of_a_trajectory_have_one_id(agents):
+    """Also where the agent keeps the end of its history alone, and where it asks twice beside each other."""
+    made = agents(lambda prompt: call("add", a=2, b=3) + call("add", a=4, b=5))
+    access, said, ids = made.open(), [*ASKED], []
+    for _ in range(4):
+        for _ in range(2):
+            answer = made.post(access, "chat/completions", {"messages": said, "tools": TOOLS}).json()
+            message = answer["choices"][0]["message"]
+            ids += [one["id"] for one in message["tool_calls"]]
+        answers = [{"role": "tool", "tool_call_id": one["id"], "content": "5"} for one in message["tool_calls"]]
+        said = [*ASKED, message, *answers]
+    assert len(ids) == len({*ids}) == 16
 
 
 def test_a_trajectory_may_have_any_number_of_turns():
@@ -433,6 +489,20 @@ def test_who_hangs_up_frees_the_place(agents):
             break
         background.wait_for(asyncio.sleep(0.05))
     assert ended and access.running == 0 and not made.recorders[0].turns
+
+
+@pytest.mark.long
+def test_a_connection_is_kept_while_a_tool_runs(agents):
+    """Where it was closed just before the next request came, agents that do not send it again failed."""
+    access = agents(sums).open()
+    url = httpx.URL(access.url)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=20)
+    headers = {"x-api-key": access.key, "content-type": "application/json"}
+    for wait in (5.5, 0):
+        connection.request("POST", f"{url.path}/v1/chat/completions", json.dumps({"messages": ASKED}), headers)
+        assert json.load(connection.getresponse())["choices"] and connection.sock is not None
+        time.sleep(wait)
+        assert not select.select([connection.sock], [], [], 0)[0]  # it is open
 
 
 def test_a_request_that_is_sent_again_has_the_answer_that_it_had(agents):

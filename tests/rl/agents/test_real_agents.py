@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 PYTHON = Path(__file__).parents[3] / ".venv-agents" / "bin" / "python"
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 # Two conversations; or a history that the agent writes anew.
-SEQUENCES = {"openai_agents": 2, "pydantic_ai_agent": 2, "smolagents_agent": 2}
+SEQUENCES = {"openai_agents": 2, "pydantic_ai_agent": 2, "smolagents_agent": 2, "openai_branches": 6}
 OF_NPM = {"pi_coding_agent": "pi", "opencode_agent": "opencode"}
 QUIET = {"NO_PROXY": "*", "OTEL_SDK_DISABLED": "true", "LANGSMITH_TRACING": "false"}
 TOKENIZER = tiny.tokenizer(chat_template=tiny.CHATML_WITH_TOOLS)

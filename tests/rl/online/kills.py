@@ -37,7 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,7 +330,8 @@ class Run:
             time.sleep(self.draw.random() * 0.02)
             self.kill("trainer")
         elif way == "sync":
-            self.until(lambda: self.has_ended() or _changed(shared) > before, pause=0.0005)
+            sending = self.is_paused if self.vllm else lambda: _changed(shared) > before
+            self.until(lambda: self.has_ended() or sending(), pause=0.0005)
             time.sleep(self.draw.random() * 0.02)
             self.kill(victim)
         elif way == "term":
@@ -358,6 +359,14 @@ class Run:
     def is_listening(self, name: str) -> bool:
         with socket.socket() as one:
             return one.connect_ex(("127.0.0.1", self.ports[name])) == 0
+
+    def is_paused(self) -> bool:
+        """Whether vLLM's server is being sent weights."""
+        with contextlib.suppress(OSError, HTTPException):
+            connection = HTTPConnection("127.0.0.1", self.ports["server"], timeout=5)
+            connection.request("GET", "/is_paused")
+            return json.loads(connection.getresponse().read())["is_paused"]
+        return False
 
     def kill_child(self, words: str, of: str = "trainer") -> bool:
         """Kill a process of the trainer that has these words in its command; whether there was one."""
@@ -463,6 +472,8 @@ def main() -> None:
     parser.add_argument("--process", choices=VICTIMS, help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    cache = tempfile.TemporaryDirectory(prefix="posttrain-tests-")
+    os.environ.setdefault("POSTTRAIN_TEST_CACHE", cache.name)  # as tests/conftest.py does
     if options.process:
         write_into(Path(options.options["folder"]) / f"{options.process}.log")
         given = options.options | {"folder": Path(options.options["folder"])}

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -630,6 +632,39 @@ def test_a_run_that_stopped_with_a_full_queue_uses_each_prompt_once(step, change
     assert [*prompts_of(cut)[:learned], *prompts_of(resumed)] == prompts_of(straight)
     assert resumed.rollout_maker.num_rollouts == straight.rollout_maker.num_rollouts
     assert all(int(versions.min()) >= step for _, _, versions in resumed.notes)  # nothing older than the checkpoint
+
+
+@pytest.mark.parametrize("ahead", [2, 1])
+def test_a_run_is_left_while_it_waits_for_a_rollout(ahead, tmp_path):
+    """A signal is not heard at the end of the step alone, and each prompt is learned from once."""
+    ended, signals = threading.Event(), []
+
+    def reward(completion_ids):
+        if len(left.state.log_history) > 1:  # what step 3 or a later one takes
+            if not signals:
+                signals.append(threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)))
+                signals[0].start()
+            assert ended.wait(WAIT), "the signal was not heard"
+        return digit_sum(completion_ids)
+
+    class Ends(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            ended.set()
+
+    changes = dict(
+        max_staleness=2, sample_ahead=ahead, save_on_signal=True, rows=13, sample_ledger=True, logging_steps=1
+    )
+    straight = make(tmp_path / "straight", **changes)
+    straight.train()
+    left = make(tmp_path / "left", reward=reward, callbacks=[Ends()], **changes)
+    with pytest.raises(SystemExit):
+        left.train()
+    step = left.state.global_step
+    assert 1 < step < straight.state.global_step
+    resumed = make(tmp_path / "left", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert [*prompts_of(left)[:step], *prompts_of(resumed)] == prompts_of(straight)
+    assert audit(tmp_path / "left").problems == []
 
 
 def test_an_epoch_that_a_callback_ends_drops_what_was_read_ahead_of_it(tmp_path):

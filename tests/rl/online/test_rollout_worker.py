@@ -1,6 +1,10 @@
 """A program that samples and scores by itself: what it gives is learned from, and nothing that is too old."""
 
+import os
+import pickle
 import queue
+import signal
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -168,6 +172,62 @@ def test_no_completion_is_older_than_the_bound_in_any_step_that_learns_from_it(a
     assert sum(record.get("staleness/dropped", 0) for record in trainer.state.log_history) > 0
     found = audit(tmp_path)
     assert found.problems == [] and {line["versions"][0] for line in found.used} != {0}
+
+
+def test_a_run_is_left_while_its_worker_gives_nothing_and_resumes_where_it_stood(tmp_path, monkeypatch):
+    """Bit for bit as one that was not left. Steps take 3 micro-batches of rollouts of 2, and the last of an epoch 2."""
+    monkeypatch.setattr(rollout_worker, "POLL", 0.05)
+    given = dict(gradient_accumulation_steps=3, steps_per_generation=2, max_steps=4, save_on_signal=True)
+
+    class Exact(Worker):
+        """Gives the rollouts that begin in each step: 2, 1, 1, and 2 in the next epoch."""
+
+        def fill(self):
+            self.per_step = [16, 8, 8, 16, 0][self.version]
+            super().fill()
+
+    class Waits(Exact):
+        """Gives nothing of the weights of step 2, before which SIGTERM comes."""
+
+        def fill(self):
+            if self.version < 2:
+                super().fill()
+            else:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+        def check_health(self, stale_after_s):
+            pass
+
+    whole = make(tmp_path / "whole", Exact(), **given)
+    whole.train()
+    left = make(tmp_path / "left", Waits(), **given)
+    with pytest.raises(SystemExit) as ended:
+        left.train()
+    assert ended.value.code == 128 + signal.SIGTERM and left.state.global_step == 2
+    assert (tmp_path / "left" / "checkpoint-2").is_dir() and left.worker.worker.calls[-1] == "stop"
+    other = make(tmp_path / "left", Exact(), **given)
+    other.train(resume_from_checkpoint=True)
+    assert other.state.global_step == 4 and other.state.epoch == whole.state.epoch
+    for one, same in zip(whole.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def test_what_other_processes_cannot_be_sent_is_named_with_its_field():
+    class Local(Completion):
+        pass
+
+    worker = Worker()
+    engine = rollout_worker.WorkerEngine(worker, None, 4, 300.0)
+    engine.is_shared = True
+    worker.put(Local([3, 4], [0, 1], [0.0, -1.0], 0.5, 0))
+    (taken,) = pickle.loads(pickle.dumps(engine.take(1)))  # whose class only this test knows
+    assert (taken.input_ids, taken.advantage, taken.metrics) == ([3, 4], 0.5, {"reward": 0.5})
+    worker.put(Completion([3, 4], [0, 1], [0.0, -1.0], 0.5, 0, {"reward": 0.5, "by": [threading.Lock()]}, "a"))
+    named = (
+        r"cannot be sent to the other processes: \['metrics'\]\['by'\]\[0\] is of the class lock: .* The prompt is 'a'"
+    )
+    with pytest.raises(DataError, match=named):
+        engine.take(1)
 
 
 def test_rewards_of_each_function_are_logged_under_its_name(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from posttrain.rl import GRPOConfig, GRPOTrainer
 from posttrain.rl.agents.environments import Environments
 from posttrain.rl.rewards import process as processes
-from posttrain.rl.rewards.process import RemoteError, RolloutProcess
+from posttrain.rl.rewards.process import RemoteError, RolloutProcess, unsendable
 from posttrain.rl.rewards.scoring import RewardArguments, RewardError, Rewards
 from posttrain.rl.samples.samples import Sample
 from posttrain.rl.tools.formats import Call
@@ -140,8 +141,29 @@ def test_what_cannot_be_sent_is_named_with_the_way_out(process):
     with pytest.raises(TypeError, match="The function 'judge' cannot be sent.*inside of it at the first call, or set"):
         process.reward(judge)
 
-    with pytest.raises(RewardError, match="A result cannot be sent to the rollout process"):
+    with pytest.raises(
+        RewardError, match="A result cannot be sent from the rollout process: .*Return numbers, texts, lis"
+    ):
         score(process, lambda completions: (one for one in completions))
+
+
+class Holder:
+    def __init__(self, held):
+        self.held, self.itself = held, self
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"reward": 1.0, "trace": [1, Holder(threading.Lock())]}, r"\['trace'\]\[1\].held is of the class lock: Type"),
+        ({"page": Holder(iter([]).__length_hint__), "ids": (n for n in ())}, r"\['ids'\] is of the class generator"),
+    ],
+)
+def test_the_part_that_cannot_be_sent_is_named(process, value, named):
+    kept = process.function(lambda: None, None)
+    with pytest.raises(TypeError, match=f"What the rollout process is asked cannot be sent to .*: {named}"):
+        kept(value)
+    assert unsendable(value | {"ids": (), "trace": []}, pickle.dumps) == ""
 
 
 def test_environments_and_tools_live_there(process):

@@ -382,9 +382,13 @@ def test_no_calls_are_made_in_thoughts_and_thoughts_are_told_apart():
 )
 def test_a_call_that_is_not_closed_cannot_be_read_and_is_answered(name, closing):
     assert closing in FAMILIES[name][0]
-    one, _, environments = converse(codec_of(name), FAMILIES[name][0].replace(closing, ""))
+    codec, text = codec_of(name), FAMILIES[name][0].replace(closing, "")
+    one, _, environments = converse(codec, text)
     assert environments.counts == UNCUT | {"calls": 1, "failures": 1}
-    assert one.completion[0]["content"] == "" and "tool_calls" not in one.completion[0]
+    written = codec.tokenizer.decode(codec.tokenizer(text)["input_ids"], skip_special_tokens=True)
+    content = one.completion[0]["content"]
+    assert content.strip() == written.rpartition("</think>")[2].strip() and "look" in content
+    assert "tool_calls" not in one.completion[0]
     assert one.completion[1]["content"].startswith("error: this call cannot be read; a call is written")
 
 

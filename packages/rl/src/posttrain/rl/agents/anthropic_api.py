@@ -1,9 +1,12 @@
-"""Anthropic's messages, https://docs.anthropic.com/en/api/messages: texts and calls of tools."""
+"""Anthropic's messages, https://docs.anthropic.com/en/api/messages: texts and calls of tools; and the count of their
+tokens, https://docs.anthropic.com/en/api/messages-count-tokens.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from posttrain.rl.agents.messages import (
@@ -127,4 +130,15 @@ def error(message: str, status: int, code: str | None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def read_to_count(body: Mapping[str, Any]) -> Request:
+    """The request of ``/v1/messages/count_tokens``."""
+    return replace(read(body), counts=True, stream=False)
+
+
+def answer_count(request: Request, reply: Reply) -> dict[str, Any]:
+    """The body that answers ``/v1/messages/count_tokens``."""
+    return {"input_tokens": reply.num_read}
+
+
 MESSAGES = API(read, answer, events, error)
+COUNT = API(read_to_count, answer_count, events, error)

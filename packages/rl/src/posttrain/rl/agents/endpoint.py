@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.errors import require
-from posttrain.rl.agents.anthropic_api import MESSAGES
+from posttrain.rl.agents.anthropic_api import COUNT, MESSAGES
 from posttrain.rl.agents.messages import API, Event, Reply, Request, RequestError
 from posttrain.rl.agents.openai_api import CHAT, COMPLETIONS, RESPONSES
 from posttrain.rl.rewards import background
@@ -26,6 +26,7 @@ from posttrain.rl.rewards import background
 logger = logging.getLogger(__name__)
 
 PATHS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES}
+PATHS |= {"messages/count_tokens": COUNT}
 MODEL = "policy"
 """The name of the policy in the list of models. Requests may name any."""
 KEPT = 8
@@ -36,6 +37,10 @@ MOST_FILES = 65536
 """Open files and connections of a process."""
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 """Hosts of a server that listens at all addresses of its machine; no client can call at these."""
+IDLE = 3600
+"""Seconds that a connection is kept between two requests of an agent: one that is closed as a request comes is an error
+there, and uvicorn's 5 seconds are over while a tool runs, or while this process has much to do.
+"""
 GONE = 499
 """The status of a request whose client has closed the connection, as nginx has it."""
 
@@ -199,7 +204,7 @@ def serving(app: Any, host: str, port: int = 0, backlog: int = 1024) -> tuple[An
     listening.listen(backlog)
     host = _of_this_machine(kind) if host in ANY_ADDRESS else host
     name = f"[{host}]" if kind is socket.AF_INET6 else host
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=IDLE)
     return uvicorn.Server(config), listening, f"http://{name}:{listening.getsockname()[1]}"
 
 

@@ -36,6 +36,7 @@ class Request:
         max_tokens: of the answer at most; None: as many as the trajectory may still have.
         stop: texts that end the answer and are not part of it.
         stream: as events. wants_usage: the last of them has the number of tokens. wants_logprobs: of each token.
+        counts: only the tokens of the conversation are asked for.
         model: the name that the agent has for the policy.
         previous: the id of the answer that `history` follows. instructed: its first message is the instructions, which
             stand in place of those of the conversation before. same_tools: the tools are those of that answer.
@@ -53,6 +54,7 @@ class Request:
     stream: bool = False
     wants_usage: bool = False
     wants_logprobs: bool = False
+    counts: bool = False
     model: str = ""
     previous: str | None = None
     instructed: bool = False

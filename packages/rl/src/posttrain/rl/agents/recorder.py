@@ -119,6 +119,7 @@ class Recorder:
         self._ended, self._begun = False, 0
         self._open: set[asyncio.Future[Any]] = set()
         self._numbers: dict[int, Written] = {}
+        self._calls = itertools.count()  # of the trajectory: agents know calls by their ids, also of a history they cut
 
     async def reply(self, request: Request) -> Reply:
         """The policy's answer to `request`; a RequestError where the trajectory has ended or reached a bound, or the
@@ -127,7 +128,7 @@ class Recorder:
         warn_of_ignored(request.ignored)
         if self._ended:
             raise RequestError(ENDED, 410)
-        if self.max_turns is not None and self._begun >= self.max_turns:
+        if self.max_turns is not None and self._begun >= self.max_turns and not request.counts:
             self.cut = "turns"
             raise RequestError(f"This trajectory has had its {self.max_turns} turns.", code="max_turns")
         try:
@@ -137,6 +138,8 @@ class Recorder:
             why = str(error) if isinstance(error, (DataError, ValueError)) else f"{type(error).__name__}: {error}"
             raise RequestError(f"The conversation cannot be read: {why}") from error
         ids = [*(before.tokens if before is not None else ()), *asked]
+        if request.counts:
+            return Reply(next(REPLIES), 0, "", "", (), "stop", (), None, len(ids))
         sampling = self._with_room(request, before, asked, len(ids))
         number, self._begun = self._begun, self._begun + 1
         turn = asyncio.ensure_future(self.generate(ids, sampling, mix(self.seed, number) if number else self.seed))
@@ -266,10 +269,9 @@ class Recorder:
         elif request.tools and request.calls_tools:
             turn = self.codec.protocol(request.tools).read(done.ids, request.tools, asked)
             text, thoughts = turn.message.get("content") or "", turn.message.get("reasoning_content") or ""
-            numbers = itertools.count(sum(len(m.get("tool_calls") or ()) for m in history))
             calls = tuple(
                 ReplyCall(
-                    call.id or identifier(next(numbers)), call.name, json.dumps(call.arguments, ensure_ascii=False)
+                    call.id or identifier(next(self._calls)), call.name, json.dumps(call.arguments, ensure_ascii=False)
                 )
                 for call in turn.calls
                 if call.arguments is not None

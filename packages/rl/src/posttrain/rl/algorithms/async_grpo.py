@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from posttrain.core.config import opt, other_default, value_of
 from posttrain.core.errors import checked_args
 from posttrain.core.fields.old_names import Removed, Renamed
+from posttrain.core.training.plan import Plan
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
@@ -174,16 +176,26 @@ class AsyncGRPOTrainer(GRPOTrainer):
         super().__init__(**given | ({} if self.worker is None else {"generator": self.worker}))
         if self.worker is not None:
             self.worker.on_main, self.learns_from_rewards = self.dist.on_main, False
+            self.worker.is_shared = self.dist.num_processes > 1
+
+    def begin_window(self, plan: Plan) -> None:
+        """As the base's, or wait until the rollout worker has given what the step takes."""
+        super().begin_window(plan)
+        if self.worker is not None:
+            self.wait_for_rollouts(plan, partial(self._are_given, self.worker))
+
+    def _are_given(self, worker: WorkerEngine, rollouts: int) -> bool:
+        self.rollout_maker.sync()  # it may write nothing before
+        return worker.has(rollouts * self.layout.per_process * self.layout.world_size)
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""
         if self.worker is None or samples[0].is_evaluated:
             return super().generate(samples, sampling)
-        before = self.worker.dropped
         taken = self.dist.broadcast_object(self.worker.take(self.layout.per_process * self.layout.world_size))
         self._advantages = torch.tensor([float(one.advantage) for one in taken])
         if self.dist.is_main:
-            self.metrics.add("staleness/dropped", self.worker.dropped - before)
+            self.metrics.add("staleness/dropped", self.worker.dropped)
         return [_in_place_of(sample, taken[sample.place], sampling.eos_token_ids) for sample in samples]
 
     def score(self, samples: list[Sample]) -> Scores:

@@ -1,14 +1,15 @@
 """Sends weights to vLLM servers: over NCCL, over gloo, or as files in a folder that trainer and servers share.
 
-The order is that of vLLM 0.32's interface for reinforcement learning: init once, then start, update and finish for each
-sync (https://docs.vllm.ai/en/latest/training/weight_transfer/). One weight after another is gathered and sent. Only the
-first process sends; where weights are sharded, the others iterate over them meanwhile.
+The order is that of vLLM's interface for reinforcement learning, in 0.32 and 0.33: init once, then start, update and
+finish for each sync (https://docs.vllm.ai/en/latest/training/weight_transfer/). One weight after another is gathered
+and sent. Only the first process sends; where weights are sharded, the others iterate over them meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 import urllib.parse
@@ -54,7 +55,7 @@ class Nccl:
     def send(self, weights: Weights, servers: Sequence[Server], version: str) -> None:
         """See `Transport.send`."""
         if self._engine is None:
-            self._engine, self._client, self._source = self._connect(servers)
+            self._engine, self._client, self._source = self._connect(servers, weights)
         self._source.weights, self._client.version = weights, version
         if weights.device.type != "cpu":  # it reads them in streams of its own, which wait for no optimizer step
             with accelerator.waiting():
@@ -65,7 +66,7 @@ class Nccl:
             self._engine = None  # its group can no longer be used
             raise
 
-    def _connect(self, servers: Sequence[Server]) -> tuple[Any, Any, Any]:
+    def _connect(self, servers: Sequence[Server], weights: Weights) -> tuple[Any, Any, Any]:
         require("vllm", "vllm", "sending weights over NCCL")
         try:
             from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -78,15 +79,20 @@ class Nccl:
             ) from error
 
         class Source(WeightSource):
-            weights: Weights
+            def __init__(self, weights: Weights) -> None:
+                self.weights = weights
 
-            def metadata(self) -> list[Any]:
+            def facts(self) -> list[Any]:
                 return [ParamMeta(*fact) for fact in self.weights.facts]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return iter(self.weights)
 
-        client, source = Client(servers), Source()
+            iter_full = __iter__
+            # vLLM 0.33 reads what 0.32 calls.
+            metadata = functools.cached_property(facts) if hasattr(WeightSource, "iter_full") else facts
+
+        client, source = Client(servers), Source(weights)
         address = address_towards(servers[0].url)
         info = NCCLTrainerInitInfo(address, self.port, 1 + sum(client.sizes), rank=0)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source), client, source

@@ -198,6 +198,17 @@ class Background:
         while (job := self._peek()) is not None and self._steps_until(job, left) <= most:
             self._begin(job)
 
+    def has(self, rollouts: int, seconds: float = 1.0) -> bool:
+        """Whether those of the next `rollouts` that are on their way have ended, waited for so many `seconds`."""
+        here, until = [job.scored for job in self.jobs if job.epoch == self._epoch], time.monotonic() + seconds
+        wanted = min(rollouts * self.parts, len(here))
+        here = here[:wanted] if self.ahead == self.max_staleness else here  # else the first that end are taken
+        while len(running := [one for one in here if not one.done()]) > len(here) - wanted:
+            if time.monotonic() > until:
+                return False
+            wait(running, until - time.monotonic(), FIRST_COMPLETED)
+        return True
+
     def take(self) -> list[Job]:
         """The parts of the next rollout of this epoch, scored; none where the prompts are used up."""
         if not self.jobs and (job := self._peek()) is not None:

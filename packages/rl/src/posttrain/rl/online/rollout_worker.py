@@ -7,9 +7,11 @@ step of its weights, and leaves out completions of weights that are too old.
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +21,13 @@ from posttrain.core.distributed.environment import rank
 from posttrain.core.errors import DataError
 from posttrain.rl.generation.protocol import Completions, Sampling
 from posttrain.rl.generation.weights import Weights
+from posttrain.rl.rewards import process
 from posttrain.rl.rewards.background import fulfil
 
 logger = logging.getLogger(__name__)
 
-POLL = 5.0
-"""Seconds between two questions whether a worker with an empty queue is well."""
+POLL = 1.0
+"""Seconds between two questions whether a worker with an empty queue is well, and whether the run is to be left."""
 
 
 class ScoredCompletion(Protocol):
@@ -103,7 +106,9 @@ class WorkerEngine:
             `RolloutWorker.check_health`.
 
     Attributes:
-        version: the optimizer step of the weights that were sent last. dropped: completions that were too old.
+        version: the optimizer step of the weights that were sent last.
+        dropped: completions that were too old, before those that were taken last.
+        is_shared: other processes are sent what is taken.
         on_main: `posttrain.core.distributed.world.World.on_main` of the run, by which errors of the worker are raised
             in every process, and the others wait for it without a limit.
     """
@@ -116,7 +121,9 @@ class WorkerEngine:
     ) -> None:
         self.worker, self.transfer = worker, transfer
         self.max_staleness, self.stale_after = max_staleness, stale_after
-        self.version, self.dropped, self._is_running = 0, 0, False
+        self.version, self.dropped, self.is_shared, self._is_running = 0, 0, False, False
+        self._found: list[ScoredCompletion] = []
+        self._old = 0
         self.on_main: Callable[[Callable[[], Any], str], Any] = lambda work, what: work()
 
     def sync_weights(self, model: nn.Module) -> None:
@@ -149,26 +156,40 @@ class WorkerEngine:
         """The next `number` completions that are not too old, waited for; none but in the first process. Every process
         must call it. Raises what `check_health` raises.
         """
-        found: list[ScoredCompletion] = []
-        self.on_main(lambda: self._take(number, found), "completions of the rollout_worker")
+        while not self.has(number):
+            pass
+        found, self._found = self._found[:number], self._found[number:]
+        self.dropped, self._old = self._old, 0
         return found
 
-    def _take(self, number: int, found: list[ScoredCompletion]) -> None:
-        before = self.dropped
-        while len(found) < number:
+    def has(self, number: int) -> bool:
+        """Whether the next `number` completions that are not too old are there; False after `POLL` seconds without one.
+        Every process must call it. Raises what `check_health` raises.
+        """
+        return bool(self.on_main(lambda: self._has(number), "completions of the rollout_worker"))
+
+    def _has(self, number: int) -> bool:
+        self._found = [one for one in self._found if not self._is_old(one, number)]
+        while len(self._found) < number:
             try:
                 one = self.worker.rollout_buffer.get(timeout=POLL)
             except queue.Empty:
                 self.worker.check_health(self.stale_after)
-                continue
-            if self.version - one.model_version > self.max_staleness:
-                self.dropped += 1
-                if self.dropped - before == number:
-                    said = "The rollout_worker has given %d completions of old weights, the last of step %s at step %d."
-                    logger.warning(said, number, one.model_version, self.version)
-                continue
-            check(one)
-            found.append(one)
+                return False
+            if not self._is_old(one, number):
+                check(one)
+                self._found.append(portable(one) if self.is_shared else one)
+        return True
+
+    def _is_old(self, one: ScoredCompletion, number: int) -> bool:
+        """Whether it is too old, which is counted; warns of as many as a `number` that was asked for."""
+        if self.version - one.model_version <= self.max_staleness:
+            return False
+        self._old += 1
+        if self._old == number:
+            said = "The rollout_worker has given %d completions of old weights, the last of step %s at step %d."
+            logger.warning(said, number, one.model_version, self.version)
+        return True
 
     def close(self) -> None:
         """Stop the worker and the transfer, if they were started."""
@@ -186,6 +207,19 @@ class WorkerEngine:
             "A rollout_worker chooses its prompts, and completes no others, such as those of evaluations. Set "
             "eval_strategy='no' and evaluate a checkpoint with another trainer, or pass an engine as generator."
         )
+
+
+def portable(one: ScoredCompletion) -> ScoredCompletion:
+    """What other processes are sent of a completion, whose class they need not have; a DataError where a part of it
+    cannot be sent.
+    """
+    sent: Any = SimpleNamespace(**{name: getattr(one, name) for name in ScoredCompletion.__annotations__})
+    if why := process.unsendable(vars(sent), pickle.dumps):
+        raise DataError(
+            f"The rollout_worker gave a completion that cannot be sent to the other processes: {why}. Give numbers, "
+            f"texts, lists and dicts. The prompt is {one.prompt!r:.200}"
+        )
+    return sent
 
 
 def check(one: ScoredCompletion) -> None:

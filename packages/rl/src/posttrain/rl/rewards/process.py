@@ -18,6 +18,7 @@ import itertools
 import os
 import pickle
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -320,16 +321,40 @@ def _by_name(value: Any) -> Any:
     return (importlib.import_module, (value.__name__,)) if is_imported else NotImplemented
 
 
-def _dumps(value: Any, what: str) -> bytes:
+INSIDE = "Make what it holds (connections, locks, models) inside of it at the first call"
+
+
+def _dumps(value: Any, what: str, instead: str = INSIDE, way: str = "to") -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file).dump(value)
     except Exception as error:
+        why = re.sub(r"^(\[\d+\])+", "", unsendable(value, lambda part: _Pickler(io.BytesIO()).dump(part)))
         raise TypeError(
-            f"{what} cannot be sent to the rollout process: {type(error).__name__}: {error}. Make what it holds "
-            "(connections, locks, models) inside of it at the first call, or set rollout_process=False."
+            f"{what} cannot be sent {way} the rollout process: {why}. {instead}, or set rollout_process=False."
         ) from error
     return file.getvalue()
+
+
+def unsendable(value: Any, dump: Callable[[Any], Any], name: str = "", within: tuple[int, ...] = ()) -> str:
+    """Which part of `value` cannot be written by `dump`, and why; an empty text where it writes all of it. `name` is
+    that of `value`, and `within` the `id` of what holds it.
+    """
+    try:
+        dump(value)
+    except Exception as error:
+        parts: Any = ()
+        if isinstance(value, Mapping):
+            parts = ((f"{name}[{key!r}]", part) for key, part in value.items())
+        elif isinstance(value, (list, tuple)):
+            parts = ((f"{name}[{place}]", part) for place, part in enumerate(value))
+        elif not isinstance(value, (type, types.FunctionType, types.ModuleType)):
+            parts = ((f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items())
+        within = (*within, id(value))
+        found = (unsendable(part, dump, where, within) for where, part in parts if id(part) not in within)
+        why = f"{name} is of the class {type(value).__qualname__}: " if name else ""
+        return next(filter(None, found), f"{why}{type(error).__name__}: {error}".rstrip("."))
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------- in the process
@@ -363,7 +388,7 @@ def serve(file: int) -> None:
                 value = _call(functools.partial(ask, message[:8]), *given)
             else:
                 value = _OPERATIONS[operation](*given)
-            reply = _dumps((True, value), "A result")
+            reply = _dumps((True, value), "A result", "Return numbers, texts, lists and dicts", "from")
         except BaseException as error:
             reply = _dumps((False, _sendable(error)), "An error")
         said.put(message[:8] + b"\0" + reply)

@@ -96,7 +96,9 @@ class ToolProtocol:
     # ------------------------------------------------------------------------------------------------ reading
 
     def read(self, ids: Sequence[int], schemas: Sequence[dict[str, Any]], prompt_ids: Sequence[int] = ()) -> Turn:
-        """What the policy has written, as a message with ``tool_calls`` (arguments are dicts), and its calls."""
+        """What the policy has written, as a message with ``tool_calls`` (arguments are dicts), and its calls; a call
+        that cannot be read stands in the message as it was written.
+        """
         if self._parser_reads:
             message = parse_response(self.tokenizer, ids, prompt_ids, schemas)
             made = message.get("tool_calls") or ()
@@ -107,7 +109,8 @@ class ToolProtocol:
             Block(b.start + stop, b.stop + stop, b.calls) for b in self._blocks(self._without_end(text[stop:]), schemas)
         ]
         calls = tuple(call for block in blocks for call in block.calls)
-        message = {"role": "assistant", **self._contents(text, stop, blocks, ids)}
+        read = [b for b in blocks if not b.calls or any(call.arguments is not None for call in b.calls)]
+        message = {"role": "assistant", **self._contents(text, stop, read, ids)}
         if readable := [call.as_message() for call in calls if call.arguments is not None]:
             message["tool_calls"] = readable
         return Turn(message, calls)
