@@ -108,6 +108,7 @@ def log_level_of_the_test():
     log, trackers = logging.getLogger("posttrain"), sys.modules.get("posttrain.core.logging.trackers")
     level, levels = log.level, getattr(trackers, "_levels", None)
     yield
-    log.setLevel(level)
+    if log.level != level:  # it empties a cache of each logger of the program
+        log.setLevel(level)
     if levels is not None:
         trackers._levels = levels

@@ -2,8 +2,8 @@
 
 A program is a fork of a process that has imported them, `tests.starter`. There are two of these, with other seeds for
 the hashes of strings and hence other orders of sets: the processes of a job, and a run and the one that goes on with
-it, agree on no order by chance. What a test promises about an interpreter's start, what it reads from the environment
-as it imports, or a launcher needs `subprocess`.
+it, agree on no order by chance. What a test promises about an interpreter's start, or what it reads from the
+environment as it imports, needs `subprocess`. What a launcher starts may be `tests.forked`.
 """
 
 from __future__ import annotations

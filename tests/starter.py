@@ -23,7 +23,7 @@ from typing import Any
 #: What takes long to import, and what the first trainer of a process imports as it is made.
 MODULES = """
     numpy torch torch.distributed.fsdp torch.distributed.tensor torch.distributed.device_mesh torch._dynamo
-    datasets datasets.packaged_modules pandas safetensors.torch
+    datasets datasets.packaged_modules pandas safetensors.torch peft
     transformers transformers.generation.utils transformers.modeling_utils transformers.integrations
     transformers.models.auto.modeling_auto transformers.models.qwen3.modeling_qwen3 tests.distributed.worker
 """
@@ -98,6 +98,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(asked["environment"])
     warnings._processoptions(filter(None, asked["environment"].get("PYTHONWARNINGS", "").split(",")))
     sys.modules["numpy"].random.seed(None)  # each interpreter begins with another
+    sys.orig_argv = [sys.executable, *asked["words"]]
     first, *rest = asked["words"]
     if first == "-m":
         sys.argv, sys.path[0] = rest, asked["cwd"]

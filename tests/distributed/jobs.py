@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from tests import programs
 from tests.distributed import worker
 from tests.programs import environment, together
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
+FORKED = str(ROOT / "tests" / "forked.py")
 
 
 def torchrun(processes: int, *arguments: str, timeout: float = 300, **changes: str) -> subprocess.CompletedProcess[str]:
-    """torchrun with a free port; returns the finished program."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment(**changes), capture_output=True, text=True, timeout=timeout
-    )
+    """torchrun with a free port, of forked processes; returns the finished program."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "--no-python"]
+    command += [sys.executable, "-S", "-E", FORKED, "1", *arguments]
+    return programs.run(command, environment(**changes), timeout=timeout, seed=1)
 
 
 def once(folder: Path, name: str, make: Callable[[Path], Any]) -> Path:

@@ -10,6 +10,7 @@ from posttrain.cli import main
 from posttrain.cli.tools import launch
 from posttrain.core.distributed import environment
 from posttrain.core.errors import ConfigError
+from tests import programs
 from tests.distributed import jobs
 
 #: A script as people write them: its arguments come from the command line, with whatever the launcher adds.
@@ -66,10 +67,20 @@ def free_port():
 
 
 @pytest.fixture
-def script(tmp_path):
+def plain_script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return [str(path), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+
+
+@pytest.fixture
+def script(plain_script, tmp_path):
+    """A script that is `plain_script` after the imports, whatever a launcher hands to it."""
+    program, *arguments = plain_script
+    programs.run(["-c", ""], seed=1)  # so that there is somebody to ask
+    path = tmp_path / "forked.py"
+    path.write_text(f"import sys\nfrom tests.forked import main\nmain('1', {program!r}, *sys.argv[1:])\n")
+    return [str(path), *arguments]
 
 
 def start(command, **changes):
@@ -132,8 +143,8 @@ def test_accelerate_launch_starts_several_where_it_does(script):
 
 
 @pytest.mark.rotated("launchers")
-def test_accelerate_launch_on_the_cpu_starts_one_process_and_is_told_so(script):
-    said, done = start([*ACCELERATE, "--cpu", "--num_processes", "2", *script])
+def test_accelerate_launch_on_the_cpu_starts_one_process_and_is_told_so(plain_script):
+    said, done = start([*ACCELERATE, "--cpu", "--num_processes", "2", *plain_script])
     if said["size"] == 1:  # as accelerate 1.15 does
         assert "started one process instead of 2" in done.stderr
 

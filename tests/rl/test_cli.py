@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.core import registry
 from posttrain.lm.generate.trajectories import read
-from tests import tiny
+from tests import programs, tiny
 from tests.contract.trainers import preference_rows
 
 
@@ -172,7 +170,7 @@ def test_a_trajectory_of_an_agent_goes_through_the_loss_of_the_script_that_train
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "train.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, "train.py"], check=True)
+    programs.run(["train.py"], cwd=tmp_path, check=True)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     (one,) = read("out")
     capfd.readouterr()

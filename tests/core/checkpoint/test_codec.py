@@ -6,8 +6,6 @@ import math
 import os
 import pickle
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ import torch
 from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.config import Choice
 from posttrain.core.errors import CheckpointError
+from tests import programs
 
 ODD_NAN = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
 
@@ -253,7 +252,7 @@ def test_nothing_is_unpickled():
         "save_tree({'a': torch.ones(2), 1: b'x'}, stem)\n"
         "assert load_tree(stem)['a'].sum() == 2\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    programs.run(["-c", script], check=True)
 
 
 def _document(tree):

@@ -21,6 +21,7 @@ from posttrain.core.checkpoint.codec import load_tree, save_tree
 from posttrain.core.checkpoint.store import MissingCheckpointError, Store, get_last_checkpoint
 from posttrain.core.errors import CheckpointError
 from posttrain.core.files import DiskFullError, check_space, directory_bytes
+from tests import programs
 
 
 def save(checkpoints, step, value=None, **kwargs):
@@ -245,7 +246,7 @@ for value in "ab":
             module.sync_directory = lambda path: os._exit(9)
     store.commit(temp)
 """
-    assert subprocess.run([sys.executable, "-c", script, str(checkpoints.output_dir)]).returncode == 9
+    assert programs.run(["-c", script, str(checkpoints.output_dir)]).returncode == 9
     assert any(name.startswith(".old") for name in names(checkpoints.output_dir))
     newest = checkpoints.resolve(True)
     assert (newest / "value").read_text() == ("a" if moment == "old is hidden" else "b")

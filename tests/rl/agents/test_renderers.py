@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-trl = pytest.importorskip("trl", reason="trl, which has the official templates, is not installed")
 PACKAGES = [str(path) for path in Path(__file__).parents[3].glob(".venv-agents/lib/python3.*/site-packages")]
 with pytest.MonkeyPatch.context() as patch:  # other tests find no packages of the agents
     patch.setattr(sys, "path", [*sys.path, *PACKAGES])
@@ -20,6 +19,7 @@ with pytest.MonkeyPatch.context() as patch:  # other tests find no packages of t
     from renderers import base, configs
 
     base._populate_registry()
+trl = pytest.importorskip("trl", reason="trl, which has the official templates, is not installed")
 
 from datasets import Dataset  # noqa: E402
 

@@ -250,7 +250,7 @@ def _hash_of(rows: Any) -> str:
         # Twice as many each time, limited by the mean size of rows so far.
         room = (HASHED_BYTES - size) * read // size if size else read
         part = chosen[read : read + max(min(read, room), 1)]
-        found = table.select(part)[:].combine_chunks().replace_schema_metadata()
+        found = table[part].combine_chunks().replace_schema_metadata()
         with pa.ipc.new_stream(pa.PythonFile(Sink(), mode="w"), found.schema) as stream:
             stream.write_table(found)
         read, size = read + len(part), size + found.nbytes

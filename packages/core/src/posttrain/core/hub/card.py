@@ -128,11 +128,10 @@ def _is_plain(value: Any) -> bool:
 def framework_versions() -> dict[str, str]:
     """Versions of what this process has used of the libraries that a result depends on; posttrain's if installed."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["posttrain"] = importlib.metadata.version("posttrain-core")
     names = [n for n in ("torch", "transformers", "peft", "datasets", "tokenizers", "accelerate") if n in sys.modules]
-    for name in ("posttrain", *names):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version("posttrain-core" if name == "posttrain" else name)
-    return found
+    return found | {name: str(sys.modules[name].__version__) for name in names}
 
 
 def model_card(

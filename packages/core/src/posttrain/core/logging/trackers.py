@@ -115,7 +115,8 @@ def set_verbosity(level: int) -> None:
     global _levels
     log = logging.getLogger("posttrain")
     _levels = (level, level_of_program())
-    log.setLevel(level)
+    if log.level != level:  # it empties a cache of each logger of the program
+        log.setLevel(level)
     if not log.hasHandlers():
         handler = terminal.Handler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
