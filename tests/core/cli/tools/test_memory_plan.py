@@ -451,22 +451,10 @@ def test_a_teacher_and_a_reward_model_count_as_they_are_loaded_and_vllm_keeps_it
     alone, scored = plan("grpo"), plan("grpo", reward_model_name_or_path=str(tmp_path), reward_funcs=["math:sin"])
     assert scored.peak - alone.peak == scored.others == size(load_reward_model(tmp_path))
 
-    words = [
-        "plan",
-        "grpo",
-        "--model_name_or_path",
-        folder,
-        "--output_dir",
-        "out",
-        "--memory",
-        "1GiB",
-        "--length",
-        "32",
-    ]
-    words += ["--max_completion_length", "16", "--use_vllm", "--vllm_gpu_memory_utilization", "0.75", "--use_cpu"]
-    assert (
-        main(words) == 0 and "256.00 MiB beside the 768.00 MiB that vLLM keeps, as --memory" in capsys.readouterr().out
-    )
+    words = ["plan", "grpo", "--model_name_or_path", folder, "--output_dir", "out", "--memory", "1GiB", "--use_cpu"]
+    words += ["--length", "32", "--max_completion_length", "16", "--use_vllm", "--vllm_gpu_memory_utilization", "0.75"]
+    said = "256.00 MiB beside the 768.00 MiB that vLLM keeps without vllm_enable_sleep_mode, as --memory says."
+    assert main(words) == 0 and said in capsys.readouterr().out
     assert main([*words, "--vllm_enable_sleep_mode"]) == 0 and "It fits: 1.00 GiB as" in capsys.readouterr().out
 
 

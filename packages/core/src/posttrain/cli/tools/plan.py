@@ -167,7 +167,8 @@ def _show(asked: Run, workload: Callable[[Run], Any], plan: Any, memory: int | N
 def _left(memory: int, work: Any) -> tuple[int, str]:
     """What an engine beside the trainer leaves of `memory`, and how that is said."""
     taken = int(work.engine * memory)
-    return memory - taken, f" beside the {in_words(taken)} that vLLM keeps," if taken else ""
+    said = f" beside the {in_words(taken)} that vLLM keeps without vllm_enable_sleep_mode," if taken else ""
+    return memory - taken, said
 
 
 def _of_step(plan: Any, options: dict[str, Any], timed: bool) -> str:
