@@ -46,8 +46,8 @@ HARNESSES_STAMP := $(HARNESSES)/.installed
 VERSIONS    := .venv-versions
 CONSTRAINTS ?= .ci/oldest.txt
 
-.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-agents \
-        test-browser kernels signatures gpu figures lint types house lock check docs dist-check clean
+.PHONY: help setup quickstart test test-unit test-all test-versions test-vllm test-deepspeed test-torchao test-kernels \
+        test-agents test-browser kernels signatures gpu figures lint types house lock check docs dist-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show these commands.
@@ -90,6 +90,9 @@ test-browser: $(STAMP) ## Open the site and the reports of runs in Chromium, whe
 test-torchao: $(TORCHAO_STAMP) ## Run the tests of torchao's optimizers and types on the CPU: some minutes, most of it compiling.
 	PYTHONPATH=$(TORCHAO) $(PYTEST) tests/core/optim/test_builder.py tests/core/models/test_float8.py \
 	  tests/sft/test_quantized.py -k "adamw_torch_4bit or adamw_torch_8bit or float8 or torchao"
+
+test-kernels: $(STAMP) $(KERNELS_STAMP) ## Compile some kernels of a step for an H100, without one: three minutes.
+	PYTHONPATH=$(KERNELS):. $(PYTEST) -n 0 tests/kernels
 
 kernels: $(STAMP) $(KERNELS_STAMP) ## Compile the kernels of a step for an A100, an H100 and a B200, without a GPU: 20 minutes.
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS):. OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/gpu/test_scores.py \

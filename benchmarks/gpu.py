@@ -51,11 +51,6 @@ LIMITS = {"trainers": 330, "kernels": 330, "sft": 360, "large": 360, "preference
 ALONE = 570
 #: And of one run at most, so that one that hangs leaves time for the others.
 ONE_RUN = 170
-#: Dense bfloat16 operations a second at most, by the makers' data sheets; the first name that fits counts.
-PEAKS = (
-    ("H100 PCIe", 756e12), ("H100", 989.4e12), ("H200", 989.4e12), ("GH200", 989.4e12), ("B200", 2250e12),
-    ("A100", 312e12), ("L40S", 362e12), ("RTX 4090", 165.2e12),
-)  # fmt: skip
 REFERENCES = (
     "Public reports to compare with: 57.8% MFU for a model of 7B on one H200; 54,000 tokens a second for LoRA on a "
     "model of 0.6B on one H100."
@@ -401,7 +396,7 @@ def machine() -> dict[str, Any]:
     for name in ("peft", "bitsandbytes", "liger-kernel", "triton", "flash-attn", "vllm"):
         found["versions"] |= versions_of(name)
     if not torch.cuda.is_available():
-        return found
+        return found | {"no_device": why_no_device()}
     properties = torch.cuda.get_device_properties(0)
     found |= {"device": properties.name, "gib": round(properties.total_memory / 2**30, 1), "cuda": torch.version.cuda}
     found["driver"] = driver()
@@ -410,6 +405,17 @@ def machine() -> dict[str, Any]:
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     found["copied_bytes_per_second"] = 2 * 2**32 / seconds_of(source.clone)
     return found
+
+
+def why_no_device() -> str:
+    """What torch says of it, such as that the driver is too old for it."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error)
+    return f"torch {torch.__version__} counts {torch.cuda.device_count()}."
 
 
 def versions_of(name: str) -> dict[str, str]:
@@ -546,12 +552,10 @@ def tests_of(part: str, deadline: float, log: Path, more: list[str]) -> dict[str
     return found
 
 
-def peak_of(device: str) -> float | None:
-    return next((peak for name, peak in PEAKS if name in device), None)
-
-
 def table(record: dict[str, Any]) -> str:
     """Markdown."""
+    from posttrain.core.logging.metrics import peak_of
+
     machine, rows = record["machine"], record["runs"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [f"# {machine['device']}", ""]
@@ -613,7 +617,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"The machine could not be measured: {found['left_out']}\n{log} has the rest.", file=sys.stderr)
         return 2
     if "gib" not in found and not options.smallest:
-        print("No CUDA device is visible, and this needs one. On a CPU: --smallest.", file=sys.stderr)
+        print(f"No CUDA device is visible, and this needs one: {found['no_device']}", file=sys.stderr)
+        print('docs/gpu.md says what to do, "When something fails". On a CPU: --smallest.', file=sys.stderr)
         return 2
     record = open_record(options.folder / "gpu.json", found)
     parts = options.part or [part for part in LIMITS if part not in TESTS or "gib" in found]
@@ -634,7 +639,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{time.monotonic() - begun:5.0f} s  {row['task']}, {row['contestant']}: {said}", flush=True)
                 save(record, options.folder)
         save(record, options.folder)
-    print("\n" + table(record))
+    print(f"\n{table(record)}\n{options.folder}/gpu.md has this, gpu.json what it is made of, gpu.log what was said.")
     return int(failed)
 
 

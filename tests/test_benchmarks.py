@@ -54,7 +54,7 @@ def test_the_page_has_what_is_expected_beside_what_was_measured(gpu):
     machine["copied_bytes_per_second"] = 4e12
     runs = [run | {"flops": 2e14, "peak_gib": 44.3}]
     [row] = columns(gpu.table({"date": "", "machine": machine, "tests": {}, "runs": runs}))
-    assert row[4:] == ["25.0%", "0.400", "0.100", "44.3", "43.8"]
+    assert row[3:] == ["20.2%", "25.0%", "0.400", "0.100", "44.3", "43.8"]
 
 
 @pytest.mark.slow
@@ -100,7 +100,9 @@ def test_without_a_gpu_the_others_say_so_and_measure_nothing(gpu, tmp_path, caps
     if torch.cuda.is_available():
         pytest.skip("a GPU is there")
     assert gpu.main(["--folder", str(tmp_path)]) == 2
-    assert "No CUDA device is visible" in capsys.readouterr().err and not (tmp_path / "gpu.json").exists()
+    said = capsys.readouterr().err
+    assert "No CUDA device is visible, and this needs one: Torch not compiled with CUDA" in said or torch.version.cuda
+    assert "docs/gpu.md" in said and not (tmp_path / "gpu.json").exists()
 
 
 def test_a_part_of_tests_says_which_failed_and_which_were_left_out(gpu, tmp_path, monkeypatch):
@@ -156,7 +158,6 @@ def test_the_operations_of_a_token_are_those_that_torch_counts(gpu):
     sizes = gpu.SHAPES["0.6B"].weights, gpu.SHAPES["8B"].weights
     assert sizes == (pytest.approx(0.596e9, rel=0.01), pytest.approx(7.57e9, rel=0.01))  # embeddings are no products
     assert gpu.tokens_seen([4]) == 2.5 and sum(gpu.documents_of(4096)) == 4096
-    assert gpu.peak_of("NVIDIA H200") == 989.4e12 and gpu.peak_of("some CPU") is None
 
 
 @pytest.fixture

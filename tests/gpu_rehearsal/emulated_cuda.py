@@ -7,9 +7,10 @@
 
 Tensors on it are `CudaTensor`: they say ``device="cuda:0"`` and keep their values in a CPU tensor. So a whole run,
 with what it does by values, can be compared with that of the CPU. An operation over tensors of both devices raises
-`PlacementError` where CUDA would raise. Each wait of the host for the device is recorded with its place, by the rules
-of ``torch.cuda.set_sync_debug_mode``. Work that no stream, event or wait orders raises `order.OrderError`. Kernels are
-those of the CPU: nothing here shows speed or rounding.
+`PlacementError` where CUDA would raise. So does one in a thread that has not set its device: it begins on the first of
+the machine, which may be another process's. Each wait of the host for the device is recorded with its place, by the
+rules of ``torch.cuda.set_sync_debug_mode``. Work that no stream, event or wait orders raises `order.OrderError`.
+Kernels are those of the CPU: nothing here shows speed or rounding.
 
 `torch._subclasses.FakeTensorMode` is no substitute: it has no values, and its backward pass needs a build with CUDA.
 """
@@ -39,7 +40,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from posttrain.core.checkpoint import codec
 from posttrain.core.models import rms_norm
-from posttrain.lm.attention import varlen_attention
+from posttrain.lm.attention import activation_offloading, varlen_attention
 from tests.gpu_rehearsal.order import Order, OrderError
 
 aten = torch.ops.aten
@@ -146,6 +147,10 @@ _WAITS = {
 #: Operations that take an index or a value from the host beside tensors of the device.
 _TAKE_HOST = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 _VIEWS = {"aten::detach", "aten::alias", "aten::lift_fresh"}
+#: Those that look at the shape of what they are given alone.
+_LIKE = {f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
+_LIKE |= {f"aten::new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")}
+_COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::clone"}
 
 
 def _is_bool_index(index: Any) -> bool:
@@ -179,6 +184,7 @@ class EmulatedCuda(TorchDispatchMode):
         self.flops = 0
         self._known: set[int] = set()
         self._local = threading.local()  # of each thread, for copies of others run meanwhile
+        self.set_device()
         self._around = contextlib.ExitStack()
 
     def __enter__(self) -> EmulatedCuda:
@@ -196,6 +202,10 @@ class EmulatedCuda(TorchDispatchMode):
         if not hasattr(self._local, "callers"):
             self._local.callers = _Callers()
         return self._local.callers
+
+    def set_device(self, device: Any = None) -> None:
+        """Of this thread."""
+        self._local.has_device = True
 
     def runs(self, thread: threading.Thread, _original: Any = threading.Thread.run) -> None:
         """A thread, for which torch's modes are those that it enters itself."""
@@ -266,6 +276,9 @@ class EmulatedCuda(TorchDispatchMode):
             self._copies(name, args, kwargs, to_device)
         elif on_device:
             self._check(func, name, args, tensors)
+        if (to_device or on_device) and not func.is_view and name not in _VIEWS | _COPIES:
+            if not hasattr(self._local, "has_device"):
+                raise PlacementError(f"{name}: thread {threading.current_thread().name} has not set its device")
         if asked is not None and to_device:
             kwargs = kwargs | {"device": CPU}
         if kwargs.get("generator") is not None and to_device and kwargs["generator"] is not self.generator:
@@ -309,7 +322,7 @@ class EmulatedCuda(TorchDispatchMode):
 
     def _computed_on_host(self, func: Any, args: Any, kwargs: Any, out: Any, pinned: bool) -> Any:
         read = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        if not func.is_view and func._schema.name not in _VIEWS:
+        if not func.is_view and func._schema.name not in _VIEWS | _LIKE:
             self.order.on_host(func._schema.name, map(_key, read), map(_key, _written(func, args, kwargs)))
         if isinstance(out, torch.Tensor):
             self.largest_on_host = max(self.largest_on_host, out.untyped_storage().nbytes())
@@ -333,6 +346,7 @@ class EmulatedCuda(TorchDispatchMode):
         if func.is_view or name in _VIEWS:
             return
         changed = {id(tensor) for tensor in _written(func, args, kwargs)}
+        tensors = [] if name in _LIKE else tensors
         ours = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         if not there and not ours:  # the host makes a tensor
             return
@@ -342,7 +356,8 @@ class EmulatedCuda(TorchDispatchMode):
         given = {_key(tensor) for tensor in tensors}
         fresh = [_key(tensor) for tensor in made if _key(tensor) not in given]
         copied = [tensor for tensor in hosts if id(tensor) not in changed]
-        self.order.on_host(name, map(_key, copied), ())
+        read_later = {_key(tensor) for tensor in copied if later and _key(tensor) in self._pinned}
+        self.order.on_host(name, {_key(tensor) for tensor in copied} - read_later, ())
         landing = [tensor for tensor in hosts if id(tensor) in changed] + ([] if there else made)
         for tensor in (*landing, *copied):
             storage = tensor.untyped_storage()
@@ -351,7 +366,7 @@ class EmulatedCuda(TorchDispatchMode):
             name,
             [_key(tensor) for tensor in ours if name != "aten::copy_" or id(tensor) not in changed],
             [*(_key(tensor) for tensor in ours if id(tensor) in changed), *(fresh if there else ())],
-            [_key(tensor) for tensor in copied if later and _key(tensor) in self._pinned],
+            read_later,
             map(_key, landing),
         )
 
@@ -367,6 +382,7 @@ class EmulatedCuda(TorchDispatchMode):
         else:
             here, source = isinstance(args[0], CudaTensor), args[1]
             later = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            later = later and (here or _key(args[0]) in self._pinned)  # CUDA copies into other memory while it waits
         if here != isinstance(source, CudaTensor) and not later:
             self.wait("copy to the device" if here else "copy to the host")
 
@@ -460,6 +476,16 @@ class _Callers(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.stack.pop()
+
+
+def _hooks(hooks: Any, pack: Any, unpack: Any, _original=torch.autograd.graph.saved_tensors_hooks.__init__) -> None:
+    """What a forward pass saves is packed within a call of C++, in which Python runs."""
+
+    def packed(tensor: torch.Tensor) -> Any:
+        with _active._callers:
+            return pack(tensor)
+
+    _original(hooks, packed, unpack)
 
 
 def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
@@ -721,7 +747,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
     properties.name = "Emulated"
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
+        "device_count": lambda: 1, "current_device": lambda: 0, "set_device": gpu.set_device,
         "is_bf16_supported": lambda *a, **k: True,
         "get_device_name": lambda *a: "Emulated", "get_device_capability": lambda *a: (9, 0),
         "get_device_properties": lambda *a: properties, "max_memory_allocated": lambda *a: gpu.peak,
@@ -738,7 +764,7 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
     accelerator = {
         "is_available": lambda: True, "device_count": lambda: 1,
         "current_accelerator": lambda *a, **k: DEVICES[gpu.kind],
-        "reset_peak_memory_stats": lambda *a: None, "set_device_index": lambda device: None,
+        "reset_peak_memory_stats": lambda *a: None, "set_device_index": gpu.set_device,
         "synchronize": lambda *a: gpu.order.synchronize(), "empty_cache": lambda: None,
         "memory_allocated": lambda *a: gpu.live, "max_memory_allocated": lambda *a: gpu.peak,
         "current_stream": lambda *a: gpu.order.current, "current_device_index": lambda: 0,
@@ -762,6 +788,9 @@ def _a_device_in_torch(gpu: EmulatedCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
         stack.enter_context(mock.patch.object(rms_norm, "KERNEL", _norm_kernel))
         stack.enter_context(mock.patch.object(varlen_attention, "_flex_attention", lambda kind: _flex))
+        stack.enter_context(mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__init__", _hooks))
+        moved = torch.Tensor, CudaTensor
+        stack.enter_context(mock.patch.object(activation_offloading.OffloadActivations, "kinds", moved))
         stack.enter_context(mock.patch.object(codec._Encoder, "encode", _encode))
         stack.enter_context(mock.patch("posttrain.core.data.accelerator.CaptureGraphs", lambda: _captured))
         _forget_device()

@@ -1,9 +1,12 @@
 """The emulated device has the rules of a real one."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
+from posttrain.rl.rewards.background import keep_device
 from tests.gpu_rehearsal.emulated_cuda import CudaTensor, EmulatedCuda, PlacementError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu")
@@ -61,12 +64,23 @@ def test_what_mixes_devices_fails(gpu):
     assert (there * torch.tensor(2.0)).sum().item() == 6  # a number of the host goes along
 
 
+def test_a_thread_sets_its_device_before_it_computes(gpu):
+    x = torch.ones(3, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(x.cpu).result().tolist() == [1, 1, 1]  # a copy is made where the tensor is
+        with pytest.raises(PlacementError, match="mul: thread .* has not set its device"):
+            pool.submit(lambda: x * 2).result()
+    with ThreadPoolExecutor(1, initializer=keep_device()) as pool:
+        assert pool.submit(lambda: (x * 2).sum().item()).result() == 6
+
+
 def test_each_wait_is_recorded_and_nothing_else_is(gpu):
     x = torch.arange(6, device="cuda")
     assert kinds(gpu) == []
     y = (x.float() * 2).softmax(0).masked_fill(x > 3, 0.0)[x]
     y[x > 2] = 0.0
     torch.ones(3).to("cuda", non_blocking=True)
+    torch.empty(6, dtype=torch.long, pin_memory=True).copy_(x, non_blocking=True)
     assert torch.where(x > 2, x, 0).shape == (6,)
     assert kinds(gpu) == []
     for wait, kind in (
@@ -74,6 +88,7 @@ def test_each_wait_is_recorded_and_nothing_else_is(gpu):
         (lambda: bool((x > 2).any()), "read a scalar"),
         (lambda: x.tolist(), "copy to the host"),
         (lambda: x.cpu(), "copy to the host"),
+        (lambda: torch.empty(6, dtype=torch.long).copy_(x, non_blocking=True), "copy to the host"),
         (lambda: x[x > 2], "count what is not zero"),
         (lambda: (x > 2).nonzero(), "count what is not zero"),
         (lambda: x.unique(), "count distinct values"),

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from tests.signatures.releases import RELEASES, Release, archive_of, fetch, package_of
 
@@ -17,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = frozenset(map(package_of, RELEASES))
 #: What an expression is that the syntax tree does not show, by file.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
-    "by_name.py": {"torchao_adamw(bits)": ("torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit")},
     "resumable.py": {
         "quantized": ("torchao.optim.subclass_8bit.OptimState8bit", "torchao.optim.subclass_4bit.OptimState4bit")
     },
@@ -65,7 +66,34 @@ def uses() -> list[Use]:
         text = path.read_text(encoding="utf-8")
         if any(package in text for package in PACKAGES):
             found |= dict.fromkeys(_Reader(path, ast.parse(text)).uses())
-    return list(found)
+    return [*found, *of_optimizers()]
+
+
+def of_optimizers() -> Iterator[Use]:
+    """How an optimizer of these packages is made: by names in a table, so the table is asked."""
+    from posttrain.core import TrainingArguments
+    from posttrain.core.optim import by_name, resumable
+
+    class Classes(dict[str, type]):
+        def __init__(self, module: str, *_: Any, **__: Any) -> None:
+            self.module = module
+
+        def __missing__(self, name: str) -> type:
+            return type(name, (), {"__module__": self.module})
+
+        __getattr__ = __missing__
+        __dict__ = property(lambda self: self)  # type: ignore[assignment]
+
+    resumable.torchao_adamw.cache_clear()
+    args = TrainingArguments("unused", use_cpu=True, report_to="none")
+    with mock.patch.object(by_name, "require", Classes), mock.patch.object(resumable, "require", Classes):
+        for name, factory in by_name.OPTIMIZERS.items():
+            package, _ = by_name.package_of(name) or ("", "")
+            if package in PACKAGES and not name.startswith("galore"):  # which wraps another
+                kind, given = factory(args, None)
+                base = kind.__mro__[-2]
+                yield Use(f"{base.__module__}.{base.__name__}", f"optim={name!r}", 1, frozenset(given))
+    resumable.torchao_adamw.cache_clear()
 
 
 class _Reader:

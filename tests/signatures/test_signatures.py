@@ -29,6 +29,12 @@ def test_what_does_not_fit_is_a_problem():
     assert signature.problem(0, {"b"}, True) == "needs a"
 
 
+def test_optimizers_are_among_the_calls():
+    found = {use.path: use.names for use in calls.of_optimizers()}
+    assert found["torchao.optim.AdamW4bit"] >= {"lr", "betas", "block_size"} and len(found) == 6
+    assert found["bitsandbytes.optim.AdEMAMix"] >= {"t_beta3", "optim_bits", "is_paged"}
+
+
 def test_arguments_are_read_from_dicts_and_what_they_are_made_of():
     source = """
 def library():

@@ -30,7 +30,7 @@ from posttrain.rl.generation.vllm import VLLMServerGenerator
 from posttrain.rl.online.asynchronous import Turns, Worker
 from posttrain.rl.online.ledger import audit
 from posttrain.rl.rewards import background
-from posttrain.rl.rewards.scoring import RewardArguments, Rewards
+from posttrain.rl.rewards.scoring import GroupScores, RewardArguments, Rewards
 from posttrain.rl.samples.samples import Sample
 from tests import tiny
 from tests.contract.trainers import arguments, digit_sum, text_rows
@@ -940,16 +940,15 @@ def test_a_copy_generates_with_the_weights_of_its_last_sync():
 
 
 def test_every_background_thread_computes_on_the_device_of_the_thread_that_began_it(monkeypatch):
-    set_in = {}
+    of_thread = threading.local()  # an identifier is given to another thread when its own has ended
+    of_thread.device = 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda device: set_in.update({threading.get_ident(): device})
-    )
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(of_thread, "device", 0))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: setattr(of_thread, "device", device))
 
     def device(*args, **columns):
-        return [float(set_in.get(threading.get_ident(), 0))]
+        return [float(getattr(of_thread, "device", 0))]
 
     found: Future = Future()
     worker = Worker("test-device")
@@ -957,4 +956,9 @@ def test_every_background_thread_computes_on_the_device_of_the_thread_that_began
     assert found.result() == [3.0] == background.in_thread(device).result()
     worker.end()
     rewards = Rewards([device, device], RewardArguments(reward_concurrency=2))
-    assert rewards.of([Sample({}, "a", [1], [1])]).rewards.tolist() == [[3.0, 3.0]]
+    sample = Sample({}, "a", [1], [1])
+    assert rewards.of([sample]).rewards.tolist() == [[3.0, 3.0]]
+    groups = GroupScores(device, [0], 1)
+    groups.ended(0, sample)
+    assert groups._scores[0].result() == [3.0]
+    groups.close()

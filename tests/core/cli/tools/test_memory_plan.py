@@ -21,10 +21,12 @@ from posttrain.cli import main
 from posttrain.cli.tools import memory_count, memory_mesh, memory_plan, memory_proposals
 from posttrain.cli.tools import workload as shapes
 from posttrain.core import TrainerCallback, registry
+from posttrain.core.distributed.strategies.base import round_weights
 from posttrain.core.models import rms_norm
 from posttrain.lm.loading import adapters, parts
 from posttrain.lm.loading.arguments import ModelConfig
 from posttrain.lm.loading.loading import load_causal_lm
+from posttrain.rl.rewards.score_heads import load_reward_model
 from posttrain.sft import SFTConfig, SFTTrainer
 from tests import tiny, tiny_vision
 
@@ -420,6 +422,40 @@ def test_methods_say_what_their_batches_are(folder):
     work, found = plan(per_device_train_batch_size=3)
     assert (work.rows, work.length, found.reference) == (6, 64, found.weights)
     assert plan(precompute_ref_log_probs=True)[1].reference == plan(use_peft=True)[1].reference == 0
+    held = load_causal_lm(folder)
+    round_weights(held, torch.bfloat16)
+    assert plan(bf16=True)[1].reference == size(held) < plan(bf16=True, sync_ref_model=True)[1].reference
+
+
+def size(model) -> int:
+    return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+
+
+@pytest.mark.long
+def test_a_teacher_and_a_reward_model_count_as_they_are_loaded_and_vllm_keeps_its_share(folder, tmp_path, capsys):
+    tiny.causal_lm(hidden_size=128).save_pretrained(tmp_path)
+
+    def plan(name: str, **given) -> memory_plan.Footprint:
+        method = registry.method(name)
+        options = {"output_dir": "out", "use_cpu": True, "report_to": "none", "max_completion_length": 16}
+        lora = ModelConfig(model_name_or_path=folder, use_peft=True, lora_r=4, lora_target_modules=["q_proj"])
+        run = registry.Run(method.config_class(**(options | given)), lora, None)
+        return memory_plan.measure(run, method.workload(run, 32))
+
+    named = {"teacher_model_name_or_path": str(tmp_path)}
+    teacher = load_causal_lm(tmp_path)
+    assert plan("distillation", **named).reference == size(teacher)
+    bfloat16 = plan("distillation", **named, teacher_model_init_kwargs={"dtype": "bfloat16"}).reference
+    assert 0 < bfloat16 < 0.6 * size(teacher)
+    assert plan("distillation", teacher_model_server_url="http://localhost:8000").reference == 0
+    alone, scored = plan("grpo"), plan("grpo", reward_model_name_or_path=str(tmp_path), reward_funcs=["math:sin"])
+    assert scored.peak - alone.peak == scored.others == size(load_reward_model(tmp_path))
+
+    words = ["plan", "grpo", "--model_name_or_path", folder, "--output_dir", "out", "--memory", "1GiB", "--use_cpu"]
+    words += ["--length", "32", "--max_completion_length", "16", "--use_vllm", "--vllm_gpu_memory_utilization", "0.75"]
+    said = "256.00 MiB beside the 768.00 MiB that vLLM keeps without vllm_enable_sleep_mode, as --memory says."
+    assert main(words) == 0 and said in capsys.readouterr().out
+    assert main([*words, "--vllm_enable_sleep_mode"]) == 0 and "It fits: 1.00 GiB as" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -121,6 +121,15 @@ def test_memory_that_was_given_to_another_tensor_is_not_mistaken_for_it():
         assert torch.equal(leaf.grad, 2 * leaf.detach())
 
 
+def test_a_tensor_that_has_changed_since_it_was_moved_is_moved_again():
+    x, factor = torch.ones(256, requires_grad=True), torch.full((256,), 2.0)
+    with OffloadActivations(nn.Linear(1, 1), CPU, min_bytes=0):
+        loss = (x * factor).sum()
+        loss = loss + (x * factor.mul_(3)).sum()
+    loss.backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2 + 6))
+
+
 @pytest.mark.parametrize(
     "view",
     [lambda x: x.t(), lambda x: x[:, 3:9], lambda x: x[::2], lambda x: x[0].expand(24, 16),

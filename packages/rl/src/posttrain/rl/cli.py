@@ -52,14 +52,26 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 
 def of_rollouts(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of completions; without `length`, the prompts' own lengths count."""
-    from posttrain.cli.tools.workload import Workload, longest_row
+    from posttrain.cli.tools.workload import Workload, longest_row, size_of
+    from posttrain.rl.rewards import score_heads, scorers
 
     config = run.config
+    models = [name for name in scorers.functions_by_name(config) or () if not scorers.is_function_name(name)]
+    keeps = config.use_vllm and config.vllm_mode == "colocate" and not config.vllm_enable_sleep_mode
+    beside: dict[str, Any] = {
+        "reference": bool(config.beta),
+        "others": sum(size_of(name, run, make=score_heads.new_reward_model) for name in models),
+        "engine": config.vllm_gpu_memory_utilization if keeps else 0.0,
+    }
+    if hasattr(config, "teacher_urls"):
+        teacher, options = config.teacher_model_name_or_path, config.teacher_model_init_kwargs or {}
+        beside |= {"reference": not config.teacher_urls}
+        beside |= {"teacher": size_of(teacher, run, options.get("dtype")) if teacher else 0}
     size = longest_row(length, config.max_completion_length and 2 * config.max_completion_length)
     rows, generated = config.per_device_train_batch_size, _cached_tokens(config, size)
     group = min(config.num_generations, rows) if _may_share(run, config.share_prompts) else 1
     prompt = max(size - config.max_completion_length, 0) if group > 1 else 0
-    return Workload(rows, size, "logps", reference=bool(config.beta), generated=generated, group=group, prompt=prompt)
+    return Workload(rows, size, "logps", generated=generated, group=group, prompt=prompt, **beside)
 
 
 def _may_share(run: Run, wanted: bool | None) -> bool:

@@ -30,6 +30,7 @@ from posttrain.core.checkpoint import codec
 from posttrain.core.config import value_of
 from posttrain.core.data.collators import IGNORE_INDEX
 from posttrain.core.distributed import environment, shard_settings
+from posttrain.core.distributed.strategies.base import to_round
 from posttrain.core.errors import ConfigError
 from posttrain.core.losses import shift_labels
 from posttrain.core.models import gradient_checkpointing, regularization, rms_norm, wrapping
@@ -57,11 +58,12 @@ class Footprint:
     """Bytes of one process on its device, but for `host`.
 
     weights, gradients, optimizer (its state), reference, average (EMA): exact, but for quantized weights, which follow
-    `QUANTIZED`. activations: what lives when the head is reached; head: what the loss takes on top of it at most.
-    buckets: gradients as DDP averages them, which live beside them. cache: keys and values in generation. peak: the
-    most that lives at one time. Not in it: what kernels use inside, the fragments between tensors, batches that are
-    waiting, CUDA's own libraries, Python. host: the most that is moved to the host at one time: activations, and with
-    FSDP's `cpu_offload` weights, gradients and optimizer state, which the other numbers then leave out.
+    `QUANTIZED`. others: models that score. activations: what lives when the head is reached; head: what the
+    loss takes on top of it at most. buckets: gradients as DDP averages them, which live beside them. cache: keys and
+    values in generation. peak: the most that lives at one time. Not in it: what kernels use inside, the fragments
+    between tensors, batches that are waiting, CUDA's own libraries, Python. host: the most that is moved to the host at
+    one time: activations, and with FSDP's `cpu_offload` weights, gradients and optimizer state, which the other numbers
+    then leave out.
 
     Of an optimizer step, with all its micro-batches: operations: of floating-point numbers in matrix products and
     attention. exchanges: what is sent between processes, but for what is a few bytes: norms, counts, metrics.
@@ -74,6 +76,7 @@ class Footprint:
     head: int
     peak: int
     reference: int = 0
+    others: int = 0
     average: int = 0
     cache: int = 0
     buckets: int = 0
@@ -87,6 +90,7 @@ class Footprint:
         found = {
             "weights": self.weights,
             "reference model": self.reference,
+            "reward models": self.others,
             "average of the weights": self.average,
             "gradients": self.gradients,
             "gradients in DDP's buckets": self.buckets,
@@ -124,12 +128,11 @@ def measure(run: Run, work: Workload) -> Footprint:
             wrapping.replaced(rms_norm, "KERNEL", _Norm.apply),
         ):
             _make_fake(model)
-            precision = "bf16" if run.config.bf16 else "fp16" if run.config.fp16 else "no"
             if run.config.activation_checkpointing:
                 how = dict(run.config.activation_checkpointing_kwargs or {})
                 how.pop("offload", None)  # see `_save_inputs_on_host`
                 gradient_checkpointing.enable_gradient_checkpointing(model, how)
-            memory_mesh.divide(model, mesh, torch.device(device), precision)
+            memory_mesh.divide(model, mesh, torch.device(device), precision_of(run.config))
             return _measure(run, work, model, quantized, mesh)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [""]
@@ -142,6 +145,11 @@ def measure(run: Run, work: Workload) -> Footprint:
 def device_type(config: Any) -> str:
     """Where a run with `config` would train here."""
     return environment.device(config.use_cpu).type
+
+
+def precision_of(config: Any) -> str:
+    """Of the products of a run with `config`."""
+    return "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
 
 
 def _make_fake(model: nn.Module) -> None:
@@ -264,7 +272,14 @@ def _measure(
     rate = QUANTIZED["use_bnb_nested_quant" if bits == "load_in_4bit" and run.model.use_bnb_nested_quant else bits]
     saved = sum(m.weight.nbytes - int(m.weight.numel() * rate) for m in quantized)
     unpacked = max((m.weight.nbytes for m in quantized), default=0)  # one matrix at a time, for its product
-    reference = held if work.reference and not wrapping.is_peft_model(model) else 0
+    reference = 0
+    if work.teacher:
+        whole = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+        reference = work.teacher * held // whole
+    elif work.reference and not wrapping.is_peft_model(model):
+        rounds = precision_of(args) != "no" and not value_of(args, "sync_ref_model")
+        rounded = to_round(model, everything=mesh.division is not None) if rounds else ()
+        reference = held - sum(local_part(parameter).nbytes // 2 for parameter in rounded)
     average = 0 if args.ema_decay is None else sum(4 * local_part(parameter).numel() for parameter in trained)
     cache = _cache_bytes(wrapping.base_model(model).config, work.generated, next(model.parameters()).itemsize)
     # The pass was measured without optimizer state, which always exists from the second step on.
@@ -277,10 +292,12 @@ def _measure(
     if mesh.copies:
         cap = (args.ddp_bucket_cap_mb or BUCKET) * 2**20
         traffic.add("all-reduce", tuple(range(memory_mesh.processes())), gradients, calls=math.ceil(gradients / cap))
-    peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache) + reference + average - saved
-    others: dict[str, Any] = {"reference": reference, "average": average, "cache": cache, "buckets": buckets}
-    others |= {"host": host, "operations": operations, "exchanges": tuple(traffic.exchanges.values())}
-    return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **others)
+    peak = max(in_pass + state - early + unpacked, live.peak, weights + state + cache)
+    peak += reference + work.others + average - saved
+    more: dict[str, Any] = {"reference": reference, "others": work.others, "average": average, "cache": cache}
+    more |= {"buckets": buckets, "host": host, "operations": operations}
+    more |= {"exchanges": tuple(traffic.exchanges.values())}
+    return Footprint(weights - saved, gradients, state, activations, head, peak + buckets, **more)
 
 
 def _save_inputs_on_host(model: nn.Module, live: LiveBytes) -> None:

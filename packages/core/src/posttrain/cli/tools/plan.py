@@ -110,8 +110,8 @@ def _choose(asked: Run, workload: Callable[[Run], Any], memory: int | None) -> N
 
     work, head = workload(asked), ("way", "rows at a time", "weights", "gradients", "optimizer", "peak")
     device, tokens = memory_plan.device_type(asked.config), f"{work.rows} rows of {work.length} tokens"
-    memory = memory or _free(device)
-    print(f"{memory_mesh.processes()} cards ({device}) of {in_words(memory)}, micro-batches of {tokens}:\n")
+    memory, left_of = _left(memory or _free(device), work)
+    print(f"{memory_mesh.processes()} cards ({device}) of {in_words(memory)}{left_of}, micro-batches of {tokens}:\n")
     print(_line(*head), flush=True)
     least: tuple[int, str] | None = None
     for found in memory_proposals.choices(asked, workload):
@@ -144,6 +144,7 @@ def _show(asked: Run, workload: Callable[[Run], Any], plan: Any, memory: int | N
     work, processes, device = workload(asked), memory_mesh.processes(), memory_plan.device_type(asked.config)
     is_host = memory is None and device == "cpu"
     memory, whose = (_free(device), f"free on this {device}") if memory is None else (memory, "as --memory says")
+    memory, left_of = _left(memory, work)
     plan = plan or memory_plan.measure(asked, work)
     tokens = f"{work.rows} rows of {work.length}" + (f" and {work.target_length}" if work.target_length else "")
     shared = f", of which {work.group} share one copy of {work.prompt} tokens (where the model's attention allows it)"
@@ -157,10 +158,17 @@ def _show(asked: Run, workload: Callable[[Run], Any], plan: Any, memory: int | N
         same = ", which is the same here" if is_host else ""
         print(f"Moved to the host's memory{same}: up to {in_words(plan.host)} for each process.\n")
     taken = plan.peak + (plan.host if is_host else 0)
-    print(f"{_verdict(taken, memory)}: {in_words(memory)} {whose}.", flush=True)
+    print(f"{_verdict(taken, memory)}: {in_words(memory)}{left_of} {whose}.", flush=True)
     if taken > memory:
         _propose(memory_proposals.proposals(asked, workload, memory, plan.peak), memory)
     return plan
+
+
+def _left(memory: int, work: Any) -> tuple[int, str]:
+    """What an engine beside the trainer leaves of `memory`, and how that is said."""
+    taken = int(work.engine * memory)
+    said = f" beside the {in_words(taken)} that vLLM keeps without vllm_enable_sleep_mode," if taken else ""
+    return memory - taken, said
 
 
 def _of_step(plan: Any, options: dict[str, Any], timed: bool) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.core.checkpoint import codec
 from posttrain.core.config import value_of
 from posttrain.core.errors import ConfigError, DataError, require
 from posttrain.core.registry import Run
@@ -29,7 +30,9 @@ class Workload:
             model's own loss, which does; "score": one number a row.
         target_length: tokens of an encoder-decoder's output.
         reference: a frozen copy of the model is evaluated too, if there is no adapter to disable.
+        teacher: bytes of the model that is evaluated instead. others: of those that score, whole on each process.
         group, prompt: so many rows of a forward share one copy of their first tokens, `prompt` of them.
+        engine: the share of the device's memory that an engine beside the trainer keeps.
         generated: tokens in the key/value cache, if the model itself generates between optimizer steps.
         image: with which each row begins; None for rows of text alone, and where images are not counted.
         untrained: tokens of it that stand for what it shows, which no loss is taken of.
@@ -42,8 +45,11 @@ class Workload:
     loss: str = "logits"
     target_length: int | None = None
     reference: bool = False
+    teacher: int = 0
+    others: int = 0
     group: int = 1
     prompt: int = 0
+    engine: float = 0.0
     generated: int = 0
     image: SeenPrompt | None = None
     untrained: int = 0
@@ -90,6 +96,18 @@ def load_config(run: Run) -> Any:
             return AutoConfig.from_pretrained(path, revision=run.model.model_revision, trust_remote_code=trusts(run))
     except (OSError, ValueError) as error:
         raise ConfigError("posttrain plan", [str(error).strip().splitlines()[0]]) from error
+
+
+def size_of(name: str, run: Run, dtype: Any = None, make: Callable[..., nn.Module] | None = None) -> int:
+    """Bytes of the model `name` beside the one that `run` trains, in float32 unless `dtype` says otherwise."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(dataclasses.replace(run, model=type(run.model)(model_name_or_path=name)))
+    config.num_labels = 1
+    numbers = codec.dtype_named(dtype or "float32") if dtype != "auto" else config.dtype
+    with torch.device("meta"):
+        model = (make or AutoModelForCausalLM.from_config)(config, dtype=numbers, trust_remote_code=trusts(run))
+    return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
 
 
 def trusts(run: Run) -> bool:

@@ -175,7 +175,7 @@ def write_blocks(path: Path, source: Source | torch.Tensor, memory: Memory) -> l
     """
     size = source.size if isinstance(source, Source) else len(source)
     if isinstance(source, Source) and size < SMALL:
-        whole = torch.empty(size, dtype=torch.uint8)
+        whole = torch.empty(size, dtype=torch.uint8, pin_memory=bool(source.devices))
         source.copy(0, whole)  # which waits once for each device
         with open(path, "wb") as file:
             file.write(whole.numpy().data)

@@ -224,9 +224,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
     Known are 16-bit types and the devices in `PEAK_FLOPS`.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    name = accelerator.name(device)
+    return peak_of(accelerator.name(device)) if dtype in (torch.bfloat16, torch.float16) else None
+
+
+def peak_of(name: str) -> float | None:
+    """As `peak_flops`, of the device that its maker calls `name`."""
     return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"{part}(?!\d)", name)), None)
 
 

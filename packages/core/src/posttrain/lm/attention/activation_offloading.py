@@ -62,7 +62,7 @@ class OffloadActivations:
 
     Parameters, small or overlapping tensors and those saved in `stays` are not moved. A tensor that is saved several
     times is moved once. On a GPU the copies use pinned memory and a separate stream, after the computation in the
-    forward pass and one tensor ahead in the backward pass. Not yet verified on a GPU.
+    forward pass and one tensor ahead in the backward pass.
 
     Args:
         model: whose parameters stay.

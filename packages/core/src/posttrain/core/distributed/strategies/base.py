@@ -239,7 +239,13 @@ class Distributed(World):
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype, everything: bool = False) -> None:
-    """Round the weights of `model` that its forward would round each time: those of matrix products under autocast, or
+    """Round the weights of `to_round`."""
+    for parameter in to_round(model, everything):
+        parameter.data = parameter.data.to(dtype)
+
+
+def to_round(model: nn.Module, everything: bool = False) -> Iterator[nn.Parameter]:
+    """The weights of `model` that its forward would round each time: those of matrix products under autocast, or
     `everything` under FSDP, which gathers weights in that type. Weights tied to an embedding stay.
     """
     shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -247,4 +253,4 @@ def round_weights(model: nn.Module, dtype: torch.dtype, everything: bool = False
         if everything or isinstance(module, nn.Linear):
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype == torch.float32 and (everything or id(parameter) not in shared):
-                    parameter.data = parameter.data.to(dtype)
+                    yield parameter
