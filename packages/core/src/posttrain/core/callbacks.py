@@ -218,7 +218,7 @@ class CallbackHandler:
         """Those `listening`, and those that they add meanwhile; none that they take out."""
         before = list(self.callbacks)
         yield from (callback for callback in listening if callback in self.callbacks)
-        if len(self.callbacks) > len(before):
+        if self.callbacks != before:
             yield from (callback for callback in self._listening(event) if callback not in before)
 
     def nobody_hears(self, event: str) -> bool:
