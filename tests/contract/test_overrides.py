@@ -265,6 +265,27 @@ def test_two_processes_make_the_steps_of_a_loop_by_hand(by_hand, tmp_path):
         torch.testing.assert_close(torch.tensor(of_case), torch.tensor(by_hand), rtol=2e-5, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_loss_does_beside_is_done_once(accumulation, tmp_path):
+    """Where nothing is to be measured it is called once, and else its state and control are put back."""
+    calls = []
+
+    class Script(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            calls.append(self.accelerator.sync_gradients)
+            self.state.mine = getattr(self.state, "mine", 0) + 1
+            self.control.should_log = self.state.mine == 3
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    args = arguments(TrainingArguments, tmp_path, per_device_train_batch_size=2, max_steps=3, logging_steps=100)
+    args.gradient_accumulation_steps = accumulation
+    trainer = Script(tiny.causal_lm(), args, pad, tiny.token_rows(16))
+    assert "epoch" in trainer.train().metrics
+    assert trainer.state.mine == 3 * accumulation
+    assert calls == [True] * 3 if accumulation == 1 else calls[-2:] == [False, True]
+    assert [record["step"] for record in trainer.state.log_history[:-1]] == ([3] if accumulation == 1 else [])
+
+
 class Line(nn.Module):
     def __init__(self):
         super().__init__()

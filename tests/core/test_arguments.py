@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from transformers import HfArgumentParser
+from transformers.training_args import ParallelMode
 
 from posttrain.cli import parse
 from posttrain.core import registry
@@ -600,7 +601,8 @@ def test_only_the_main_process_saves_and_logs_by_default(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first process of the second machine
     args = TrainingArguments()
     assert (args.world_size, args.process_index, args.local_process_index) == (4, 2, 0)
-    assert args.parallel_mode.value == "distributed"
+    assert args.parallel_mode.value == "distributed" and {args.parallel_mode: 1} == {"distributed": 1}
+    assert args.parallel_mode == ParallelMode.DISTRIBUTED and args.parallel_mode != ParallelMode.NOT_DISTRIBUTED
     assert not args.should_save and args.should_log
     assert TrainingArguments(save_on_each_node=True).should_save
     assert not TrainingArguments(log_on_each_node=False).should_log

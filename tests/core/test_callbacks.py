@@ -43,6 +43,21 @@ def test_a_callback_sees_the_objects_of_the_run():
     ]
 
 
+def test_a_callback_may_take_out_and_add_others_of_the_same_event():
+    class Changes(Ears):
+        def on_step_end(self, args, state, control, **kwargs):
+            handler.remove_callback(taken_out)
+            handler.remove_callback(self)
+            handler.add_callback(added)
+
+    handler = CallbackHandler([Changes()])
+    taken_out, stays, added = Ears(), Ears(), Ears()
+    handler.callbacks += [taken_out, stays]
+    for _ in range(2):
+        handler.call_event("on_step_end", SimpleNamespace(), TrainerState(), TrainerControl())
+    assert [len(ears.heard) for ears in (taken_out, stays, added)] == [0, 2, 2]
+
+
 def test_a_dict_of_flags_is_applied():
     assert step_end(Ears({"should_training_stop": True})).should_training_stop
     assert not step_end(Ears({})).should_training_stop

@@ -60,7 +60,12 @@ def measured(kind, rows, folder):
                    compute_metrics=lambda found: {"rows": len(found.predictions)})  # fmt: skip
     metrics = trainer.evaluate()
     trainer.train()
-    return [metrics["eval_loss"], metrics["eval_rows"], sorted(trainer.seen[True]), sorted(trainer.seen[False])]
+    seen = {name: sorted(trainer.seen[name]) for name in (True, False)}
+    own = []
+    for batch in trainer.get_eval_dataloader():  # a loop of the script's own
+        own += trainer.accelerator.gather_for_metrics(trainer._prepare_inputs(batch)["input_ids"]).tolist()
+    assert sorted(own) == sorted(wide(held_out)["input_ids"].tolist())
+    return [metrics["eval_loss"], metrics["eval_rows"], seen[True], seen[False]]
 
 
 @pytest.mark.parametrize("rows", [5, 7, 8])  # with 5, one process has no row in the last batch

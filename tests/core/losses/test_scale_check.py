@@ -199,7 +199,8 @@ def test_a_term_that_comes_later_is_found_at_the_next_power_of_two(base, tmp_pat
     cut = losses(fit(Later, tmp_path / "cut", max_steps=5, rows=rows_with() * 3))
     whole = losses(fit(Later, tmp_path / "whole", max_steps=5, rows=rows_with() * 3, per_device_train_batch_size=8,
                        gradient_accumulation_steps=1))  # fmt: skip
-    assert "From step 4 on, Later.compute_loss" in caplog.text and caplog.text.count("divides only a part") == 2
+    assert "From step 4 on, Later.compute_loss" in caplog.text
+    assert caplog.text.count("divides only a part") == 1  # a step of one micro-batch is not measured
     assert cut == pytest.approx(whole, rel=1e-5)
 
 

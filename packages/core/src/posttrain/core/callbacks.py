@@ -214,6 +214,13 @@ class CallbackHandler:
             return self._listeners[event]
         return [callback for callback in now if hasattr(callback, event)]
 
+    def _in_turn(self, event: str, listening: list[Any]) -> Iterator[Any]:
+        """Those `listening`, and those that they add meanwhile; none that they take out."""
+        before = list(self.callbacks)
+        yield from (callback for callback in listening if callback in self.callbacks)
+        if self.callbacks != before:
+            yield from (callback for callback in self._listening(event) if callback not in before)
+
     def nobody_hears(self, event: str) -> bool:
         """Whether no callback implements `event`."""
         return not self._listening(event)
@@ -227,7 +234,7 @@ class CallbackHandler:
             return control
         before, _log_of_event = _log_of_event, self.log_metric  # an event may lead to another trainer's
         try:
-            for callback in listening:
+            for callback in self._in_turn(event, listening):
                 try:
                     answer = getattr(callback, event)(
                         args,

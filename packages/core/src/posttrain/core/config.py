@@ -312,6 +312,14 @@ class Choice(str):
     def name(self) -> str:
         return self.upper()
 
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, getattr(other, "value", other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
 
 def tidy(config: Any) -> Iterator[str]:
     """Convert each value of `config` to its plain form, in place; yields errors.

@@ -317,17 +317,16 @@ class Trainer(TrainerNames):
         losses, device = [], self.dist.device
         for number, inputs in enumerate(window, start=1):
             given: tuple[Any, ...] = (model, inputs, num_items)
-            is_filler = pipeline.is_filler(inputs)
-            metrics = self.dist.filling(self.metrics) if is_filler else NOTHING
+            at_hand, self.accelerator.sync_gradients = self.dist.computing(inputs, self.metrics), number == len(window)
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             scaled = self.scaling.as_of_transformers(*given) if self.scaling.has_own_step else NOTHING
-            with sync, self.dist.in_step(), metrics, scaled:
+            with sync, self.dist.in_step(), at_hand, scaled:
                 try:
                     losses.append(normalization.of_step(self.training_step(*given[: self.run.step_takes]), device))
                 except (IndexError, KeyError) as error:  # an id or a column that is not there, most often: say which
                     explain_lookup(error, inputs, self.id_limits())
                     raise
-            if not is_filler:
+            if not pipeline.is_filler(inputs):
                 self.record.read(inputs, self.main_input, self.floating_point_ops(inputs))
             if number < len(window):
                 self._fire("on_substep_end")

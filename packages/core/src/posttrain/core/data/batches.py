@@ -79,6 +79,25 @@ def is_filler(batch: Any) -> bool:
     return isinstance(batch, (Filler, FillerList))
 
 
+class Present:
+    """Whether the batch that this process has at hand is a filler: loaders say it, and loops that read ahead."""
+
+    is_filler = False
+
+
+PRESENT = Present()
+
+
+def at_hand(batches: Iterable[Any]) -> Iterator[Any]:
+    """`batches`, where `PRESENT` knows each until the next is asked for."""
+    try:
+        for batch in batches:
+            PRESENT.is_filler = is_filler(batch)
+            yield batch
+    finally:
+        PRESENT.is_filler = False
+
+
 def as_filler(batch: Any) -> Filler | FillerList:
     """`batch`, marked as a filler."""
     if isinstance(batch, Mapping):

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from posttrain.core.data import workers
 from posttrain.core.data.batch_samplers import EpochBatchSampler
-from posttrain.core.data.batches import Collate, Rows
+from posttrain.core.data.batches import Collate, Rows, at_hand
 from posttrain.core.data.samplers import (
     Draws,
     EpochSampler,
@@ -256,6 +256,9 @@ class Loader(DataLoader[Any]):
         return len(self._draws if self._stream is None else self._stream)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterator's private class
+        return at_hand(self._batches()) if self._world_size > 1 else self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         now = replace(self._next, given=list(self._next.given))
         self._now, self._next = now, self._beginning()
         self._generator.manual_seed(mix(self._seed, self.epoch))

@@ -12,15 +12,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import operations
 
+from posttrain.core.data.batches import PRESENT
+
 
 class UnevenAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not typed
-    """Gathers tensors whose first dimensions differ.
-
-    Attributes:
-        is_filler: the present batch only keeps this process in step: `gather_for_metrics` leaves its rows out.
-    """
-
-    is_filler = False
+    """Gathers tensors whose first dimensions differ."""
 
     def gather(self, tensor: Any) -> Any:
         """See `Accelerator.gather`; (N, ...) of all processes, N the sum of their rows."""
@@ -29,8 +25,8 @@ class UnevenAccelerator(Accelerator):  # type: ignore[misc]  # accelerate is not
         return operations.recursively_apply(_of_all, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """See `Accelerator.gather_for_metrics`."""
-        if self.is_filler:
+        """See `Accelerator.gather_for_metrics`; without the rows of a batch that only keeps this process in step."""
+        if PRESENT.is_filler:
             input_data = operations.recursively_apply(lambda rows: rows[:0] if rows.ndim else rows, input_data)
         return super().gather_for_metrics(input_data, use_gather_object)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.core.data import accelerator
+from posttrain.core.data import accelerator, batches
 from posttrain.core.distributed import attempts
 from posttrain.core.distributed.arguments import DistributedArguments, note
 from posttrain.core.distributed.environment import (
@@ -264,16 +264,16 @@ class World:
         return values[0]
 
     @contextlib.contextmanager
-    def filling(self, metrics: Metrics) -> Iterator[None]:
-        """Within this context a batch only keeps this process in step: metrics of it, and rows that scripts gather for
-        metrics, count for nothing.
+    def computing(self, batch: Any, metrics: Metrics) -> Iterator[None]:
+        """Within this context the process computes `batch`. Of one that only keeps it in step, metrics, and rows that
+        scripts gather for metrics, count for nothing.
         """
-        self.accelerator.is_filler = True
+        batches.PRESENT.is_filler = batches.is_filler(batch)
         try:
-            with metrics.apart():
+            with metrics.apart() if batches.PRESENT.is_filler else NOTHING:
                 yield
         finally:
-            self.accelerator.is_filler = False
+            batches.PRESENT.is_filler = False
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the first of the processes that read the same rows; its result, or its error, on all of them.

@@ -105,13 +105,14 @@ def _move(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, owner: Any) -> Iterator[None]:
-    """Put back at the end whatever is changed meanwhile in `model`, in `owner` and in the modules that it has: their
-    attributes, and the elements of their tensors. ``owner.log`` does nothing meanwhile.
+    """Put back at the end whatever is changed meanwhile in `model`, in `owner`, its state, its control and the modules
+    that it has: their attributes, and the elements of their tensors. ``owner.log`` does nothing meanwhile.
     """
     own = [value for value in vars(owner).values() if isinstance(value, nn.Module) and value is not model]
     # A wrapper for several processes keeps its own counts.
     modules = {id(part): part for root in (unwrap(model), *own) for part in unwrap(root).modules()}
-    attributes = [(thing, dict(vars(thing))) for thing in (owner, *modules.values())]
+    kept = [vars(owner)[name] for name in ("state", "control") if name in vars(owner)]
+    attributes = [(thing, dict(vars(thing))) for thing in (owner, *kept, *modules.values())]
     values = [value for _, names in attributes for name, value in names.items() if name not in (*DATA, "_parameters")]
     contents = [keep for value in values for keep in _contents(value, DEPTH)]
     held = [value for _, inner in contents for value in (inner.values() if isinstance(inner, dict) else inner)]

@@ -105,7 +105,7 @@ class Evaluator:
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         owner = self.owner
-        with owner.dist.filling(owner.metrics) if pipeline.is_filler(inputs) else contextlib.nullcontext():
+        with owner.dist.computing(inputs, owner.metrics):
             return owner.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def _after_batch(self, loader: Any) -> None:

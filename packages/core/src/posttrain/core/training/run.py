@@ -447,6 +447,7 @@ class Run:
             data_report.log_more(logger)
         metrics |= self.memory
         owner.log(rest | metrics)
+        metrics["epoch"] = state.epoch
         eval_loop.keep_averages(owner.optimizer)
         self._restore_best_model()
         if average is not None and owner.args.ema_use != "eval":

@@ -35,6 +35,10 @@ class Scaling:
         self.is_own_loss = override_checks.is_ours(owner, "compute_loss") and owner.compute_loss_func is None
         # A loss is multiplied with it, since processes average their gradients.
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
+        stock = "windows get_batch_samples count_items prepare_inputs complete_inputs".split()
+        counts = all(override_checks.is_ours(owner, name) and override_checks.is_stock(owner, name) for name in stock)
+        #: A micro-batch that is the whole window has all its items: then every kind of loss is the same number.
+        self.may_be_whole = owner.dist.world_size == 1 and counts and override_checks.is_ours(owner, "_prepare_inputs")
         self.steps_in_backward = bool(getattr(owner.optimizer, "steps_in_backward", False))
         self.has_own_step = self.factor > 1 and not override_checks.is_ours(owner, "training_step")
         #: `compute_loss` of the trainer, where another stands in its place.
@@ -76,6 +80,8 @@ class Scaling:
     def find_out(self, model: nn.Module, inputs: Any, num_items: torch.Tensor, items: Any) -> None:
         """Find out whether `compute_loss` returns a mean: all processes together, also those without a label."""
         owner, own, name = self.owner, self.is_own_loss, self.owner.__class__.__name__
+        if self.may_be_whole and owner.run.window_size == 1:
+            return
         kind = self.declared
         if self.objective.times is None:
             self._count_processes(model, inputs, num_items, items)
