@@ -17,7 +17,7 @@ import torch
 
 from posttrain.core import files, registry
 from posttrain.core.checkpoint.arguments import CheckpointArguments
-from posttrain.core.config import Choice, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
+from posttrain.core.config import ChoiceOfEnum, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import environment, strategies
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
@@ -417,9 +417,9 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
         return strategies.process_state(self)
 
     @property
-    def parallel_mode(self) -> Choice:
+    def parallel_mode(self) -> ChoiceOfEnum:
         """``"distributed"`` in a run of several processes, else ``"not_parallel"``."""
-        return Choice("distributed" if self.world_size > 1 else "not_parallel")
+        return ChoiceOfEnum("distributed" if self.world_size > 1 else "not_parallel")
 
     @property
     def place_model_on_device(self) -> bool | None:

@@ -217,7 +217,7 @@ class CallbackHandler:
     def _in_turn(self, event: str, listening: list[Any]) -> Iterator[Any]:
         """Those `listening`, and those that they add meanwhile; none that they take out."""
         before = list(self.callbacks)
-        yield from (callback for callback in listening if callback in self.callbacks)
+        yield from (callback for callback in listening if self.callbacks == before or callback in self.callbacks)
         if self.callbacks != before:
             yield from (callback for callback in self._listening(event) if callback not in before)
 

@@ -312,13 +312,15 @@ class Choice(str):
     def name(self) -> str:
         return self.upper()
 
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, getattr(other, "value", other))
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+class ChoiceOfEnum(Choice):
+    """One that also equals the member of an enum that has its value, for code written for enums of other types."""
 
     __hash__ = str.__hash__
+    __ne__ = object.__ne__  # by the method below
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == (other.value if isinstance(other, enum.Enum) else other)
 
 
 def tidy(config: Any) -> Iterator[str]:

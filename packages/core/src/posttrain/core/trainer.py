@@ -317,7 +317,8 @@ class Trainer(TrainerNames):
         losses, device = [], self.dist.device
         for number, inputs in enumerate(window, start=1):
             given: tuple[Any, ...] = (model, inputs, num_items)
-            at_hand, self.accelerator.sync_gradients = self.dist.computing(inputs, self.metrics), number == len(window)
+            self.accelerator.sync_gradients = number == len(window)  # scripts ask it
+            at_hand = self.dist.computing(inputs, self.metrics) if self.dist.num_processes > 1 else NOTHING
             sync = self.dist.sync_gradients(model, when=number == len(window) or self.run.sync_each_batch)
             scaled = self.scaling.as_of_transformers(*given) if self.scaling.has_own_step else NOTHING
             with sync, self.dist.in_step(), at_hand, scaled:

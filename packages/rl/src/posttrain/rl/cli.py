@@ -53,6 +53,7 @@ def of_preferences(sides: int, reference: bool = False, loss: str = "logps") -> 
 def of_rollouts(run: Run, length: int | None) -> Any:
     """The shape of a micro-batch of completions; without `length`, the prompts' own lengths count."""
     from posttrain.cli.tools.workload import Workload, longest_row, size_of
+    from posttrain.rl.algorithms.distillation import DistillationConfig
     from posttrain.rl.rewards import score_heads, scorers
 
     config = run.config
@@ -63,7 +64,7 @@ def of_rollouts(run: Run, length: int | None) -> Any:
         "others": sum(size_of(name, run, make=score_heads.new_reward_model) for name in models),
         "engine": config.vllm_gpu_memory_utilization if keeps else 0.0,
     }
-    if hasattr(config, "teacher_urls"):
+    if isinstance(config, DistillationConfig):
         teacher, options = config.teacher_model_name_or_path, config.teacher_model_init_kwargs or {}
         beside |= {"reference": not config.teacher_urls}
         beside |= {"teacher": size_of(teacher, run, options.get("dtype")) if teacher else 0}

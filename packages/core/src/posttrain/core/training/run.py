@@ -409,9 +409,9 @@ class Run:
         """
         owner, named = self.owner, self.owner.args.metric_for_best_model
         with owner.clock("eval"):
-            metrics = evaluate()
+            own = evaluate()
             self.meet("what callbacks do after an evaluation")
-            metrics = owner.dist.broadcast_object(metrics)
+            metrics: dict[str, float] = owner.dist.broadcast_object(own)
         if named is not None:  # a missing one raises at the first evaluation
             eval_loop.named_metric(metrics, named)
         if lr_scheduler.follows_a_metric(owner.lr_scheduler) and not skip_scheduler:

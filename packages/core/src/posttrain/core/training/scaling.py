@@ -37,8 +37,10 @@ class Scaling:
         self.factor = owner.dist.world_size if owner.args.average_tokens_across_devices else 1
         stock = "windows get_batch_samples count_items prepare_inputs complete_inputs".split()
         counts = all(override_checks.is_ours(owner, name) and override_checks.is_stock(owner, name) for name in stock)
-        #: A micro-batch that is the whole window has all its items: then every kind of loss is the same number.
-        self.may_be_whole = owner.dist.world_size == 1 and counts and override_checks.is_ours(owner, "_prepare_inputs")
+        counts &= override_checks.is_ours(owner, "_prepare_inputs")
+        #: A micro-batch that is the whole window has all its items: then every kind of loss is the same number, and a
+        #: script's, which may write somewhere, is not called to measure it.
+        self.may_be_whole = not self.is_own_loss and owner.dist.world_size == 1 and counts
         self.steps_in_backward = bool(getattr(owner.optimizer, "steps_in_backward", False))
         self.has_own_step = self.factor > 1 and not override_checks.is_ours(owner, "training_step")
         #: `compute_loss` of the trainer, where another stands in its place.

@@ -209,11 +209,11 @@ class WorkerEngine:
         )
 
 
-def portable(one: ScoredCompletion) -> ScoredCompletion:
+def portable(one: ScoredCompletion) -> Any:
     """What other processes are sent of a completion, whose class they need not have; a DataError where a part of it
     cannot be sent.
     """
-    sent: Any = SimpleNamespace(**{name: getattr(one, name) for name in ScoredCompletion.__annotations__})
+    sent = SimpleNamespace(**{name: getattr(one, name) for name in ScoredCompletion.__annotations__})
     if why := process.unsendable(vars(sent), pickle.dumps):
         raise DataError(
             f"The rollout_worker gave a completion that cannot be sent to the other processes: {why}. Give numbers, "
