@@ -9,6 +9,7 @@ ratio of the policy to the weights that wrote it, and weights change while compl
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,6 @@ from torch import nn
 from posttrain.core.config import opt, other_default, value_of
 from posttrain.core.errors import checked_args
 from posttrain.core.fields.old_names import Removed, Renamed
-from posttrain.core.training.plan import Plan
 from posttrain.core.training.preflight import passed_on
 from posttrain.rl.algorithms.grpo import GRPOConfig, GRPOTrainer
 from posttrain.rl.generation import Sampling
@@ -177,16 +177,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
         if self.worker is not None:
             self.worker.on_main, self.learns_from_rewards = self.dist.on_main, False
             self.worker.is_shared = self.dist.num_processes > 1
-
-    def begin_window(self, plan: Plan) -> None:
-        """As the base's, or wait until the rollout worker has given what the step takes."""
-        super().begin_window(plan)
-        if self.worker is not None:
-            self.wait_for_rollouts(plan, partial(self._are_given, self.worker))
-
-    def _are_given(self, worker: WorkerEngine, rollouts: int) -> bool:
-        self.rollout_maker.sync()  # it may write nothing before
-        return worker.has(rollouts * self.layout.per_process * self.layout.world_size)
+            self.rollout_maker.are_there = partial(_are_given, weakref.proxy(self))
 
     def generate(self, samples: list[Sample], sampling: Sampling) -> list[Sample]:
         """As the base's, or completions of the rollout worker in the places of `samples`."""
@@ -212,6 +203,12 @@ class AsyncGRPOTrainer(GRPOTrainer):
     def compute_advantages(self, rewards: torch.Tensor, group_size: int, kl: torch.Tensor | None) -> torch.Tensor:
         """As the base's, or those of the rollout worker."""
         return super().compute_advantages(rewards, group_size, kl) if self.worker is None else self._advantages
+
+
+def _are_given(trainer: Any, rollouts: int) -> bool:
+    """Whether the rollout worker has given completions for the next `rollouts`."""
+    trainer.rollout_maker.sync()  # it may write nothing before
+    return bool(trainer.worker.has(rollouts * trainer.layout.per_process * trainer.layout.world_size))
 
 
 def _in_place_of(sample: Sample, one: ScoredCompletion, ends: Sequence[int]) -> Sample:

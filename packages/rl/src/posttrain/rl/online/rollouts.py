@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from torch import nn
 from posttrain.core.data import accelerator
 from posttrain.core.data.samplers import mix
 from posttrain.core.evaluation.eval_loop import eval_mode
+from posttrain.core.training.plan import Plan
 from posttrain.rl.losses import credit
 from posttrain.rl.losses.advantages import equal_groups, total_rewards
 from posttrain.rl.online import reporting
@@ -63,6 +64,9 @@ class Rollouts:
         self.background: Background | None = None
         self.curriculum: Curriculum | None = None
         self.ledger: Ledger | None = None
+        #: Whether the next so many rollouts can be had at once, after a second's wait at most; the same on every
+        #: process. None: they are made when they are asked for.
+        self.are_there: Callable[[int], bool] | None = None
         self._scoring = Turns(args.reward_concurrency) if args.max_staleness else nullcontext()
         if args.max_staleness:
             owner.sampler.generating = Turns()
@@ -113,6 +117,25 @@ class Rollouts:
         if self.background is not None:
             return self.background.read(epoch, loader, batches)
         return iter(loader) if batches is None else batches
+
+    def begin_window(self, plan: Plan) -> None:
+        """Begin the rollouts that may begin before an optimizer step reads its micro-batches, and wait until those that
+        it takes are there. A run that is to end is left meanwhile: a rollout may take long.
+        """
+        owner, are_there, wanted = self.owner, self.are_there, plan.accumulation
+        if self.background is not None:
+            self.background.fill(plan, owner.state.global_step, self.left)
+            if owner.dist.num_processes == 1:  # others have other rollouts on their way
+                are_there = self.background.has
+        if are_there is None:
+            return
+        if plan.batches_per_epoch is not None:
+            wanted = min(wanted, plan.batches_per_epoch - owner.run.progress.batches)
+        rollouts = -(-(wanted - self.left) // self.per_rollout)
+        with owner.clock("wait"):
+            while rollouts > 0 and not are_there(rollouts):
+                if reason := owner.run.watch.settle(owner.dist.gather_patiently):
+                    owner.run.interrupt(reason)
 
     @property
     def left(self) -> int:

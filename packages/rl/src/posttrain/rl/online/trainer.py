@@ -465,31 +465,10 @@ class RolloutTrainer(LanguageModelTrainer):
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         stream = self.rollout_maker.micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            self.begin_window(plan)
+            self.rollout_maker.begin_window(plan)
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)
-
-    def begin_window(self, plan: Plan) -> None:
-        """Called before the micro-batches of an optimizer step are read: begins the rollouts that may begin now."""
-        maker, background = self.rollout_maker, self.rollout_maker.background
-        if background is not None:
-            background.fill(plan, self.state.global_step, maker.left)
-            if self.dist.num_processes == 1:  # others have other rollouts on their way
-                with self.clock("wait"):
-                    self.wait_for_rollouts(plan, background.has)
-
-    def wait_for_rollouts(self, plan: Plan, has: Callable[[int], bool]) -> None:
-        """Wait until the window that begins `has` so many rollouts as it takes. Leave the run here where it is to end:
-        a rollout may take long. `has` waits a second at most, and says the same on every process.
-        """
-        wanted, maker = plan.accumulation, self.rollout_maker
-        if plan.batches_per_epoch is not None:
-            wanted = min(wanted, plan.batches_per_epoch - self.run.progress.batches)
-        rollouts = -(-(wanted - maker.left) // maker.per_rollout)
-        while rollouts > 0 and not has(rollouts):
-            if reason := self.run.watch.settle(self.dist.gather_patiently):
-                self.run.interrupt(reason)
 
     def compute_loss(
         self,
