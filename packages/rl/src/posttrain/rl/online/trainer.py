@@ -465,7 +465,8 @@ class RolloutTrainer(LanguageModelTrainer):
     ) -> Iterator[tuple[list[Any], torch.Tensor | None]]:
         stream = self.rollout_maker.micro_batches(batches)
         while self.state.global_step < plan.max_steps and not self.control.should_training_stop:
-            self.rollout_maker.begin_window(plan)
+            if self.rollout_maker.background is not None or self.rollout_maker.are_there is not None:
+                self.rollout_maker.begin_window(plan)
             if not (window := list(islice(stream, plan.accumulation))):
                 return
             yield window, self.count_window(window)
