@@ -11,10 +11,10 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "claims"
 SCRIPTS = (
-    *("agents", "completion_only", "distillation", "dpo", "dpo_smollm2", "kto", "lora", "packing", "sequence_ratio"),
-    "verifiable_rewards",
+    *("agents", "completion_only", "distillation", "dpo", "dpo_smollm2", "kto", "lora", "lora_smollm2", "packing"),
+    *("sequence_ratio", "verifiable_rewards"),
 )
-ON_SMOLLM2 = {"agents", "dpo_smollm2", "sequence_ratio", "verifiable_rewards"}
+ON_SMOLLM2 = {"agents", "dpo_smollm2", "lora_smollm2", "sequence_ratio", "verifiable_rewards"}
 #: Its smoke run takes about two seconds.
 QUICK = "completion_only"
 
