@@ -11,15 +11,10 @@ is the one with the lowest loss on 50 held-out descriptions.
 
 from __future__ import annotations
 
-import math
-import tempfile
-
 import arms
+import lora
 import pretrained
 from datasets import Dataset
-from peft import LoraConfig
-
-from posttrain.sft import SFTConfig, SFTTrainer
 
 OF_LORA = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 RATES = {"full": (1e-5, 3e-5, 1e-4, 3e-4, 1e-3), "lora 1": OF_LORA, "lora 16": OF_LORA}
@@ -33,40 +28,21 @@ def rows_of(name: str) -> Dataset:
 
 
 def measure(arm: str, seed: int, steps: int, batch: int, rates: int | None = None) -> arms.Figures:
-    """The best learning rate (log10) and its held-out loss in nats a token."""
     rank = 0 if arm == "full" else int(arm.split()[1])
-    losses = {}
-    for rate in RATES[arm][:rates]:
-        with tempfile.TemporaryDirectory() as out:
-            args = SFTConfig(
-                out, max_steps=steps, logging_strategy="no", per_device_train_batch_size=batch,
-                per_device_eval_batch_size=50, seed=seed, learning_rate=rate, warmup_steps=5, bf16=True,
-                lr_scheduler_type="constant_with_warmup", report_to="none", gradient_checkpointing=False,
-                save_strategy="no", disable_tqdm=True,
-                model_init_kwargs={"dtype": "float32"},  # its files are in bfloat16
-            )  # fmt: skip
-            trainer = SFTTrainer(
-                pretrained.needed(), args, train_dataset=rows_of("train"), eval_dataset=rows_of("test"),
-                peft_config=LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear") if rank else None,
-            )  # fmt: skip
-            trainer.train()
-            losses[rate] = trainer.evaluate()["eval_loss"]
-    best = min(losses, key=losses.__getitem__)
-    return {"best_rate": math.log10(best), "loss": losses[best]} | {f"loss at {r:g}": v for r, v in losses.items()}
+    return lora.sweep(
+        RATES[arm][:rates], rank, pretrained.needed, rows_of("train"), rows_of("test"), max_steps=steps, seed=seed,
+        per_device_train_batch_size=batch, per_device_eval_batch_size=50, bf16=True,
+        model_init_kwargs={"dtype": "float32"},  # its files are in bfloat16
+    )  # fmt: skip
 
 
 def verdict(figures: dict[str, list[arms.Figures]]) -> str:
-    told, holds = [], True
+    told, all_hold = [], True
     for arm in ("lora 1", "lora 16"):
-        mean, low, high = arms.bounds(arms.differences(figures, arm, "full", "best_rate"))
-        gap, gap_low, gap_high = arms.bounds(arms.differences(figures, arm, "full", "loss"))
-        holds &= gap_low <= 0 <= gap_high and low <= 1 <= high
-        told.append(
-            f"of rank {arm.split()[1]} the best learning rate is {10**mean:.1f} times that of full fine-tuning "
-            f"[{10**low:.1f}, {10**high:.1f}], and its loss there differs by {gap:+.4f} nats a token "
-            f"[{gap_low:+.4f}, {gap_high:+.4f}]"
-        )
-    return f"{'Holds' if holds else 'Does not hold'}: {'; '.join(told)}."
+        holds, rate, gap = lora.beside_full(figures, arm)
+        all_hold &= holds
+        told.append(f"of rank {arm.split()[1]} the best learning rate is {rate}, and its loss there differs by {gap}")
+    return f"{'Holds' if all_hold else 'Does not hold'}: {'; '.join(told)}."
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def measure(run: Run, work: Workload) -> Footprint:
                 how = dict(run.config.activation_checkpointing_kwargs or {})
                 how.pop("offload", None)  # see `_save_inputs_on_host`
                 gradient_checkpointing.enable_gradient_checkpointing(model, how)
-            memory_mesh.divide(model, mesh, torch.device(device), precision_of(run.config))
+            memory_mesh.divide(model, mesh, torch.device(device), environment.precision(run.config))
             return _measure(run, work, model, quantized, mesh)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [""]
@@ -145,11 +145,6 @@ def measure(run: Run, work: Workload) -> Footprint:
 def device_type(config: Any) -> str:
     """Where a run with `config` would train here."""
     return environment.device(config.use_cpu).type
-
-
-def precision_of(config: Any) -> str:
-    """Of the products of a run with `config`."""
-    return "bf16" if config.bf16 else "fp16" if config.fp16 else "no"
 
 
 def _make_fake(model: nn.Module) -> None:
@@ -277,7 +272,7 @@ def _measure(
         whole = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
         reference = work.teacher * held // whole
     elif work.reference and not wrapping.is_peft_model(model):
-        rounds = precision_of(args) != "no" and not value_of(args, "sync_ref_model")
+        rounds = environment.precision(args) != "no" and not value_of(args, "sync_ref_model")
         rounded = to_round(model, everything=mesh.division is not None) if rounds else ()
         reference = held - sum(local_part(parameter).nbytes // 2 for parameter in rounded)
     average = 0 if args.ema_decay is None else sum(4 * local_part(parameter).numel() for parameter in trained)
