@@ -136,7 +136,8 @@ dist-check: $(STAMP) ## Build the five distributions, install them from their fi
 clean: ## Remove the environments and what the examples wrote.
 	rm -rf $(VENV) $(AGENTS) $(HARNESSES) $(VLLM_VENV) $(DEEPSPEED_VENV) $(TORCHAO) $(KERNELS) $(VERSIONS) out site
 
-# Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group.
+# Installed again only when one of these files changed. The pip that comes with Python 3.11 knows no --group. Python
+# compiles the modules that are imported; pip would compile all, for half a minute.
 $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "posttrain needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
@@ -145,7 +146,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	@echo "Installing the four packages in editable mode, with the versions in constraints.txt."
-	@$(PY) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --group dev $(patsubst %,-e %,$(wildcard packages/*))
+	@$(PY) -m pip install --quiet --no-compile $(PIP_FLAGS) -c constraints.txt --group dev $(patsubst %,-e %,$(wildcard packages/*))
 	@touch $@
 	@echo "Done. To use it in your shell: source $(VENV)/bin/activate"
 
