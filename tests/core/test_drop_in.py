@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -1031,6 +1032,68 @@ def test_a_sampler_that_takes_no_dataset_and_a_callback_that_asks_for_the_tokeni
     tokenizer = tiny.tokenizer()
     InOrder(tiny.causal_lm(), args, train_dataset=rows, processing_class=tokenizer, callbacks=[Asks]).train()
     assert seen == [tokenizer.eos_token, 7, 5, 9]
+
+
+def test_a_get_batch_samples_that_generates_draws_no_batches(tmp_path):
+    """So trl's trainers of preferences called it up to 0.11, and those that were written after them still do."""
+
+    class Generates(posttrain.core.Trainer):
+        def get_batch_samples(self, model, batch):
+            raise AssertionError("It was called for micro-batches.")
+
+    weights = []
+    for cls in (posttrain.core.Trainer, Generates):
+        args = posttrain.core.TrainingArguments(
+            tmp_path,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            num_train_epochs=2,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+        )
+        trainer = cls(tiny.causal_lm(), args, train_dataset=tiny.token_rows(20), data_collator=pad)
+        trainer.train()
+        assert trainer.state.global_step == 8 and trainer.state.epoch == 2
+        weights.append([weight.clone() for weight in trainer.model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_texts_that_stand_first_in_a_batch_do_not_change_the_weight_of_its_rows(tmp_path):
+    """As in trl's batches of preferences up to 0.11, whose rows are under other names than the model's."""
+
+    def collate(rows, texts_first):
+        read = pad(rows)
+        chosen, prompts = {f"chosen_{name}": value for name, value in read.items()}, {"prompt": ["a"] * len(rows)}
+        return prompts | chosen if texts_first else chosen | prompts
+
+    class OfRows(posttrain.core.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            loss = model(input_ids=inputs["chosen_input_ids"], labels=inputs["chosen_labels"]).loss
+            return (loss, {}) if return_outputs else loss
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            return self.compute_loss(model, self.prepare_inputs(inputs)).detach(), None, None
+
+    found = []
+    for texts_first in (False, True):
+        args = posttrain.core.TrainingArguments(
+            tmp_path,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            gradient_accumulation_steps=3,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            remove_unused_columns=False,
+        )
+        rows, collator = tiny.token_rows(5), partial(collate, texts_first=texts_first)
+        trainer = OfRows(tiny.causal_lm(), args, collator, rows, eval_dataset=rows)
+        trainer.train()
+        output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+        assert output.num_samples == 5
+        found.append((output.metrics["eval_loss"], trainer.state.log_history[-1]["train_loss"]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("rows", "accumulation"), [(20, 3), (12, 3), (8, 4)])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kernels.absent_gpu import ARCHITECTURES
+from tests.kernels.cases import CASES
 
 BUDGET = Path(__file__).with_name("budget.json")
 COLUMNS = ("seconds", "registers", "spills", "shared", "matrices", "warps", "stages")
@@ -75,8 +76,10 @@ def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != "--write"]
     numbers = [int(argument) for argument in arguments if argument.isdigit()] or list(ARCHITECTURES)
     names = [argument for argument in arguments if not argument.isdigit()]
+    names = names or list(CASES)
+    tasks = [(number, half) for half in (names[::2], names[1::2]) for number in numbers if half]  # for two cores
     with ThreadPoolExecutor(2) as two:
-        rows = [row for found in two.map(lambda number: compiled(number, names), numbers) for row in found]
+        rows = [row for found in two.map(lambda task: compiled(*task), tasks) for row in found]
     print(table(rows))
     budget = json.loads(BUDGET.read_text())
     if "--write" in sys.argv:

@@ -34,6 +34,16 @@ def test_the_script_parser_reads_flags():
     check(*ScriptParser((ScriptArguments, TrainingArguments, ModelConfig)).parse_args_and_config(WORDS))
 
 
+def test_each_class_prints_its_values_and_no_secret():
+    @dataclasses.dataclass
+    class Own(ModelConfig):
+        a_token: str = "none"
+
+    own = Own(lora_r=4, use_peft=True, a_token="abc")
+    assert "lora_r=4, " in repr(own) and "use_peft=True" in f"{own}" and "abc" not in repr(own)
+    assert "dataset_name='imdb'" in repr(ScriptArguments(dataset_name="imdb"))
+
+
 def test_flags_go_before_a_file_and_a_file_may_set_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("A_SETTING", "old")
     file = tmp_path / "run.yaml"

@@ -464,7 +464,9 @@ def test_the_token_stays_out_of_the_repr():
 @pytest.mark.parametrize("name", ["a/b/c", "my model", "", "owner/", "a--b", "-a", "x.git"])
 def test_a_name_that_no_repository_can_have_is_refused(name):
     with pytest.raises(ConfigError, match="hub_model_id"):
-        Arguments(hub_model_id=name)
+        Arguments(hub_model_id=name, push_to_hub=True)
+    with pytest.warns(UserWarning, match="hub_model_id.* before you upload"):  # where it is not used
+        assert Arguments(hub_model_id=name).hub_model_id == name
 
 
 def test_names_of_repositories_are_accepted():

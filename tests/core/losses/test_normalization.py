@@ -60,6 +60,24 @@ def test_items_are_labels_that_count_and_rows_where_nothing_is_labelled():
     assert count_rows({"nested": {"x": torch.zeros(3)}}) == 3
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"prompt": ["a", "b", "c"], "ids": torch.zeros(3, 2)},
+        {"meta": [{"parts": torch.zeros(7)}] * 3, "ids": torch.zeros(3, 2)},
+        {"scale": torch.tensor(1.0), "ids": torch.zeros(3, 2)},
+        {"prompt": ["a", "b", "c"], "nested": {"ids": torch.zeros(3, 2)}},
+        {"prompt": ["a", "b", "c"]},
+        [{"prompt": "a"}] * 3,
+        ["a", "b", "c"],
+        (torch.zeros(3, 2), torch.zeros(3)),
+        torch.zeros(3, 2),
+    ],
+)
+def test_the_rows_of_a_batch_are_counted_whatever_stands_first_in_it(batch):
+    assert count_rows(batch) == 3
+
+
 def test_tokens_are_told_from_padding():
     ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
     assert count_tokens({"input_ids": ids, "attention_mask": (ids > 0).long()}, "input_ids") == (3, 6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ import torch
 
 from posttrain.core import files, registry
 from posttrain.core.checkpoint.arguments import CheckpointArguments
-from posttrain.core.config import ChoiceOfEnum, ConfigMeta, Resolved, opt, plain_data, validate, value_of, values_of
+from posttrain.core.config import ChoiceOfEnum, ConfigMeta, Resolved, opt, plain_data, validate, values_of
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import environment, strategies
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
@@ -25,7 +24,7 @@ from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
-from posttrain.core.fields.redaction import masked, shown
+from posttrain.core.fields.redaction import masked
 from posttrain.core.hub.uploads import HubArguments
 from posttrain.core.logging import noise
 from posttrain.core.logging.trackers import LoggingArguments, level_of_program
@@ -485,10 +484,6 @@ class TrainingArguments(  # a dataclass takes the fields of its last base first:
             name: value if type(value) in (bool, int, float, str, torch.Tensor) else str(value)
             for name, value in (self.to_dict() | sizes).items()
         }
-
-    def __repr__(self) -> str:
-        values = {field.name: value_of(self, field.name) for field in dataclasses.fields(self) if field.repr}
-        return f"{type(self).__name__}({', '.join(f'{name}={shown(name, value)}' for name, value in values.items())})"
 
     def __str__(self) -> str:
         lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))

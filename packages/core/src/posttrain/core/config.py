@@ -29,7 +29,7 @@ from posttrain.core.fields.old_names import (
     translate_old_names,
     without_aliases,
 )
-from posttrain.core.fields.redaction import shown
+from posttrain.core.fields.redaction import described, shown
 
 
 class Help(str):
@@ -461,7 +461,7 @@ class ConfigMeta(type):
         # Not the one that `dataclass` gives to each subclass, which would show secrets.
         written = (vars(owner)["__repr__"] for owner in cls.__mro__ if "__repr__" in vars(owner))
         own = next(shows for shows in written if not hasattr(shows, "__wrapped__"))
-        cls.__repr__ = own  # type: ignore[method-assign]  # mypy takes no assignment to a method, even on purpose
+        cls.__repr__ = described if own is object.__repr__ else own  # type: ignore[method-assign]  # mypy takes none
         given = cls.accept_old_names(kwargs)
         removed = {name: given[name] for name, old in old_names(cls).items() if name in given and type(old) is Removed}
         kwargs, problems = translate_old_names(cls, given)

@@ -404,7 +404,8 @@ class Trainer(TrainerNames):
         another. Override to make training data on the way, as online reinforcement learning does.
         """
         batches, device, count = iter(loader), self.args.device, plan.accumulation
-        takes = len(override_checks.taken(self.get_batch_samples, batches, count, device))
+        draw = override_checks.drawing(self, Trainer.get_batch_samples)
+        takes = len(override_checks.taken(draw, batches, count, device))
         # Old code calls `next` `num_batches` times; transformers passes at most how many batches are left.
         length = None if override_checks.is_ours(self, "get_batch_samples") else plan.batches_per_epoch
         self.restore_rng()  # the first row that is read must find the random numbers of the checkpoint
@@ -412,9 +413,8 @@ class Trainer(TrainerNames):
             if length is not None and (count := min(count, length - self.run.progress.batches)) < 1:
                 next(batches, None)  # so that the loader ends its epoch
                 return
-            given: tuple[Any, ...] = (batches, count, device)
             began = time.perf_counter()
-            window, num_items = self.get_batch_samples(*given[:takes])
+            window, num_items = draw(*(batches, count, device)[:takes])
             self.clock.add("data", time.perf_counter() - began)
             if not window:
                 return

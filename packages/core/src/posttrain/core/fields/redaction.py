@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -84,6 +85,13 @@ def _masked_json(text: str) -> str:
 def shown(name: str, value: Any) -> str:
     """``repr(value)`` for a message about the argument `name`."""
     return repr(masked(value, name))
+
+
+def described(config: Any) -> str:
+    """The ``repr`` of a dataclass, without its secrets."""
+    fields = [field for field in dataclasses.fields(config) if field.repr]
+    values = {field.name: vars(config).get(field.name, field.default) for field in fields}
+    return f"{type(config).__name__}({', '.join(f'{name}={shown(name, value)}' for name, value in values.items())})"
 
 
 def without_secrets(value: Any) -> Any:

@@ -87,7 +87,11 @@ class HubArguments:
     def _problems(self) -> Iterator[str]:
         name = self.hub_model_id
         if isinstance(name, str) and not is_repo_id(name):
-            yield f"hub_model_id={name!r} is not the name of a repository; write 'name' or 'owner/name'"
+            problem = f"hub_model_id={name!r} is not the name of a repository; write 'name' or 'owner/name'"
+            if self.push_to_hub:
+                yield problem
+            else:  # often a default that nothing reads
+                warnings.warn(f"{type(self).__name__}: {problem} before you upload", stacklevel=5)
 
 
 def missing_token(args: HubArguments) -> str | None:

@@ -31,6 +31,7 @@ from posttrain.core.models.wrapping import base_model, config_of, is_encoder_dec
 
 Value = TypeVar("Value")
 
+CONTAINERS = (Mapping, list, tuple)
 #: Types that can hold sums.
 WIDE = (torch.float32, torch.float64, torch.int64)
 
@@ -339,16 +340,20 @@ def flops_parameters(model: nn.Module) -> int:
 
 
 def count_rows(inputs: Any) -> int:
-    """Rows of a micro-batch: the length of its first tensor; of a list of rows without tensors, how many they are."""
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping) and not _tensors_in(inputs[0]):
-        return len(inputs)
-    values = inputs.values() if hasattr(inputs, "values") else inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    """Rows of a micro-batch: the length of its first tensor; without tensors of its first list, of texts perhaps."""
+    if isinstance(inputs, list) and inputs and isinstance(first := inputs[0], (Mapping, str)):
+        if isinstance(first, str) or not _tensors_in(first):
+            return len(inputs)
+    return _length_of_first(inputs, torch.Tensor) or _length_of_first(inputs, list) or 1
+
+
+def _length_of_first(inputs: Any, kind: type) -> int:
+    """The length of the first value of `kind` in `inputs`, or else in the containers therein; 0 where there is none."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, CONTAINERS) else [inputs]
     for value in values:
-        if isinstance(value, torch.Tensor) and value.ndim:
+        if isinstance(value, kind) and not (isinstance(value, torch.Tensor) and not value.ndim):
             return len(value)
-        if isinstance(value, (Mapping, list, tuple)) and (rows := count_rows(value)):
-            return rows
-    return 1
+    return next((n for value in values if isinstance(value, CONTAINERS) and (n := _length_of_first(value, kind))), 0)
 
 
 def shifts_labels(model: nn.Module) -> bool:

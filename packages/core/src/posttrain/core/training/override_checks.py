@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 #: The inner methods of transformers 5 and its predecessors, by what to override or set instead.
@@ -69,6 +70,14 @@ def reads_processes(owner: object) -> bool:
 def is_stock(owner: object, method: str) -> bool:
     """Whether `method` of `owner` is that of `Trainer` itself, whichever class of ours or of the user it has."""
     return getattr(getattr(owner, method), "__qualname__", "") == f"Trainer.{method}"
+
+
+def drawing(owner: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """What draws micro-batches: `get_batch_samples` of `owner`, or `ours` where that takes ``(model, batch)``: in trl's
+    older trainers of preferences, and in what was derived from them, it generates.
+    """
+    given = owner.get_batch_samples
+    return partial(ours, owner) if next(iter(inspect.signature(given).parameters), "") == "model" else given
 
 
 def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
