@@ -2,6 +2,7 @@
 step are those of a loop by hand: for each way to cut the step, on two processes, and where micro-batches are halved.
 """
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -284,6 +285,66 @@ def test_what_a_loss_does_beside_is_done_once(accumulation, tmp_path):
     assert trainer.state.mine == 3 * accumulation
     assert calls == [True] * 3 if accumulation == 1 else calls[-2:] == [False, True]
     assert [record["step"] for record in trainer.state.log_history[:-1]] == ([3] if accumulation == 1 else [])
+
+
+#: What the methods of transformers 4.31 to 5.23 take, the most of any version: an override may hand all of it on.
+PASSED_ON = {
+    "_determine_best_metric": "metrics trial",
+    "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
+    "_get_collator_with_removed_columns": "data_collator description",
+    "_get_dataloader": "dataset description batch_size sampler_fn is_training dataloader_key",
+    "_get_eval_sampler": "eval_dataset",
+    "_get_output_dir": "trial",
+    "_get_train_sampler": "train_dataset",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_nested_gather": "tensors name",
+    "_pad_across_processes": "tensor pad_index",
+    "_prepare_input": "data",
+    "_prepare_inputs": "inputs",
+    "_remove_unused_columns": "dataset description",
+    "_save": "output_dir state_dict",
+    "_save_checkpoint": "model trial metrics",
+    "_wrap_model": "model training dataloader",
+    "autocast_smart_context_manager": "cache_enabled",
+    "call_model_init": "trial",
+    "compute_loss": "model inputs return_outputs num_items_in_batch",
+    "create_optimizer": "model",
+    "create_optimizer_and_scheduler": "num_training_steps",
+    "create_scheduler": "num_training_steps optimizer",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
+    "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
+    "floating_point_ops": "inputs",
+    "get_batch_samples": "epoch_iterator num_batches device",
+    "get_decay_parameter_names": "model",
+    "get_eval_dataloader": "eval_dataset",
+    "get_test_dataloader": "test_dataset",
+    "get_total_train_batch_size": "args",
+    "hyperparameter_search": "hp_space compute_objective n_trials direction backend hp_name",
+    "log": "logs start_time",
+    "log_metrics": "split metrics",
+    "predict": "test_dataset ignore_keys metric_key_prefix",
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
+    "push_to_hub": "commit_message blocking token revision",
+    "save_metrics": "split metrics combined",
+    "save_model": "output_dir _internal_call",
+    "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "training_step": "model inputs num_items_in_batch",
+}
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+def test_a_method_takes_what_an_override_of_any_year_hands_on(name):
+    inspect.signature(getattr(Trainer, name)).bind(None, *PASSED_ON[name].split())  # by position
+
+
+def test_a_checkpoint_is_written_by_an_override_of_4_46(tmp_path):
+    class Script(Trainer):
+        def _save_checkpoint(self, model, trial, metrics=None):
+            super()._save_checkpoint(model, trial, metrics)
+
+    args = arguments(TrainingArguments, tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    Script(tiny.causal_lm(), args, pad, tiny.token_rows(16)).train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
 
 
 class Line(nn.Module):

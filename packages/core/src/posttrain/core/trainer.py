@@ -761,7 +761,7 @@ class Trainer(TrainerNames):
             if Path(checkpoint, f"{name}.json").is_file():
                 part.load_state_dict(codec.load_tree(Path(checkpoint, name)))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None, metrics: Any = None) -> None:
         self.saving.checkpoint()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:

@@ -10,8 +10,9 @@ MESSAGES = {"bitsandbytes": "Failed to load CPU gemm_4bit_forward"}  # an option
 #: Beginnings of warnings, as regular expressions.
 WARNINGS = (
     "`is_gradient_checkpointing` is deprecated",
-    "`past_key_values` is deprecated",
-)  # transformers, asked by peft
+    "`past_key_values` is deprecated",  # transformers, asked by peft
+    r"Detected call of `lr_scheduler.step\(\)` before",  # the first step had nothing to learn, as a warning says
+)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
