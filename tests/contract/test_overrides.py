@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from posttrain.core import Trainer, TrainingArguments
+from posttrain.core import Trainer, TrainerCallback, TrainingArguments
 from tests import tiny
 from tests.contract.trainers import arguments, pad
 from tests.programs import together
@@ -285,6 +285,36 @@ def test_what_a_loss_does_beside_is_done_once(accumulation, tmp_path):
     assert trainer.state.mine == 3 * accumulation
     assert calls == [True] * 3 if accumulation == 1 else calls[-2:] == [False, True]
     assert [record["step"] for record in trainer.state.log_history[:-1]] == ([3] if accumulation == 1 else [])
+
+
+def test_a_run_goes_on_from_what_a_script_saves_itself_as_transformers_does(tmp_path):
+    """The way of LLaVA's trainer and of those made after it: other files, by the parts of transformers' method."""
+    saved = []
+
+    class Script(Trainer):
+        def _save_checkpoint(self, model, trial):
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            self.save_model(str(folder), _internal_call=True)
+            self._save_optimizer_and_scheduler(folder)
+            self._save_scaler(folder)
+            self._save_rng_state(folder)
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    class Callback(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            saved.append(state.global_step)
+
+    def run(checkpoint=None):
+        changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "cosine"}
+        args = arguments(TrainingArguments, tmp_path, per_device_train_batch_size=2, optim="adamw_torch", **changes)
+        trainer = Script(tiny.causal_lm(), args, pad, tiny.token_rows(24), callbacks=[Callback()])
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer.model.state_dict(), [r["loss"] for r in trainer.state.log_history if "loss" in r]
+
+    weights, losses = run()
+    assert saved == [3, 6] and (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
+    again, same = run(tmp_path / "checkpoint-3")
+    assert same == losses and all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 #: What the methods of transformers 4.31 to 5.23 take, the most of any version: an override may hand all of it on.

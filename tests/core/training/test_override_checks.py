@@ -23,7 +23,7 @@ CALLED_BY_SCRIPTS = set(
     """
     _nested_gather _pad_across_processes prediction_loop gather_function get_cp_size get_sp_size get_tp_size
     init_hf_repo _issue_warnings_after_load is_local_process_zero is_world_process_zero num_examples
-    set_initial_training_values
+    set_initial_training_values _save_optimizer_and_scheduler _save_rng_state _save_scaler
 """.split()
 )
 
@@ -45,6 +45,17 @@ def test_an_override_that_nothing_calls_is_named_with_what_to_override_instead(t
     assert said.startswith("Older overrides methods that nothing calls here: _clip_grad_norm (override train_on_window")
     assert "num_examples (override make_plan)" in said and "log (" not in said
     assert override_checks.unheard(Trainer) is None
+
+
+def test_a_call_of_a_method_that_is_not_here_is_named_before_the_run(tmp_path, caplog):
+    class Copied(Trainer):
+        def _save_checkpoint(self, model, trial):
+            super()._save_checkpoint(model, trial)
+            self._rotate_checkpoints(use_mtime=True, output_dir=self.args.output_dir)
+
+    Copied(tiny.causal_lm(), TrainingArguments(str(tmp_path), use_cpu=True))
+    [said] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said == ("Copied calls methods that are not here: _rotate_checkpoints (set save_total_limit or save_top_k).")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import operator
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from posttrain.core.checkpoint import foreign
 from posttrain.core.data import pipeline
 from posttrain.core.data.loaders import keep_columns
 from posttrain.core.distributed import sharding
@@ -21,7 +21,7 @@ from posttrain.core.hub import uploads
 from posttrain.core.hub.card import names, of_run, write_model_card
 from posttrain.core.logging import terminal
 from posttrain.core.logging.metrics import FLOPS, Appended, Metrics, formatted, save_metrics, table
-from posttrain.core.training import override_checks, preflight
+from posttrain.core.training import override_checks
 
 if TYPE_CHECKING:
     from posttrain.core.arguments import TrainingArguments
@@ -82,6 +82,7 @@ class TrainerNames:
     processing_class: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
     make_plan: Callable[[Any], Plan]
     train_dataset: Any
     loaders: Loaders
@@ -118,7 +119,6 @@ class TrainerNames:
     is_local_process_zero = _returns("dist.is_local_main", "Whether this process is the first of its machine.")
     get_tp_size = _returns("dist.tp_size", "Processes that split the matrices of one layer (tensor parallelism).")
     get_cp_size = _returns("dist.cp_size", "Processes that split one row (context parallelism).")
-    get_ep_size = _returns("dist.ep_size", "Processes that have all experts between them (expert parallelism).")
 
     @property
     def current_flos(self) -> float:
@@ -197,6 +197,19 @@ class TrainerNames:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str | Path, model: nn.Module | None = None) -> None:
         self.load_checkpoint(resume_from_checkpoint, model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str | Path) -> None:
+        """Write them as transformers does, for a `_save_checkpoint` of a script's own: `resume_from_checkpoint` reads
+        that too. Raises a `CheckpointError` where they are divided over the processes.
+        """
+        foreign.write(Path(output_dir), self.optimizer, self.lr_scheduler, self.dist)
+
+    def _save_rng_state(self, output_dir: str | Path) -> None:
+        foreign.write_random_numbers(Path(output_dir), self.dist)
+
+    def _save_scaler(self, output_dir: str | Path) -> None:
+        if self.dist.scaler is not None and self.args.should_save:
+            torch.save(self.dist.scaler.state_dict(), Path(output_dir, foreign.SCALER))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """For subclasses that load weights themselves; `load_result` is what ``load_state_dict`` has returned."""
@@ -282,13 +295,6 @@ class TrainerNames:
     def end(self) -> None:
         """Take down the process group. The last call of a script: nothing after it can reach other processes."""
         self.accelerator.end_training()
-
-    def _renamed(self, old: dict[str, Any], processing_class: Any, callbacks: Any) -> tuple[Any, Any]:
-        """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
-        preflight.refuse_unknown(type(self), old.keys() - self.OLD_ARGUMENTS.keys())
-        given = {"processing_class": processing_class, "callbacks": callbacks} | old
-        now = renamed_arguments(type(self), given, stacklevel=5)
-        return now["processing_class"], now["callbacks"]
 
     # -------------------------------------------------------------------------------------------- searching and sharing
 
@@ -395,26 +401,6 @@ def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     if optimizer is None:
         raise ValueError("There is no optimizer yet: it is made by train, or by create_optimizer.")
     return optimizer.param_groups
-
-
-def renamed_arguments(trainer_class: type[TrainerNames], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
-    """The arguments of a constructor under their names of today, with one warning for each old one. Raises a
-    `ValueError` where both the old and the new name were given.
-
-    Args:
-        given: by name; None is taken as not given.
-        stacklevel: of the warnings, as in `warnings.warn`.
-    """
-    owner = trainer_class.__name__
-    renamed = {name: value for name, value in given.items() if name not in trainer_class.OLD_ARGUMENTS}
-    for old, new in trainer_class.OLD_ARGUMENTS.items():
-        if given.get(old) is None:
-            continue
-        if renamed.get(new) is not None:
-            raise ValueError(f"{owner} got both {new}= and its earlier name {old}=; pass {new}= alone.")
-        warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
-        renamed[new] = given[old]
-    return renamed
 
 
 C = TypeVar("C", bound=type)

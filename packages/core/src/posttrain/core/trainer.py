@@ -119,7 +119,7 @@ class Trainer(TrainerNames):
         **old_names: Any,
     ) -> None:
         if old_names:
-            processing_class, callbacks = self._renamed(old_names, processing_class, callbacks)
+            processing_class, callbacks = preflight.renamed_parts(type(self), old_names, processing_class, callbacks)
         preflight.check_types(type(self).__name__, self.config_class, model, model_init, args)
         if args is None:
             args = self.config_class()
@@ -204,13 +204,7 @@ class Trainer(TrainerNames):
             trainable.check_trainable(model)
             nonfinite.check_float16(model, self.dist.precision, self.dist.uses_deepspeed)
         self.model = self.model_wrapped = model
-        self._look_up(model, wrapping.base_model(model))
-        self.scaling = Scaling(weakref.proxy(self))
-        self.dist.place(model, trained=True)
-        for config in wrapping.configs(model):
-            config.use_cache = self.args.use_cache
-
-    def _look_up(self, model: nn.Module, base: nn.Module) -> None:
+        base = wrapping.base_model(model)
         self.model_accepts_loss_kwargs = normalization.accepts_loss_kwargs(model)
         self.loss_shifts_labels = normalization.shifts_labels(base)
         self.label_names = normalization.label_names(base) if self.args.label_names is None else self.args.label_names
@@ -223,6 +217,10 @@ class Trainer(TrainerNames):
         add_tags: Any = getattr(base, "add_model_tags", None)  # the model's own push_to_hub and the card use them
         if add_tags is not None and (tags := [*self.tag_names, *self._tag_names]):
             add_tags(tags)
+        self.scaling = Scaling(weakref.proxy(self))
+        self.dist.place(model, trained=True)
+        for config in wrapping.configs(model):
+            config.use_cache = self.args.use_cache
 
     def loss_is_scaled(self) -> bool | None:
         """Whether this class' `compute_loss` returns ``sum / num_items_in_batch``; None where only trying shows it."""

@@ -60,7 +60,7 @@ class LanguageModelTrainer(Trainer):
         **old_names: Any,
     ) -> None:
         if old_names:
-            given = self._renamed(old_names, parts.processing_class, parts.callbacks)
+            given = checks.renamed_parts(type(self), old_names, parts.processing_class, parts.callbacks)
             parts.processing_class, parts.callbacks = given
         with naming_undecodable(parts.train_dataset, "train"):
             self.sees = self.shows_images(args, parts)

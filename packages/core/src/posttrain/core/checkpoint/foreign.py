@@ -1,4 +1,4 @@
-"""Reads what transformers' Trainer, and trainers made of it, keep of a run beside the weights.
+"""Reads and writes what transformers' Trainer, and trainers made of it, keep of a run beside the weights.
 
 They write these files with ``torch.save``, that is with pickle. torch's restricted reader makes tensors, plain
 containers, numbers and numpy arrays of them, and refuses everything else that a file names, so that reading runs no
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.core.checkpoint import sharded
+from posttrain.core.data import rng
 from posttrain.core.data.accelerator import CUDA, KINDS
 from posttrain.core.errors import CheckpointError
 
@@ -165,3 +166,28 @@ def random_numbers(saved: dict[str, Any]) -> dict[str, Any]:
     }
     devices = {kind: saved[kind] for kind in KINDS if saved.get(kind) is not None}
     return tree | {kind: list(s) if isinstance(s, (list, tuple)) else [s] for kind, s in devices.items()}
+
+
+def write(checkpoint: Path, optimizer: torch.optim.Optimizer, lr_scheduler: Any, dist: Any) -> None:
+    """Write optimizer and schedule for `take`, from the main process. Raises a `CheckpointError` where processes hold
+    parts of them.
+    """
+    if dist.shards or dist.uses_deepspeed:
+        raise CheckpointError(
+            "_save_optimizer_and_scheduler: the optimizer is divided over the processes. Let your _save_checkpoint "
+            "call super()._save_checkpoint(model, trial), and write your own files beside."
+        )
+    if dist.is_main:
+        torch.save(optimizer.state_dict(), checkpoint / OPTIMIZER)
+        own = lr_scheduler.state_dict()
+        torch.save({n: [None] * len(own[n]) if n == "lr_lambdas" else own[n] for n in own}, checkpoint / SCHEDULE)
+
+
+def write_random_numbers(checkpoint: Path, dist: Any) -> None:
+    """Write the state of this process' generators for `take`."""
+    state = rng.rng_state()
+    python = state.pop("python")
+    version, words, gauss_next = python.values()
+    theirs = {"python": (version, tuple(words.tolist()), gauss_next), "cpu": state.pop("torch")}
+    name = "rng_state.pth" if dist.num_processes == 1 else f"rng_state_{dist.process_index}.pth"
+    torch.save(theirs | {kind: saved for kind, saved in state.items() if len(saved)}, checkpoint / name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,10 +61,18 @@ def is_ours(owner: object, method: str) -> bool:
 
 def reads_processes(owner: object) -> bool:
     """Whether a method that a user's class or a script gave `owner` reads how many processes there are."""
-    theirs = [vars(kind) for kind in owner.__class__.__mro__ if not kind.__module__.startswith("posttrain.")]
-    methods = [inspect.unwrap(value) for names in (*theirs, vars(owner)) for value in names.values() if callable(value)]
-    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
-    return any({"num_processes", "world_size"} & {*code.co_names} for code in codes)
+    return bool({"num_processes", "world_size"} & _read_by([*_theirs(owner.__class__), vars(owner)]))
+
+
+def _theirs(trainer_class: type) -> list[Mapping[str, Any]]:
+    """What a user's classes among the bases of `trainer_class` define, by name."""
+    return [vars(kind) for kind in trainer_class.__mro__ if not kind.__module__.startswith("posttrain.")]
+
+
+def _read_by(defined: list[Mapping[str, Any]]) -> set[str]:
+    """The attributes and globals that the functions in `defined` read."""
+    methods = [inspect.unwrap(value) for names in defined for value in names.values() if callable(value)]
+    return {name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names}
 
 
 def is_stock(owner: object, method: str) -> bool:
@@ -93,14 +101,18 @@ def taken(function: Callable[..., Any], *given: Any) -> tuple[Any, ...]:
 
 
 def unheard(trainer_class: type) -> str | None:
-    """A sentence on user-defined methods of `trainer_class` that are never called; None without any.
+    """A sentence on user-defined methods of `trainer_class` that are never called, and on methods of transformers that
+    they call and that are not here; None without any.
 
     They are those of `INSTEAD`, and of a trainer's own dict ``INSTEAD``.
     """
-    instead = INSTEAD | getattr(trainer_class, "INSTEAD", {})
-    theirs = [vars(owner) for owner in trainer_class.__mro__ if not owner.__module__.startswith("posttrain.")]
-    found = [name for name in instead if any(name in names for names in theirs)]
-    if not found:
-        return None
-    listed = "; ".join(f"{name} ({instead[name]})" for name in found)
-    return f"{trainer_class.__name__} overrides methods that nothing calls here: {listed}."
+    instead, theirs = INSTEAD | getattr(trainer_class, "INSTEAD", {}), _theirs(trainer_class)
+    overridden = [name for name in instead if any(name in names for names in theirs)]
+    called = [name for name in instead if not hasattr(trainer_class, name) and name in _read_by(theirs)]
+    kinds = {"overrides methods that nothing calls here": overridden, "calls methods that are not here": called}
+    said = [
+        f"{trainer_class.__name__} {what}: {'; '.join(f'{name} ({instead[name]})' for name in names)}."
+        for what, names in kinds.items()
+        if names
+    ]
+    return " ".join(said) or None

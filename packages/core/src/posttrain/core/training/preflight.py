@@ -15,6 +15,7 @@ import dataclasses
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
@@ -165,6 +166,36 @@ def refuse_unknown(owner: Any, names: Iterable[str]) -> None:
             hint = f", which {config.__name__} has: pass args={config.__name__}({name}=...)"
         hint = hint or did_you_mean(name, [*own, *fields])
         raise TypeError(f"{owner.__name__} got an unknown argument {name!r}{hint}")
+
+
+def renamed_arguments(trainer_class: type[Any], given: dict[str, Any], stacklevel: int = 3) -> dict[str, Any]:
+    """The arguments of a constructor under their names of today, with one warning for each old one. Raises a
+    `ValueError` where both the old and the new name were given.
+
+    Args:
+        given: by name; None is taken as not given.
+        stacklevel: of the warnings, as in `warnings.warn`.
+    """
+    owner = trainer_class.__name__
+    renamed = {name: value for name, value in given.items() if name not in trainer_class.OLD_ARGUMENTS}
+    for old, new in trainer_class.OLD_ARGUMENTS.items():
+        if given.get(old) is None:
+            continue
+        if renamed.get(new) is not None:
+            raise ValueError(f"{owner} got both {new}= and its earlier name {old}=; pass {new}= alone.")
+        warnings.warn(f"{owner}: {old}= is now {new}=; both work.", FutureWarning, stacklevel=stacklevel)
+        renamed[new] = given[old]
+    return renamed
+
+
+def renamed_parts(
+    trainer_class: type[Any], old: dict[str, Any], processing_class: Any, callbacks: Any
+) -> tuple[Any, Any]:
+    """(processing_class, callbacks) of a constructor with ``tokenizer=`` or ``callback=``; TypeError for others."""
+    refuse_unknown(trainer_class, old.keys() - trainer_class.OLD_ARGUMENTS.keys())
+    given = {"processing_class": processing_class, "callbacks": callbacks} | old
+    now = renamed_arguments(trainer_class, given, stacklevel=5)
+    return now["processing_class"], now["callbacks"]
 
 
 def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[str, Any]) -> Config:

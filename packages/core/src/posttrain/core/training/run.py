@@ -355,6 +355,11 @@ class Run:
             owner.store_flos()
             with owner.clock("save"):
                 owner._save_checkpoint(owner.model_wrapped, self.trial)
+            there = (
+                owner.checkpoints.saver.pending is not None or owner.checkpoints.saved_step == owner.state.global_step
+            )
+            if not there and self.unsaved is None:  # a `_save_checkpoint` of a script's own has written it
+                owner._fire("on_save")
         if args.save_on_exception:
             owner.checkpoints.boundary = copy.deepcopy(owner.checkpoints.position())
         if self.pace is not None:

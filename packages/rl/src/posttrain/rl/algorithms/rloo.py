@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from posttrain.compat.trainer_names import reads_from_arguments, renamed_arguments
+from posttrain.compat.trainer_names import reads_from_arguments
 from posttrain.core.config import Resolved, opt
 from posttrain.core.fields.old_names import Removed, Renamed
-from posttrain.core.training.preflight import passed_on
+from posttrain.core.training.preflight import passed_on, renamed_arguments
 from posttrain.rl.losses.advantages import leave_one_out_advantages, total_rewards, whitened
 from posttrain.rl.losses.policy_losses import clipped, of_trajectory
 from posttrain.rl.online.arguments import RolloutConfig
