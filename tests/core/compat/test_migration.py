@@ -542,12 +542,10 @@ def test_a_file_that_is_no_python_is_left_and_the_others_are_not(tmp_path, capsy
         ([], "it takes the scripts to rewrite"),
         (["none.py"], "none.py does not exist"),
         (["--wrte", "."], "unknown flag --wrte"),
-        (["book.ipynb"], "notebooks are not supported"),
     ],
 )
 def test_wrong_words_are_answered(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("book.ipynb").write_text("{}")
     assert main(["migrate", *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The command ``posttrain migrate``, which rewrites scripts for transformers' Trainer or trl."""
+"""The command ``posttrain migrate``, which rewrites scripts and notebooks for transformers' Trainer or trl."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from posttrain.core.errors import ConfigError
 
-HELP = """posttrain migrate SCRIPT.py [SCRIPT.py | FOLDER ...] [--write]
+HELP = """posttrain migrate SCRIPT.py [NOTEBOOK.ipynb | FOLDER ...] [--write]
 
-Rewrite scripts for transformers' Trainer or trl: import the names that posttrain has from it, and rename old arguments.
+Rewrite scripts and notebooks for transformers' Trainer or trl: import the names that posttrain has from it, and rename
+old arguments.
 The rest of a script does not change. Manual decisions are listed with their lines. Nothing is run.
 
   --write  change the files; without it the changes are only shown
@@ -28,8 +29,6 @@ def run(words: list[str]) -> int:
     paths = [Path(word) for word in words if word != "--write"]
     problems = [f"unknown flag {path}" for path in paths if str(path).startswith("-")]
     problems += [f"{path} does not exist" for path in paths if not str(path).startswith("-") and not path.exists()]
-    how = "notebooks are not supported; write it as a script with: jupyter nbconvert --to script"
-    problems += [f"{path}: {how}" for path in paths if path.suffix == ".ipynb"]
     if not paths:
         problems.append("it takes the scripts to rewrite, or folders of them")
     if problems:
@@ -38,10 +37,10 @@ def run(words: list[str]) -> int:
 
 
 def scripts(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files among `paths`, and the scripts in the folders among them, hidden folders left out; each once."""
+    """The files among `paths`, and scripts and notebooks in their folders, hidden ones left out; each once."""
     found: dict[Path, None] = {}
     for path in paths:
-        inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        inside = sorted([*path.rglob("*.py"), *path.rglob("*.ipynb")]) if path.is_dir() else [path]
         for file in inside:
             parts = file.relative_to(path).parts[:-1]
             if not any(part in LEFT_OUT or part.startswith(".") for part in parts):
@@ -51,12 +50,15 @@ def scripts(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _migrate(files: Iterable[Path], write: bool) -> int:
     from posttrain.compat import migration
+    from posttrain.compat.notebooks import Notebook
 
     changed = "rewritten" if write else "to be rewritten"
     counts = {changed: 0, "as it should be": 0, "without transformers and trl": 0, "not readable": 0}
     for file in files:
         try:
             source, encoding = read(file)
+            notebook = Notebook(source) if file.suffix == ".ipynb" else None
+            source = source if notebook is None else notebook.script
             done = migration.migrate(source)
         except (SyntaxError, ValueError, OSError) as error:
             counts["not readable"] += 1
@@ -69,13 +71,17 @@ def _migrate(files: Iterable[Path], write: bool) -> int:
         counts[changed if done.text != source else "as it should be"] += 1
         if done.text != source:
             if write:
-                replace(file, done.text.encode(encoding))
+                text = done.text if notebook is None else notebook.with_script(done.text)
+                replace(file, text.encode(encoding))
                 print(f"{file}: rewritten")
             else:
                 before, after = source.splitlines(), done.text.splitlines()
                 print("\n".join(difflib.unified_diff(before, after, str(file), str(file), lineterm="")))
-        for note in done.notes:
-            print(f"{file}:{note.line}: {note.text}")
+        notes = [(note.line, note.text) for note in done.notes]
+        if notebook is not None:
+            notes += [(line, f"install posttrain's packages too: {text}") for line, text in notebook.installs()]
+        for line, text in notes:
+            print(f"{file}:{line}: {text}" if notebook is None else f"{file}, {notebook.where(line)}: {text}")
     missing = [f"posttrain-{name}" for name in migration.PACKAGES if name not in migration.faces()]
     if missing:
         print(f"Not installed, so that what they have stays as it is: {', '.join(missing)}.")
