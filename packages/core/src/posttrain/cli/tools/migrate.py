@@ -78,7 +78,7 @@ def _migrate(files: Iterable[Path], write: bool) -> int:
                 before, after = source.splitlines(), done.text.splitlines()
                 print("\n".join(difflib.unified_diff(before, after, str(file), str(file), lineterm="")))
         notes = [(note.line, note.text) for note in done.notes]
-        if notebook is not None:
+        if notebook is not None and done.text != source:
             notes += [(line, f"install posttrain's packages too: {text}") for line, text in notebook.installs()]
         for line, text in notes:
             print(f"{file}:{line}: {text}" if notebook is None else f"{file}, {notebook.where(line)}: {text}")
