@@ -26,10 +26,11 @@ def test_a_trainer_takes_what_was_its_own_in_earlier_versions(tmp_path):
         warnings.simplefilter("always")
         trainer = DPOTrainer(
             tiny.causal_lm(), None, args=args, train_dataset=ROWS, tokenizer=tiny.tokenizer(), beta=0.2, max_length=64,
-            max_prompt_length=32, max_target_length=32, label_pad_token_id=-100, padding_value=0, loss_type="sigmoid",
+            max_prompt_length=32, max_target_length=32, label_pad_token_id=-100, padding_value=0, loss_type="ipo",
             generate_during_eval=False, is_encoder_decoder=False, truncation_mode="keep_end", model_adapter_name=None,
         )  # fmt: skip
     assert (trainer.beta, trainer.args.max_length, trainer.args.truncation_mode) == (0.2, 64, "keep_end")
+    assert trainer.args.loss_type == ["ipo"]
     assert any("max_prompt_length has no effect" in str(each.message) for each in said)
     written = DPOConfig(str(tmp_path), beta=0.1, report_to="none", use_cpu=True)  # 0.1 is the default
     with pytest.raises(ConfigError, match="beta=0.2 was passed to DPOTrainer, and beta=0.1 in its args"):

@@ -208,7 +208,11 @@ def as_config(owner: str, config_class: type[Config], args: Any, moved: Mapping[
     if not isinstance(args, TrainingArguments):
         raise wrong_args(args, config_class)
     of_class: Any = config_class
-    default = {field.name: field.default for field in dataclasses.fields(of_class) if field.init}
+    default = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default
+        for field in dataclasses.fields(of_class)
+        if field.init
+    }
     written = {*vars(args).get("_given", ())}
     if not isinstance(args, config_class):
         given = values_of(args)
