@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, SchedulerType
 from transformers.training_args import ParallelMode
 
 from posttrain.cli import parse
@@ -359,6 +359,23 @@ def test_a_subclass_adds_fields_and_changes_defaults():
     assert args.to_dict()["compute_dtype"] == "float32"
     with pytest.raises(ConfigError, match="ActionArguments: learning_rate=-1 must be >= 0"):
         ActionArguments(learning_rate=-1)
+
+
+def test_a_subclass_may_annotate_a_field_of_ours_anew():
+    """As the script of QLoRA does with nearly all that it sets."""
+
+    @dataclasses.dataclass
+    class Script(TrainingArguments):
+        report_to: str = dataclasses.field(default="none")
+        eval_steps: int = dataclasses.field(default=5)
+        gradient_checkpointing_kwargs: str = dataclasses.field(default='{"use_reentrant": false}')
+        lr_scheduler_type: SchedulerType = dataclasses.field(default=SchedulerType.COSINE)
+        optim: str = dataclasses.field(default="adamw_torch")
+
+    assert Script("out").report_to == [] and Script("out", report_to="wandb").report_to == ["wandb"]
+    assert Script("out").lr_scheduler_type == "cosine"
+    with pytest.raises(ConfigError, match="report_to=7 must be of type list or str"):
+        Script("out", report_to=7)
 
 
 def test_types_of_fields_that_a_user_declared_are_the_users_business_and_those_of_ours_are_not():

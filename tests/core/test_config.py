@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from posttrain.core import TrainingArguments
-from posttrain.core.config import Choice, ConfigMeta, JSONObject, bounds_of, element_type, opt, other_default, validate
+from posttrain.core.config import ConfigMeta, JSONObject, bounds_of, element_type, opt, other_default, validate
 from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.fields.choices import Choice
 from posttrain.core.fields.old_names import Removed, Renamed, aliases
 
 

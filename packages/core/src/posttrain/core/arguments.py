@@ -16,13 +16,14 @@ import torch
 
 from posttrain.core import files, registry
 from posttrain.core.checkpoint.arguments import CheckpointArguments
-from posttrain.core.config import ChoiceOfEnum, ConfigMeta, Resolved, opt, plain_data, validate, values_of
+from posttrain.core.config import ConfigMeta, Resolved, opt, plain_data, validate, values_of
 from posttrain.core.data.pipeline import DataArguments
 from posttrain.core.distributed import environment, strategies
 from posttrain.core.distributed.accelerator_config import AcceleratorArguments
 from posttrain.core.distributed.arguments import DistributedArguments
 from posttrain.core.evaluation.eval_loop import EvaluationArguments
 from posttrain.core.fields import durations
+from posttrain.core.fields.choices import ChoiceOfEnum
 from posttrain.core.fields.old_names import AnswersToOldNames, Removed, Renamed
 from posttrain.core.fields.redaction import masked
 from posttrain.core.hub.uploads import HubArguments

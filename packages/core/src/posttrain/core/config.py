@@ -21,6 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from posttrain.core.errors import ConfigError, did_you_mean
+from posttrain.core.fields.choices import Choice
 from posttrain.core.fields.old_names import (
     Removed,
     Renamed,
@@ -162,8 +163,13 @@ _old_flags: dict[str, Renamed | Removed] = {}
 
 @cache
 def field_types(config_class: type) -> dict[str, tuple[type, ...]]:
-    """``{field name: the plain classes its annotation allows}``; empty if the annotation is too general to check."""
-    return {name: tuple(_classes(hint)) for name, hint in _hints(config_class).items()}
+    """``{field name: the plain classes its annotation allows}``; empty if the annotation is too general to check. A
+    script's class may annotate a field of ours anew: then both count, since a value may be normalized to ours.
+    """
+    ours = next((kind for kind in config_class.__mro__ if kind.__module__.startswith("posttrain.")), config_class)
+    known = _hints(ours)
+    hints = {name: [hint, known.get(name, hint)] for name, hint in _hints(config_class).items()}
+    return {name: tuple({kind: 0 for hint in both for kind in _classes(hint)}) for name, both in hints.items()}
 
 
 def element_type(config_class: type, name: str, unsaid: type = str) -> type:
@@ -299,28 +305,6 @@ def check_field(config: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
 def check(config: Any) -> list[str]:
     """Everything wrong with the fields of `config`: types, bounds and choices, as sentences."""
     return [problem for field in dataclasses.fields(config) for problem in check_field(config, field)]
-
-
-class Choice(str):
-    """A plain string that also answers ``.value`` and ``.name``, for code written for enums of strings."""
-
-    @property
-    def value(self) -> str:
-        return str(self)
-
-    @property
-    def name(self) -> str:
-        return self.upper()
-
-
-class ChoiceOfEnum(Choice):
-    """One that also equals the member of an enum that has its value, for code written for enums of other types."""
-
-    __hash__ = str.__hash__
-    __ne__ = object.__ne__  # by the method below
-
-    def __eq__(self, other: object) -> bool:
-        return str(self) == (other.value if isinstance(other, enum.Enum) else other)
 
 
 def tidy(config: Any) -> Iterator[str]:
