@@ -152,7 +152,11 @@ def _seek(run: Run, state: TrainerState, checkpoint: Path) -> str:
     run.progress.epoch, rows = _position(run.plan, run.loader, state, checkpoint)
     run.loader.set_epoch(run.progress.epoch)
     if len(run.loader) != (length := run.plan.batches_per_epoch or 0):  # each batch of it is several of the plan
-        return f"begins with epoch {run.progress.epoch}"
+        batches = rows // run.loader.rows_per_batch
+        run.loader.skip(batches, batches * run.loader.rows_per_batch)
+        run.progress.batches = batches * (length // len(run.loader))
+        run.loader.number(batches)
+        return f"continues with rollout {batches} of epoch {run.progress.epoch}"
     run.loader.skip(rows // run.loader.rows_per_batch, rows)
     batches = run.progress.batches = length - run.loader.batches_left(run.loader.state_dict())
     run.loader.number(batches)
