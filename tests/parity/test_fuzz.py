@@ -829,6 +829,9 @@ DOCUMENTED = [
         "The best model comes with its reference",
         lambda s: keeps_the_best(s) and s.get("sync_ref_model", False),
     ),
+    Documented(
+        ["cpo", "orpo", "tpo"], ["order"], "the load-balancing loss of a", lambda s: s.get("kind") == "qwen3_moe"
+    ),
     Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
     Documented(ONLINE, ["order"], "a stream is shuffled", lambda s: "stream" in s),
     Documented(["seq2seq"], ["refused: predict_with_generate"], "`prediction_loss_only=True` beside"),
