@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
 from posttrain.core import Trainer, TrainingArguments
 from posttrain.core.errors import CheckpointError
@@ -46,6 +47,22 @@ def test_a_checkpoint_of_transformers_is_gone_on_from_where_it_stands(step, tmp_
     assert resumed.state.global_step == 8 and resumed.state.epoch == pytest.approx(straight.state.epoch)
     assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)  # theirs are rounded
     for name, value in weights(straight).items():  # this optimizer has no state that could be lacking
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])  # inside the first pass, between two, and inside the second
+def test_a_stream_goes_on_where_a_checkpoint_of_transformers_stands(step, tmp_path, caplog):
+    def streamed(make, folder):
+        trainer = make(folder)
+        trainer.train_dataset = Dataset.from_list(tiny.token_rows(22)).to_iterable_dataset()
+        return trainer
+
+    straight, resumed = streamed(theirs, tmp_path), streamed(ours, tmp_path / "ours")
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert f"rows of pass {step // 5} over the stream" in caplog.text  # the first has no more after step 4
+    assert losses(resumed) == pytest.approx(losses(straight), abs=2e-4)
+    for name, value in weights(straight).items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 

@@ -1,7 +1,9 @@
-"""Random arguments lead a trainer of transformers or trl and ours to the same losses, gradients, metrics and events.
+"""Random arguments lead a trainer of transformers or trl and ours to the same losses, gradients, metrics and events,
+and to the same weights, checkpoints and best step.
 
-Each seed draws some arguments of all trainers and some of its own. A difference is told with the fewest of these
-arguments that show it. What differs on purpose stands in `DOCUMENTED`, with a line of docs/migrating.md.
+Each seed draws some arguments of all trainers and some of its own, and what is around them: another model, an adapter,
+rows in another form, a stream, several evaluation sets, callbacks, a run that is resumed. A difference is told with the
+fewest of these that show it. What differs on purpose stands in `DOCUMENTED`, with a line of docs/migrating.md.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,13 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl")
 
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
     TrainerCallback,
 )
 
@@ -38,6 +43,8 @@ from tests.parity.test_online_preferences import generated
 from tests.parity.test_preference_family import unpaired
 
 DRAWS = 40
+#: Rows of training data, and of an evaluation. They fill no batch, but where `run` needs full ones.
+ROWS, EVALUATED = 22, 7
 #: By `Peer.model`; else a causal language model.
 AUTO = {"reward": AutoModelForSequenceClassification, "seq2seq": AutoModelForSeq2SeqLM}
 Settings = dict[str, Any]
@@ -59,6 +66,58 @@ def ways(name: str, *values: Any) -> list[Settings]:
     return [{name: value} for value in values]
 
 
+class Asks(TrainerCallback):
+    """Asks for what no argument asks for."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= state.global_step == 2
+        control.should_evaluate |= state.global_step == 3
+        control.should_save |= state.global_step == 1
+
+
+class Declines(TrainerCallback):
+    """Asks for less than the arguments, which another callback has answered before."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % 2:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+
+class EndsEpochs(TrainerCallback):
+    """Leaves each epoch after two steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+class EndsInside(TrainerCallback):
+    """Ends the run as its third step begins."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+class Freezes(TrainerCallback):
+    """Trains no norm after the first step, and each step at half the learning rate that the schedule gives."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.requires_grad_(False)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+
+
+class Patience(EarlyStoppingCallback):
+    def __init__(self) -> None:
+        super().__init__(early_stopping_patience=1)
+
+
+CALLBACKS = {kind.__name__: kind for kind in (Asks, Declines, EndsEpochs, EndsInside, Freezes, Patience)}
+
+
 #: What every trainer takes; one of the ways of each line is drawn, or none.
 COMMON = [
     ways("per_device_train_batch_size", 1, 2, 8),
@@ -70,6 +129,17 @@ COMMON = [
         {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
         {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2}, "warmup_steps": 1},
+        {
+            "lr_scheduler_type": "cosine_warmup_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+            "warmup_steps": 2,
+        },
+        {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+        },
     ],
     ways("warmup_steps", 1, 2, 0.3),
     ways("weight_decay", 0.1),
@@ -77,7 +147,8 @@ COMMON = [
     ways("optim", "sgd", "adamw_torch", "adagrad", "rmsprop", "adafactor"),
     [{"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-5}],
     [*ways("logging_steps", 2, 3, 0.4), {"logging_steps": 2, "logging_first_step": True}],
-    ways("logging_strategy", "epoch"),
+    ways("logging_strategy", "epoch", "no"),
+    ways("max_steps", 1, 7, 13),
     [
         {"eval_strategy": "steps", "eval_steps": 2},
         {"eval_strategy": "epoch"},
@@ -87,6 +158,8 @@ COMMON = [
     [
         {"save_strategy": "steps", "save_steps": 2},
         {"save_strategy": "epoch", "save_total_limit": 1},
+        {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "save_only_model": True},
+        {"save_strategy": "steps", "save_steps": 0.5, "eval_strategy": "steps", "eval_steps": 0.5},
         {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
         {
             "save_strategy": "steps",
@@ -95,21 +168,64 @@ COMMON = [
             "eval_steps": 2,
             "load_best_model_at_end": True,
         },
+        {
+            "save_strategy": "epoch",
+            "eval_strategy": "epoch",
+            "num_train_epochs": 2,
+            "max_steps": -1,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": True,
+            "save_total_limit": 1,
+        },
     ],
     ways("seed", 7),
     ways("data_seed", 3),
     ways("dataloader_drop_last", True),
     ways("train_sampling_strategy", "sequential", "random", "group_by_length"),
     ways("bf16", True),
-    ways("gradient_checkpointing", True),
+    [
+        *ways("gradient_checkpointing", True),
+        *(
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": value}}
+            for value in (True, False)
+        ),
+    ],
     ways("include_num_input_tokens_seen", "all", "non_padding"),
     ways("eval_accumulation_steps", 1),
     ways("prediction_loss_only", True),
     ways("average_tokens_across_devices", False),
     ways("torch_empty_cache_steps", 2),
+    ways("bf16_full_eval", True),
+    ways("auto_find_batch_size", True),
+    ways("dataloader_num_workers", 1),
+    ways("dataloader_pin_memory", False),
+    ways("remove_unused_columns", False),
+    ways("accelerator_config", {"split_batches": True}, {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
 ]
-#: A sixth of our runs is stopped after a step and resumed from a checkpoint; the peer's are not interrupted.
-RESUMED = [{"stopped_after": step, "save_strategy": "steps", "save_steps": step - 1} for step in (2, 3)]
+#: A quarter of our runs is stopped after a step and resumed from a checkpoint, ours or the peer's of that step; the
+#: peer's are not interrupted.
+RESUMED = [
+    {"stopped_after": step, "save_strategy": "steps", "save_steps": step - 1, **whose}
+    for step in (2, 3)
+    for whose in ({}, {"from_theirs": True})
+]
+ADAPTERS = [
+    {"r": 4, "target_modules": ["q_proj", "v_proj"]},
+    {"r": 2, "target_modules": "all-linear", "use_rslora": True, "lora_alpha": 8},
+    {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    {"r": 4, "target_modules": ["o_proj"], "use_dora": True},
+    {"r": 4, "target_modules": ["v_proj", "embed_tokens"], "bias": "all"},
+]
+#: What is around the arguments, which `run` reads; one of the ways of some lines is drawn.
+AROUND = [
+    ways("kind", "llama", "gpt2", "gemma2", "qwen3_moe"),
+    [{"adapter": number, **more} for number in range(len(ADAPTERS)) for more in ({}, {"adapted_before": True})],
+    ways("eval_sets", True),
+    ways("stream", True),
+    ways("callback", *CALLBACKS),
+    ways("measured", True),
+]
 PREFERENCE = [ways("max_length", 32, None), ways("disable_dropout", False), ways("pad_to_multiple_of", 8)]
 SYNC = [[{"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}]]
 SAMPLED = [
@@ -143,6 +259,8 @@ class Peer:
     given: Callable[[Path, Settings], Settings] = lambda folder, settings: {}
     model: str = "model"
     sampled: Callable[[Any, bool], None] | None = None
+    #: Other forms of the rows.
+    forms: dict[str, Callable[[Settings], Settings]] = field(default_factory=dict)
 
     def config(self, module: Any) -> Any:
         arguments = f"{self.name}TrainingArguments" if self.model == "seq2seq" else f"{self.name}Config"
@@ -159,9 +277,58 @@ def chats(number: int) -> list[Settings]:
     return [{"messages": [{"role": role, "content": row[name]} for role, name in sides]} for row in text_rows(number)]
 
 
+def said(role: str, text: str) -> list[Settings]:
+    return [{"role": role, "content": text}]
+
+
+def as_chat(row: Settings) -> Settings:
+    """A row of texts as one of messages: the prompt of a user, and what an assistant answers."""
+    return {
+        key: text if not isinstance(text, str) else said("user" if key == "prompt" else "assistant", text)
+        for key, text in row.items()
+    }
+
+
+def with_system(row: Settings) -> Settings:
+    chat = as_chat(row)
+    return chat | {"prompt": said("system", "Answer in one word.") + chat["prompt"]}
+
+
+def implicit(row: Settings) -> Settings:
+    """A row whose completions begin with its prompt."""
+    sides = {key: row["prompt"] + text for key, text in row.items() if key in ("chosen", "rejected")}
+    return {key: text for key, text in row.items() if key not in ("prompt", "reference")} | sides
+
+
+def implicit_chat(row: Settings) -> Settings:
+    chat = as_chat(row)
+    return {key: chat["prompt"] + chat[key] for key in ("chosen", "rejected")}
+
+
+def of_several_turns(row: Settings) -> Settings:
+    first, last = as_chat(row), as_chat({"prompt": "And then?", "completion": row["completion"][::-1]})
+    return {"messages": first["prompt"] + first["completion"] + last["prompt"] + last["completion"]}
+
+
+def with_more(row: Settings) -> Settings:
+    """Columns that no trainer reads."""
+    return row | {"id": f"row {len(row['prompt'])}", "score": 0.5, "tags": ["a", "b"]}
+
+
+CHATS = {"chat": as_chat, "system": with_system, "more": with_more}
+PAIRS = {**CHATS, "implicit": implicit, "implicit chat": implicit_chat}
+TEXTS = {
+    **CHATS,
+    "text": lambda row: {"text": row["prompt"] + row["completion"]},
+    "turns": of_several_turns,
+    "tokens": lambda row: {"input_ids": tiny.tokenizer()(row["prompt"] + row["completion"])["input_ids"]},
+}
+
+
 def referenced(folder: Path, settings: Settings) -> Settings:
     """A reference model of its own: trl finds none for a model in memory."""
-    return {"ref_model": AutoModelForCausalLM.from_pretrained(folder / "model")}
+    model = folder / settings.get("kind", "model")
+    return {} if "adapter" in settings else {"ref_model": AutoModelForCausalLM.from_pretrained(model)}
 
 
 def taught(folder: Path, settings: Settings) -> Settings:
@@ -240,6 +407,7 @@ PEERS = {
         ],
         lambda n: [{"prompt": r["prompt"], "completion": r["completion"]} for r in text_rows(n)],
         {"max_length": 64},
+        forms=TEXTS,
     ),
     "dpo": Peer(
         "trl",
@@ -272,6 +440,7 @@ PEERS = {
         ],
         preference_rows,
         given=referenced,
+        forms=PAIRS,
     ),
     "kto": Peer(
         "trl",
@@ -288,6 +457,7 @@ PEERS = {
         unpaired,
         {"loss_type": "apo_zero_unpaired", "train_sampling_strategy": "sequential"},
         referenced,
+        forms=CHATS,
     ),
     "reward": Peer(
         "trl",
@@ -296,6 +466,7 @@ PEERS = {
         [*PREFERENCE[1:], ways("center_rewards_coefficient", 0.05)],
         preference_rows,
         model="reward",
+        forms={**PAIRS, "margin": lambda row: row | {"margin": len(row["chosen"]) / 50}},
     ),
     "grpo": Peer(
         "trl",
@@ -341,6 +512,7 @@ PEERS = {
         ],
         preference_rows,
         {"cpo_alpha": 0.0},
+        forms=PAIRS,
     ),
     "orpo": Peer(
         "trl.experimental.orpo",
@@ -349,6 +521,7 @@ PEERS = {
         [*PREFERENCE[1:2], ways("beta", 0.05, 1.0)],
         preference_rows,
         {"learning_rate": 1e-6},
+        forms=PAIRS,
     ),
     "tpo": Peer(
         "trl.experimental.tpo",
@@ -363,6 +536,7 @@ PEERS = {
             ways("label_smoothing", 0.1),
         ],
         preference_rows,
+        forms=CHATS,
     ),
     "online-dpo": Peer(
         "trl.experimental.online_dpo",
@@ -401,15 +575,34 @@ PEERS = {
 }
 
 
+def agreement(evaluated: Any) -> dict[str, float]:
+    """A `compute_metrics`: labels that the logits tell, or the sum of rewards."""
+    found, labels = evaluated.predictions, evaluated.label_ids
+    if isinstance(found, tuple) or getattr(found, "ndim", 0) < 3:
+        return {"sum": float(sum(part.sum() for part in found))}
+    right, known = found.argmax(-1)[:, :-1] == labels[:, 1:], labels[:, 1:] != -100
+    return {"right": float(right[known].sum()), "known": float(known.sum())}
+
+
 def draw(name: str, seed: int) -> Settings:
     """Some arguments, for both trainers of a name; what the peer's line above sets is not drawn from `COMMON`."""
     chance, peer = random.Random(f"{name} {seed}"), PEERS[name]
     own = chance.sample(peer.own, min(len(peer.own), chance.randint(1, 4)))
-    lines = chance.sample(COMMON, chance.randint(3, 8)) + own
+    forms = [ways("form", *peer.forms)] if peer.forms else []
+    around = chance.sample([line for line in AROUND + forms if fits(name, line)], chance.choice([0, 0, 1, 1, 2, 3]))
+    lines = chance.sample(COMMON, chance.randint(3, 8)) + own + around
     drawn: Settings = {}
     for line in lines:
         drawn |= {key: value for key, value in chance.choice(line).items() if line in peer.own or key not in peer.usual}
-    return drawn | chance.choice([*RESUMED, *[{}] * 10])
+    return drawn | chance.choice([*RESUMED, *[{}] * 12])
+
+
+def fits(name: str, line: list[Settings]) -> bool:
+    """Whether what is around the arguments can be given to a trainer."""
+    causal = PEERS[name].model == "model"
+    if "measured" in line[0]:
+        return name in ("trainer", "sft", "reward")
+    return causal or not {"kind", "adapter"} & line[0].keys()
 
 
 class Stop(TrainerCallback):
@@ -459,39 +652,105 @@ class Outcome:
     log: list[Settings]
     events: list[tuple[str, int, float]]
     error: str | None = None
+    #: The lengths of the trained parameters, by name.
+    weights: dict[str, float] = field(default_factory=dict)
+    #: The step and the metric of the best weights, and the checkpoints that are left.
+    kept: Settings = field(default_factory=dict)
+
+
+#: What `run` reads of the settings; all others are arguments.
+READ = "stopped_after from_theirs kind adapter adapted_before form eval_sets stream callback measured".split()
+RAISED = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+def adapted(model: Any, trained: bool) -> Any:
+    """`model` with numbers in its adapter that do not depend on what was drawn before; a new one adds nothing yet."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in sorted(model.named_parameters()):
+        drawn = any(f"lora_{part}.default" in name for part in ("A", "B", "embedding_A", "embedding_B"))
+        if drawn and (trained or parameter.any()):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def checkpoints(output: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*"))
 
 
 def run(name: str, is_theirs: bool, settings: Settings, folder: Path, output: Path) -> Outcome:
-    """A run with `settings`; with "stopped_after" ours ends after that step, and another one resumes it."""
-    peer, settings = PEERS[name], dict(settings)
+    """A run with `settings`.
+
+    With "stopped_after" ours ends after that step, and another one resumes it; with "from_theirs" ours resumes the
+    peer's run, which is in the folder "True" beside `output`.
+    """
+    peer = PEERS[name]
     module = importlib.import_module(peer.theirs if is_theirs else peer.ours)
+    around = {key: settings.get(key) for key in READ}
+    own = copy.deepcopy({key: value for key, value in settings.items() if key not in READ})  # transformers fills dicts
+    arguments = USUAL | peer.usual | own
     # Where the loss is a mean over rows, trl takes the mean of micro-batches' means: equal ones are compared.
     means = accumulates(settings) and name not in ("trainer", "seq2seq", "sft")
-    rows = 24 if means or name in ONLINE else 22
-    stopped_after = settings.pop("stopped_after", None)
+    number = 24 if means or name in ONLINE else ROWS
+    form = peer.forms.get(around["form"], lambda row: row)
+
+    def rows(count: int) -> Dataset:
+        return Dataset.from_list([form(row) for row in peer.rows(count)])
+
+    def trained(stop: int | None, resumed: str | None) -> tuple[Any, Events]:
+        torch.manual_seed(0)
+        events = Events()
+        callbacks = [events, *([Stop(stop)] if stop else [])]
+        callbacks += [CALLBACKS[around["callback"]]()] if around["callback"] else []
+        model = AUTO.get(peer.model, AutoModelForCausalLM).from_pretrained(folder / (around["kind"] or peer.model))
+        options = peer.given(folder, settings)
+        before = around["adapted_before"] or name == "trainer"
+        if around["adapter"] is not None:
+            adapter = LoraConfig(**ADAPTERS[around["adapter"]], lora_dropout=0.0, task_type="CAUSAL_LM")
+            options |= {} if before else {"peft_config": adapter}
+            model = adapted(get_peft_model(model, adapter), trained=True) if before else model
+        if around["measured"]:
+            options["compute_metrics"] = agreement
+        trainer = getattr(module, f"{peer.name}Trainer")(
+            model=model,
+            args=peer.config(module)(str(output), **arguments),
+            callbacks=callbacks,
+            train_dataset=rows(number).to_iterable_dataset() if around["stream"] else rows(number),
+            eval_dataset={"a": rows(EVALUATED), "b": rows(4)} if around["eval_sets"] else rows(EVALUATED),
+            processing_class=tiny.tokenizer(),
+            **options,
+        )
+        if around["adapter"] is not None and not before:
+            adapted(trainer.model, trained=False)
+        if peer.sampled:
+            peer.sampled(trainer, is_theirs)
+        trainer.train(resume_from_checkpoint=resumed)
+        return trainer, events
+
+    stop = None if settings.get("save_only_model") else around["stopped_after"]
+    theirs = output.parent / "True"
     try:
-        for stop in [stopped_after, None] if stopped_after and not is_theirs else [None]:
-            events = Events()
-            args = peer.config(module)(str(output), **(USUAL | peer.usual | settings))
-            torch.manual_seed(0)
-            trainer = getattr(module, f"{peer.name}Trainer")(
-                model=AUTO.get(peer.model, AutoModelForCausalLM).from_pretrained(folder / peer.model),
-                args=args,
-                callbacks=[events, *([Stop(stop)] if stop else [])],
-                train_dataset=Dataset.from_list(peer.rows(rows)),
-                eval_dataset=Dataset.from_list(peer.rows(7)),
-                processing_class=tiny.tokenizer(),
-                **peer.given(folder, settings),
-            )
-            if peer.sampled:
-                peer.sampled(trainer, is_theirs)
-            resumes = stopped_after and not is_theirs and not stop
-            trainer.train(resume_from_checkpoint=str(max(output.glob("checkpoint-*"))) if resumes else None)
-            if stop and trainer.state.max_steps <= stop:
-                break
-    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError, KeyError, IndexError) as error:
+        if is_theirs or not stop:
+            trainer, events = trained(None, None)
+        elif around["from_theirs"]:
+            found = checkpoints(theirs)
+            trainer, events = trained(None, str(theirs / f"checkpoint-{found[0]}") if found else None)
+        else:
+            trainer, events = trained(stop, None)
+            if trainer.state.max_steps > stop:
+                trainer, events = trained(None, str(output / f"checkpoint-{checkpoints(output)[-1]}"))
+        trainer.evaluate()
+        if name == "trainer":
+            predicted = trainer.predict(rows(5))
+            trainer.log({key: value for key, value in predicted.metrics.items() if "model_preparation" not in key})
+    except RAISED as error:
         return Outcome([], [], f"{type(error).__name__}: {error}")
-    return Outcome(copy.deepcopy(trainer.state.log_history), events.seen)
+    state, parameters = trainer.state, trainer.model.named_parameters()
+    return Outcome(
+        copy.deepcopy(state.log_history),
+        events.seen,
+        weights={name: float(one.detach().float().norm()) for name, one in parameters if one.requires_grad},
+        kept={"best step": state.best_global_step, "best": state.best_metric, "checkpoints": checkpoints(output)},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -501,6 +760,9 @@ def folder(tmp_path_factory):
     tiny.causal_lm(seed=5, initializer_range=0.3, hidden_size=48).save_pretrained(path / "teacher")
     tiny.reward_model(pad_token_id=0).save_pretrained(path / "reward")
     tiny.seq2seq_lm().save_pretrained(path / "seq2seq")
+    for kind in ("llama", "gpt2", "gemma2", "qwen3_moe"):
+        tied = {"tie_word_embeddings": True} if kind == "llama" else {}
+        tiny.causal_lm(kind, initializer_range=0.1, **tied).save_pretrained(path / kind)
     return path
 
 
@@ -520,7 +782,7 @@ def accumulates(settings: Settings) -> bool:
 
 def split(settings: Settings) -> bool:
     """Whether a record is of several batches."""
-    several = {"logging_strategy", "eval_strategy"} & {*settings}
+    several = {"logging_strategy", "eval_strategy", "callback"} & {*settings}
     return accumulates(settings) or settings["logging_steps"] != 1 or bool(several)
 
 
@@ -551,6 +813,27 @@ ONLINE = ["gkd", "online-dpo"]
 SAMPLING = ["grpo", "rloo", "distillation"]
 DOCUMENTED = [
     Documented([*PEERS], ["metrics"], "Metrics of a record are means over all its tokens or rows", split),
+    Documented([*PEERS], ["eval metrics"], "Metrics of a record", lambda s: "per_device_eval_batch_size" in s),
+    Documented(SAMPLING, ["eval metrics"], "Metrics of a record are means over all its tokens or rows"),
+    Documented(
+        [*PEERS],
+        ["weights", "eval_loss", "eval metrics", "test_loss"],
+        "After an evaluation in half precision",
+        lambda s: s.get("bf16_full_eval", False),
+    ),
+    Documented([*PEERS], ["checkpoints"], '`save_strategy="best"` keeps', lambda s: s.get("save_strategy") == "best"),
+    Documented([*PEERS], ["checkpoints"], "The newest whole checkpoint and", lambda s: s.get("save_total_limit") == 1),
+    Documented(
+        [*PEERS],
+        ["eval_loss", "eval metrics"],
+        "The best model comes with its reference",
+        lambda s: keeps_the_best(s) and s.get("sync_ref_model", False),
+    ),
+    Documented(
+        ["cpo", "orpo", "tpo"], ["order"], "the load-balancing loss of a", lambda s: s.get("kind") == "qwen3_moe"
+    ),
+    Documented([*PEERS], ["epoch"], "For a stream without a length", lambda s: "stream" in s),
+    Documented(ONLINE, ["order"], "a stream is shuffled", lambda s: "stream" in s),
     Documented(["seq2seq"], ["refused: predict_with_generate"], "`prediction_loss_only=True` beside"),
     Documented([*PEERS], ["num_input_tokens_seen"], "`num_input_tokens_seen` counts what the model reads"),
     Documented([*PEERS], ["order"], "is a function of `data_seed`", lambda s: "group_by_length" in s.values()),
@@ -573,14 +856,16 @@ DOCUMENTED = [
     Documented(SAMPLING, ["eval_loss"], "`eval_loss` is the exact mean"),
     Documented(SAMPLING, ["events"], "`eval_loss` is the exact mean", saves_by_eval_loss),
     Documented(["grpo"], ["eval_loss"], "GRPO: `eval_loss` leaves out the entropy bonus"),
-    Documented(["sft"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`", joins_rows),
+    Documented(["sft"], ["num_tokens", "eval_num_tokens"], "`num_tokens`, `eval_num_tokens`", joins_rows),
     Documented(
         [*PEERS],
-        ["num_tokens"],
+        ["num_tokens", "eval_num_tokens"],
         "`num_tokens`, `eval_num_tokens`",
         lambda s: s.get("include_num_input_tokens_seen") == "all",
     ),
-    Documented(["dpo", "kto", "cpo", "orpo", "tpo"], ["num_tokens"], "`num_tokens`, `eval_num_tokens`"),
+    Documented(
+        ["dpo", "kto", "cpo", "orpo", "tpo"], ["num_tokens", "eval_num_tokens"], "`num_tokens`, `eval_num_tokens`"
+    ),
     Documented(["grpo"], ["order"], "`top_entropy_quantile`", lambda s: "top_entropy_quantile" in s and accumulates(s)),
     Documented(["grpo"], ["order"], "GRPO: `bnpo`", lambda s: s.get("loss_type") == "bnpo" and accumulates(s)),
     Documented(["grpo"], ["order"], "the entropy bonus", lambda s: "entropy_coef" in s and accumulates(s)),
@@ -594,6 +879,7 @@ DOCUMENTED = [
 ]
 #: Compared however a record is split; all others are "metrics" in the table above.
 WHOLE = {
+    "weights",
     "loss",
     "grad_norm",
     "learning_rate",
@@ -602,6 +888,7 @@ WHOLE = {
     "eval_loss",
     "num_input_tokens_seen",
     "num_tokens",
+    "eval_num_tokens",
     "eval_written",
 }
 #: Not a result of training.
@@ -609,9 +896,11 @@ CLOCK = ("runtime", "per_second", "total_flos", "step_time")
 
 
 def explained(name: str, key: str, settings: Settings) -> bool:
-    kinds = (
-        {key, "order"} if key in WHOLE - {"learning_rate"} else {key} if key == "events" else {key, "order", "metrics"}
-    )
+    kinds = {key, "order", "metrics", *(["eval metrics"] if key.startswith("eval_") else [])}
+    if key in WHOLE - {"learning_rate"}:
+        kinds = {key, "order"}
+    elif key in ("events", "best step", "best", "checkpoints"):
+        kinds = {key}
     return any(name in one.trainers and kinds & {*one.keys} and one.when(settings) for one in DOCUMENTED)
 
 
@@ -629,9 +918,10 @@ def records(side: Outcome, key: str) -> list[Settings]:
 def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[str, str]:
     """What differs, by key of the log or "events" or "refused"; empty where the peer refuses the arguments."""
     theirs, ours = (run(name, is_theirs, settings, folder, tmp / str(is_theirs)) for is_theirs in (True, False))
-    everything = USUAL | PEERS[name].usual | settings
+    everything, resumed = USUAL | PEERS[name].usual | settings, "stopped_after" in settings
     if theirs.error or ours.error:
-        known = theirs.error or refusal(name, str(ours.error), everything)
+        diverged = str(ours.error).startswith("NonFiniteError") and not all(map(isfinite, theirs.weights.values()))
+        known = theirs.error or diverged or refusal(name, str(ours.error), everything)
         return {} if known else {"refused": str(ours.error)}
     found = {}
     # In bfloat16 another order of additions is another rounding, and each step adds to it.
@@ -647,7 +937,8 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
     for key in sorted({key for record in theirs.log for key in record}):
         if any(part in key for part in CLOCK) or explained(name, key, everything):
             continue
-        if key == "train_loss" and first is not None:  # the mean over the steps that are not compared too
+        since = "from_theirs" in settings and key.endswith(("train_loss", "num_tokens"))
+        if since or (key == "train_loss" and first is not None):  # of steps that are not compared too
             continue
         logged = [records(side, key)[:first] for side in (theirs, ours)]
         if key.endswith("accuracies"):  # of a tie, as before the first update, the rounding decides
@@ -659,10 +950,20 @@ def differences(name: str, settings: Settings, folder: Path, tmp: Path) -> dict[
         expected, got = ([record[key] for record in side] for side in logged)
         if got and got != pytest.approx(expected, nan_ok=True, **near):
             found[key] = f"{expected} there, {got} here"
-    if "stopped_after" not in settings and theirs.events != ours.events and not explained(name, "events", everything):
-        pairs = zip_longest(theirs.events, ours.events)
-        at = next(i for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        found["events"] = f"{theirs.events[at : at + 3]} there, {ours.events[at : at + 3]} here"
+    if first is None and not explained(name, "weights", everything):
+        far = [key for key, norm in theirs.weights.items() if ours.weights.get(key) != pytest.approx(norm, **near)]
+        if far or theirs.weights.keys() != ours.weights.keys():
+            found["weights"] = f"{ {key: (theirs.weights[key], ours.weights.get(key)) for key in far[:3]} }"
+    if first is None and not resumed and not explained(name, "eval_loss", everything):
+        for key, value in theirs.kept.items():
+            same = ours.kept[key] == (pytest.approx(value, **near) if isinstance(value, float) else value)
+            if not same and not explained(name, key, everything):
+                found[key] = f"{value} there, {ours.kept[key]} here"
+    length = 2 if "stream" in settings else 3  # epochs of a stream are counted in another way
+    expected, got = ([event[:length] for event in side.events] for side in (theirs, ours))
+    if not resumed and expected != got and not explained(name, "events", everything):
+        at = next(i for i, pair in enumerate(zip_longest(expected, got)) if pair[0] != pair[1])
+        found["events"] = f"{expected[at : at + 3]} there, {got[at : at + 3]} here"
     return found
 
 
@@ -686,6 +987,15 @@ def check(name: str, seed: int, folder: Path, tmp: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_few_random_settings(name, seed, folder, tmp_path):
     check(name, seed, folder, tmp_path)
+
+
+@pytest.mark.parametrize("own", [{}, {"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_rollouts_go_on_after_a_checkpoint_of_a_peer(name, own, folder, tmp_path):
+    saved = {"stopped_after": 3, "from_theirs": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    settings = saved | own | {"gradient_accumulation_steps": 2}
+    assert differences(name, settings, folder, tmp_path) == {}
+    assert len(run(name, False, settings, folder, tmp_path / "False").log) > 6
 
 
 def test_every_difference_stands_in_the_documentation():

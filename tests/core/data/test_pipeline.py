@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -546,6 +547,37 @@ def test_loaders_of_any_other_kind_are_read_batch_by_batch():
     given = Doubling(range(3), batch_size=3, collate_fn=list)
     assert list(adopt(given, rank=0, world_size=1, seed=0)) == [[0, 0], [1, 1], [2, 2]]
     assert adopt(given, rank=0, world_size=1, seed=0).dataset is given.dataset
+
+
+class RotatedBatches(BatchSampler):
+    """Pairs of rows in an order that the epoch decides, as a batch sampler without an inner sampler draws them."""
+
+    def __init__(self):
+        super().__init__(range(8), batch_size=2, drop_last=False)
+        del self.sampler
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        starts = [2 * ((number + self.epoch) % 4) for number in range(4)]
+        return iter([[start, start + 1] for start in starts])
+
+    def __len__(self):
+        return 4
+
+
+def test_a_batch_sampler_that_accelerate_has_shared_out_is_told_the_epoch():
+    def batches(rank, epoch):
+        loader = DataLoader(range(8), batch_sampler=RotatedBatches())
+        mine = prepare_data_loader(loader, torch.device("cpu"), 2, rank, put_on_device=False)
+        adopted = adopt(mine, rank=rank, world_size=2, seed=0)
+        adopted.set_epoch(epoch)
+        return [batch.tolist() for batch in adopted]
+
+    assert [batches(0, 0), batches(1, 0)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert [batches(0, 1), batches(1, 1)] == [[[2, 3], [6, 7]], [[4, 5], [0, 1]]]
 
 
 def test_a_streaming_dataloader_is_adopted():

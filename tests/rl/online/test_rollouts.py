@@ -7,6 +7,7 @@ import torch
 
 from posttrain.core.logging.metrics import Clock, Metrics
 from posttrain.rl.losses.credit import TurnRewards
+from posttrain.rl.online.reporting import Summary
 from posttrain.rl.online.rollouts import Rollouts
 from posttrain.rl.rewards.scoring import Scores
 from posttrain.rl.samples.prompts import Layout
@@ -133,3 +134,12 @@ def test_a_rollout_that_was_distributed_otherwise_is_skipped(caplog):
     other.owner.layout = Layout(group_size=2, per_process=2, chunk=2, world_size=2)
     other.load_state_dict(made.state_dict())
     assert other.rollout is None and "distributed differently" in caplog.text
+
+
+def test_a_reward_that_applies_to_no_completion_has_neither_mean_nor_deviation():
+    rewards = torch.tensor([[1.0, torch.nan], [3.0, torch.nan]])
+    lengths, ended = torch.tensor([4, 2]), torch.tensor([True, True])
+    summary = Summary(rewards, rewards < 0, lengths, lengths, ended, names=("length", "code"))
+    found = summary.metrics(group_size=2)
+    assert (found["rewards/length/mean"], found["rewards/length/std"]) == ((2.0, 1), (pytest.approx(2**0.5), 1))
+    assert not {"rewards/code/mean", "rewards/code/std"} & found.keys()

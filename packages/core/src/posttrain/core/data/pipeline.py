@@ -190,8 +190,11 @@ class _Batches(IterableDataset[Any]):
 
     def __init__(self, loader: Any, rank: int | None = None) -> None:
         self.loader, self.rank = loader, rank
-        if follows_epochs(loader):
-            self.set_epoch = loader.set_epoch
+        # accelerate does not tell the epoch to a batch sampler of which each process has a share.
+        shared = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+        told = [one.set_epoch for one in (loader, shared) if follows_epochs(one)]
+        if told:
+            self.set_epoch = lambda epoch: [tell(epoch) for tell in told]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:

@@ -132,8 +132,11 @@ def _without_position(run: Run, checkpoint: Path, taken: Taken) -> None:
             for _ in range(min(step, 1) if isinstance(lr_scheduler, schedules.TokenLR) else step):
                 schedules.step(lr_scheduler, state.num_input_tokens_seen)
     run.progress.last_logged, run.rng = step, taken.rng
-    seeks = run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip
-    data = _seek(run, state, checkpoint) if seeks else "starts from the beginning"
+    data = "starts from the beginning"
+    if run.plan.steps_per_epoch is not None and not run.owner.args.ignore_data_skip:
+        data = _seek(run, state, checkpoint)
+    elif is_foreign(checkpoint) and run.reads_as_given and not run.owner.args.ignore_data_skip:
+        data = _seek_in_stream(run, state, checkpoint)
     known = "holds no optimizer and no random state (save_only_model=True): both start anew."
     if is_foreign(checkpoint):
         if (checkpoint / "training_args.bin").is_file():
@@ -149,13 +152,35 @@ def _seek(run: Run, state: TrainerState, checkpoint: Path) -> str:
     run.progress.epoch, rows = _position(run.plan, run.loader, state, checkpoint)
     run.loader.set_epoch(run.progress.epoch)
     if len(run.loader) != (length := run.plan.batches_per_epoch or 0):  # each batch of it is several of the plan
-        return f"begins with epoch {run.progress.epoch}"
+        batches = rows // run.loader.rows_per_batch
+        run.loader.skip(batches, batches * run.loader.rows_per_batch)
+        run.progress.batches = batches * (length // len(run.loader))
+        run.loader.number(batches)
+        return f"continues with rollout {batches} of epoch {run.progress.epoch}"
     run.loader.skip(rows // run.loader.rows_per_batch, rows)
     batches = run.progress.batches = length - run.loader.batches_left(run.loader.state_dict())
     run.loader.number(batches)
     of_transformers = type(run.loader.sampler) in (EpochSampler, SequentialSampler)
     order = "in the order of transformers' Trainer" if of_transformers else "in an order of this run's own"
     return f"continues with batch {batches} of epoch {run.progress.epoch}, {order} for its seed"
+
+
+def _seek_in_stream(run: Run, state: TrainerState, checkpoint: Path) -> str:
+    """`_seek` in a stream that another trainer has read, whose epochs are whole passes and the share of `max_steps`
+    that it has made since; its steps held as many micro-batches as those of this run.
+    """
+    saved = TrainerState.load_from_json(checkpoint / "trainer_state.json")
+    epoch, share = divmod(state.epoch or 0.0, 1)
+    steps = round(share * saved.max_steps)
+    if not steps and epoch == 1 and saved.max_steps == state.global_step:  # its end, in the first pass
+        epoch, steps = 0, state.global_step
+    loader, unit = run.loader, rows_per_batch(checkpoint, saved.train_batch_size) or run.loader.rows_per_batch
+    rows = steps * run.plan.accumulation * unit
+    run.progress.epoch, run.progress.batches = int(epoch), rows // loader.rows_per_batch
+    loader.set_epoch(run.progress.epoch)
+    loader.skip(run.progress.batches, rows)
+    loader.number(run.progress.batches)
+    return f"continues after {rows} rows of pass {run.progress.epoch} over the stream"
 
 
 def resume(run: Run, checkpoint: Path) -> None:

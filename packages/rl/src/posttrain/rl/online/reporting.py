@@ -92,8 +92,9 @@ class Summary:
                 "rewards/none": total.isnan().float().mean(),
             }
         for column, name in enumerate(self.names):
-            found[f"rewards/{name}/mean"] = self.rewards[:, column].nanmean()
-            found[f"rewards/{name}/std"] = standard_deviation(self.rewards[:, column]).squeeze(-1)
+            values = self.rewards[:, column]
+            found[f"rewards/{name}/mean"] = mean = values.nanmean()
+            found[f"rewards/{name}/std"] = mean if mean.isnan() else standard_deviation(values).squeeze(-1)
             if self.failed[:, column].any():
                 found[f"rewards/{name}/failed"] = self.failed[:, column].float().mean()
         if self.kl is not None:
