@@ -229,3 +229,17 @@ def test_one_completion_is_enough_where_feedback_is_shown(tmp_path):
         feedback = {"include_environment_feedback": bool(changes)}
         with pytest.raises(ConfigError, match=said):
             SDPOConfig(str(tmp_path), num_generations=1, use_cpu=True, **feedback, **changes)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_equal_rewards_are_warned_of_where_the_teacher_is_shown_nothing(feedback, tmp_path, caplog):
+    """With feedback it learns from completions that all failed."""
+    options = {"num_generations": 2, "max_completion_length": 6, "success_reward_threshold": 2.0}
+    options |= {"max_steps": 1, "logging_steps": 1, "include_environment_feedback": feedback}
+    args = arguments(SDPOConfig, tmp_path, **options)
+    failed = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+    made = SDPOTrainer(tiny.causal_lm(), args=args, train_dataset=rows(), processing_class=tiny.tokenizer(), **failed)
+    made.train()
+    assert "nothing to learn. Make the prompts easier" not in caplog.text
+    assert ("The teacher was shown nothing" in caplog.text) is not feedback
+    assert (made.state.log_history[0]["loss"] == 0) is not feedback
