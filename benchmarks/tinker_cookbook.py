@@ -8,7 +8,8 @@ The recipes are unchanged and find the server by TINKER_BASE_URL. Their table of
 and their data is on the Hub: in a folder of their own, the name of a model of the table leads to the model here, and
 those of their datasets to sums of two numbers, in the same columns. Without a folder the model is a new one of 0.1
 million parameters, which learns sums up to 4 and 4 in three minutes on two cores; with one, sums below 60, in smaller
-batches and fewer steps. What was logged goes to `out/tinker_cookbook`; an interrupted run goes on.
+batches and fewer steps. What was logged goes to `out/tinker_cookbook`; an interrupted run goes on. It fails where the
+loss does not fall or the reward does not rise.
 """
 
 from __future__ import annotations
@@ -123,13 +124,17 @@ def main(python: str, folder: str | None = None) -> None:
         recipe(REINFORCED, *reinforced.split(), *more)
     finally:
         server.terminate()
-    for name, file, key in (
-        ("loss", "sl/metrics.jsonl", "train_mean_nll"),
-        ("reward", "rl/metrics.jsonl", "env/all/reward/total"),
+    missed = []
+    for name, file, key, sign in (
+        ("loss", "sl/metrics.jsonl", "train_mean_nll", -1),
+        ("reward", "rl/metrics.jsonl", "env/all/reward/total", 1),
     ):
         values = [line[key] for line in lines_of(file)]
         first, last = statistics.mean(values[:10]), statistics.mean(values[-10:])
         print(f"{name}: {first:.3f} in the first 10 of {len(values)} steps, {last:.3f} in the last 10")
+        missed += [f"the {name} did not {'rise' if sign > 0 else 'fall'}"] if sign * (last - first) <= 0 else []
+    if missed:
+        raise SystemExit(" and ".join(missed))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 
@@ -12,11 +13,13 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl")
 gold = pytest.importorskip("trl.experimental.gold")
 
-from trl.experimental.gold.gold_trainer import ULDLoss  # noqa: E402
+from trl.experimental.gold.gold_trainer import ULDLoss, build_teacher_inputs_from_texts  # noqa: E402
+from trl.experimental.utils import DataCollatorForChatML, DataCollatorForVisionLanguageChatML  # noqa: E402
 
+from posttrain import rl  # noqa: E402
 from posttrain.core.data.collators import IGNORE_INDEX  # noqa: E402
 from posttrain.rl import GOLDConfig, GOLDTrainer  # noqa: E402
-from tests import tiny  # noqa: E402
+from tests import tiny, tiny_vision  # noqa: E402
 
 WORDS = " ".join(tiny.CORPUS).split()
 ROWS = [
@@ -128,3 +131,80 @@ def test_without_other_tokens_it_is_generalised_knowledge_distillation(folder):
         made.train()
         found.append(made.state.log_history[0]["loss"])
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"use_extended_uld": False}], ids=str)
+def test_the_loss_of_scripts_is_that_of_trl_for_texts_of_its_functions(options, folder, monkeypatch):
+    """A batch of padded rows, with the bound of probabilities of above."""
+    bounded = torch.Tensor.clamp_min
+    monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least: bounded(x, 1e-38 if least == 1e-8 else least))
+    args = gold.GOLDConfig(
+        output_dir=str(folder / "theirs"),
+        use_uld_loss=True,
+        uld_token_merge_strategy="bayesian",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        **options,
+    )
+    models = tiny.causal_lm(initializer_range=0.2), tiny.causal_lm(seed=3, initializer_range=0.3, vocab_size=SIZE)
+    prompts, completions = ([row[name] for row in ROWS] for name in ("prompt", "completion"))
+    sides = []
+    for tokenizer, model in zip((STUDENT, TEACHER), models, strict=True):
+        found = rl.build_teacher_inputs_from_texts(tokenizer, prompts, completions)
+        theirs = build_teacher_inputs_from_texts(tokenizer, prompts, completions)
+        assert all(map(torch.equal, found, theirs))
+        ids, labels, mask, spans = found
+        sides.append((model(ids, attention_mask=mask.long()).logits, labels, ids, spans))
+    logits, labels, ids, spans = zip(*sides, strict=True)
+    given = *logits, *labels, *ids, *spans
+    losses = []
+    for kind in (rl.ULDLoss, ULDLoss):
+        made = kind(args, STUDENT, TEACHER, device=torch.device("cpu"))
+        loss = made(*given)
+        loss.backward(retain_graph=True)
+        losses.append((loss, models[0].lm_head.weight.grad.clone()))
+        models[0].zero_grad()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+
+
+def test_conversations_become_the_tensors_of_trl():
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": " ".join(WORDS[: 9 * i + 2])},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+        for i, answer in enumerate(["Yes \N{GRINNING FACE}\N{GRINNING FACE}!", "é\u0301 no", " ".join(WORDS[:8])])
+    ]
+    for most in (None, 48):
+        ours = rl.DataCollatorForChatML(STUDENT, max_length=most)(rows)
+        theirs = DataCollatorForChatML(STUDENT, max_length=most)(rows)
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl", "gemma3"])
+def test_rows_with_images_become_the_tensors_of_trl(family):
+    processor = tiny_vision.FAMILIES[family]()[1]
+    rows = [
+        {
+            "images": [tiny_vision.image(seed)],
+            "prompt": [{"role": "user", "content": " ".join(WORDS[: 3 * seed + 1])}],
+            "completion": [{"role": "assistant", "content": answer}],
+        }
+        for seed, answer in enumerate(["Yes \N{GRINNING FACE}!", "é\u0301 no", " ".join(WORDS[:8])])
+    ]
+    ours = rl.DataCollatorForVisionLanguageChatML(processor)(rows)
+    whole = ours["input_ids"].shape[1]
+    for most in (None, whole - 3):
+        ours = rl.DataCollatorForVisionLanguageChatML(processor, max_length=most)(rows)
+        theirs = DataCollatorForVisionLanguageChatML(processor, max_length=most)(copy.deepcopy(rows))
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if torch.is_tensor(value):
+                torch.testing.assert_close(ours[name], value, rtol=0, atol=0, msg=name)
+            else:
+                assert ours[name] == value

@@ -362,7 +362,8 @@ def test_a_mixture_of_streams_goes_on_at_each_row(packed, rows):
     def make():
         parts = {"maths": prepared([3] * 7).shuffle(seed=1, buffer_size=1), "tales": prepared([4, 2] * 3)}
         pack = (lambda columns: pack_columns(columns, 12), 12) if packed else ()
-        return MixedStream(parts, CHANGING if rows else {"maths": 1, "tales": 3}, False, None, rows, *pack)
+        weights, budgets = (CHANGING, {"tales": 10}) if rows else ({"maths": 1, "tales": 3}, None)
+        return MixedStream(parts, weights, False, budgets, rows, *pack)
 
     for epoch in (0,) if rows else (0, 2):
         straight, whole, states = make(), [], []
@@ -371,6 +372,7 @@ def test_a_mixture_of_streams_goes_on_at_each_row(packed, rows):
             whole.append(row)
             states.append(straight.state_dict())
         assert len(whole) >= (rows or 7)
+        assert not rows or packed or sum(len(row["labels"]) - 1 for row in whole if row["source"]) == 10
         for place, state in enumerate(states):
             resumed = make()
             resumed.set_epoch(epoch)

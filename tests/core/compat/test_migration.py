@@ -317,7 +317,7 @@ def test_a_place_inside_an_f_string_is_met_or_left():
 def test_names_that_posttrain_lacks_stay_and_are_named():
     script = """
         import trl
-        from trl import PPOTrainer, SFTTrainer, DataCollatorForChatML
+        from trl import PPOTrainer, SFTTrainer, DataCollatorForPreference
         from transformers import TFTrainer, AutoModel
         from trl import *
         trl.experimental.ppo.PPOConfig.from_dict({})
@@ -325,11 +325,11 @@ def test_names_that_posttrain_lacks_stay_and_are_named():
         from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
     """
     assert rewritten(script) == dedent(script).replace(
-        "from trl import PPOTrainer, SFTTrainer, DataCollatorForChatML",
-        "from posttrain.sft import SFTTrainer\nfrom trl import PPOTrainer, DataCollatorForChatML",
+        "from trl import PPOTrainer, SFTTrainer, DataCollatorForPreference",
+        "from posttrain.sft import SFTTrainer\nfrom trl import PPOTrainer, DataCollatorForPreference",
     )
     assert notes(script) == [
-        (2, "posttrain has no DataCollatorForChatML: give rows of messages to posttrain.sft.SFTTrainer"),
+        (2, "posttrain has no DataCollatorForPreference: " + absent_names.INSTEAD["DataCollatorForPreference"]),
         (2, "posttrain has no PPOTrainer: " + absent_names.INSTEAD["PPOTrainer"]),
         (3, "posttrain has no TFTrainer; it stays with transformers"),
         (4, "what `from trl import *` brings is not seen; import names one by one"),

@@ -436,6 +436,8 @@ def test_trls_trainers_of_teachers_behind_servers(server, tmp_path):
     for run in (plain, named):
         run.train()
     assert logged(plain, "loss") == logged(named, "loss")
+    with pytest.raises(ConfigError, match="behind a server, and none is named; set teacher_model_server_url"):
+        ServerDistillationConfig(str(tmp_path))
 
     args = config(AsyncDistillationConfig, tmp_path, teacher_server_urls={"default": url}, teacher_top_k=3, **changes)
     assert (args.max_staleness, args.loss_top_k, args.beta, args.loss_add_tail) == (4, 3, 0.0, True)

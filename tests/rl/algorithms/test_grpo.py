@@ -795,6 +795,7 @@ def test_a_table_is_cut_to_what_fits():
 
 @pytest.mark.parametrize(("logs", "says"), [
     ({"frac_reward_zero_std": 1.0, "reward": 0.0}, "nothing to learn"),
+    ({"frac_reward_zero_std": 1.0, "self_distillation/reprompt_sample_fraction": 0.0}, "teacher was shown nothing"),
     ({"completions/clipped_ratio": 1.0}, "max_completion_length"),
     ({"sampling/sampling_logp_difference/mean": 0.5}, "factor of 1.65"), ({"entropy": 1e-5}, "entropy"),
     ({"sampling/sampling_logp_difference/mean": 0.7, "staleness/max": 4.0}, "factor of 2.01 .* 4 optimizer steps"),
@@ -804,6 +805,7 @@ def test_a_record_that_shows_no_learning_is_put_into_words(logs, says):
     assert learning_problem({"sampling/sampling_logp_difference/mean": 0.2, "staleness/max": 2.0}) is None
     assert learning_problem({"completions/clipped_ratio": 1.0, "agent/cut/tokens": 0.0}) is None  # it asked for less
     assert learning_problem({"frac_reward_zero_std": 1.0, "rewards/none": 1.0}) is None  # which is told by itself
+    assert learning_problem({"frac_reward_zero_std": 1.0, "self_distillation/reprompt_sample_fraction": 0.5}) is None
 
 
 # ------------------------------------------------------------------------------------------------------- arguments

@@ -126,6 +126,19 @@ def test_groups_that_the_engine_tells_less_of_are_not_mixed_with_others(tmp_path
     assert torch.equal(used.completion_ids, equal.completion_ids) and run.replay_buffer.heap == []
 
 
+def test_the_score_of_a_group_is_the_size_of_its_advantages_times_the_spread_of_its_rewards(tmp_path):
+    run = trainer(tmp_path, max_steps=1)
+    run.train()
+    rollout = replace(run.seen[-1][0], advantages=torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0, 0.0, -2.0, 1.0]))
+    samples = run.rollout_maker.sample(run.new_samples([row for row in ROWS[:2] for _ in range(4)]))
+    rewards = torch.tensor([[0.0], [1.0], [0.0], [1.0], [0.2], [0.0], [0.2], [0.0]])
+    run.replay_buffer.heap = []
+    scores = replace(run.score(samples), rewards=rewards)
+    GRPOWithReplayBufferTrainer.complete_scored(run, rollout, samples, scores)
+    spread = 3**-0.5  # of 0, 1, 0, 1
+    assert [score for score, _ in run.replay_buffer.heap] == pytest.approx([5 * 0.2 * spread, 4 * spread])
+
+
 def test_trajectories_of_several_sequences_stay_whole_when_they_are_divided_and_joined():
     def rollout(numbers, width):
         ids = torch.arange(len(numbers) * width).view(len(numbers), width) + 1

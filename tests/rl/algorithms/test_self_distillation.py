@@ -161,6 +161,35 @@ def test_callbacks_see_what_the_teacher_reads(kind, tmp_path):
     assert len(seen.contexts) == 2
 
 
+@pytest.mark.parametrize("removes", [False, True])
+def test_the_teacher_reads_the_success_of_another_by_the_templates(removes, tmp_path):
+    """Without its thoughts, where these are left out; and feedback where there is no other success."""
+    said = ["<think>so</think>it is 7", "wrong"] * 4
+
+    def rollout(prompts, trainer):
+        encode = trainer.processing_class.encode
+        return {"prompt_ids": [*map(encode, prompts)], "completion_ids": [*map(encode, said)], "logprobs": None}
+
+    options = {"solution_template": "[{successful_previous_attempt}]", "feedback_template": "({feedback_raw})"}
+    options |= {"reprompt_template": "{solution}{feedback}{prompt}", "max_completion_length": 32, "max_steps": 1}
+    options |= {"environment_feedback_only_without_solution": True, "remove_thinking_from_demonstration": removes}
+    args = arguments(SDPOConfig, tmp_path, num_generations=2, include_environment_feedback=True, **options)
+    score = {"reward_funcs": lambda completions, **columns: [float("7" in text) for text in completions]}
+    given = {"train_dataset": rows(), "processing_class": tiny.tokenizer(), "rollout_func": rollout}
+    run, seen = SDPOTrainer(tiny.causal_lm(), args=args, **given, **score), Seen()
+    run.add_callback(seen)
+    run.train()
+    [facts] = seen.contexts
+    names = ("teacher_input_ids", "teacher_attention_mask"), ("prompt_ids", "prompt_mask")
+    read, own = (
+        [facts["processing_class"].decode(ids[mask.bool()]) for ids, mask in zip(facts[a], facts[b], strict=True)]
+        for a, b in names
+    )
+    solution = "it is 7" if removes else said[0]
+    shown = ["(the answer)", f"[{solution}]"] * 4
+    assert read == [f"{part}{prompt}{text}" for part, prompt, text in zip(shown, own, said, strict=True)]
+
+
 # ------------------------------------------------------------------------------------------------------------ a server
 
 
@@ -229,3 +258,17 @@ def test_one_completion_is_enough_where_feedback_is_shown(tmp_path):
         feedback = {"include_environment_feedback": bool(changes)}
         with pytest.raises(ConfigError, match=said):
             SDPOConfig(str(tmp_path), num_generations=1, use_cpu=True, **feedback, **changes)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_equal_rewards_are_warned_of_where_the_teacher_is_shown_nothing(feedback, tmp_path, caplog):
+    """With feedback it learns from completions that all failed."""
+    options = {"num_generations": 2, "max_completion_length": 6, "success_reward_threshold": 2.0}
+    options |= {"max_steps": 1, "logging_steps": 1, "include_environment_feedback": feedback}
+    args = arguments(SDPOConfig, tmp_path, **options)
+    failed = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+    made = SDPOTrainer(tiny.causal_lm(), args=args, train_dataset=rows(), processing_class=tiny.tokenizer(), **failed)
+    made.train()
+    assert "nothing to learn. Make the prompts easier" not in caplog.text
+    assert ("The teacher was shown nothing" in caplog.text) is not feedback
+    assert (made.state.log_history[0]["loss"] == 0) is not feedback

@@ -1,14 +1,17 @@
 """Distributions over two vocabularies: which tokens are of which text, and what is compared, by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from posttrain.rl import ULDLoss
 from posttrain.rl.losses.universal_logits import (
     Texts,
     Vocabularies,
     by_rank,
+    common_texts,
     entropy,
     merged,
     of_tokens,
@@ -110,3 +113,95 @@ def test_texts_are_averaged_over_each_completion_whatever_is_held_at_once(monkey
     each = by_rank(merged(student[own.at], tokens[own.at], own).exp(), merged(teacher, others, other).exp())
     expected = torch.stack([each[:3].mean(), each[3:].mean(), torch.zeros(())])
     torch.testing.assert_close(whole[0], expected)
+
+
+# -------------------------------------------------------------------------------------------------- the loss of scripts
+
+
+def test_texts_are_cut_where_tokens_of_both_end():
+    assert common_texts([3, 5, 9], [1, 5, 7, 9]) == [(slice(0, 2), slice(0, 2)), (slice(2, 3), slice(2, 4))]
+    assert common_texts([2, 4, 4], [4, 4]) == [(slice(0, 2), slice(0, 1)), (slice(2, 3), slice(1, 2))]  # the ends
+    assert common_texts([2, 4], [2, 5]) == [(slice(0, 1), slice(0, 1))] and common_texts([], [1]) == []
+
+
+def settings(**changed):
+    usual = dict(
+        uld_crossentropy_weight=0.0,
+        uld_distillation_weight=1.0,
+        uld_student_temperature=1.0,
+        uld_teacher_temperature=1.0,
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        beta=0.5,
+    )
+    return SimpleNamespace(**usual | changed)
+
+
+def scripted(config, **changed):
+    """(loss, what it was given, the module) of three tokens beside two of the same six bytes. Of the two rows behind
+    them, one has no completion and one no prompt.
+    """
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 5, requires_grad=True)
+    others = [[[0, 0]] * 4, [[0, 2], [2, 6], [0, 0], [0, 0]]]
+    given = dict(
+        student_logits=logits,
+        teacher_logits=torch.randn(3, 4, 6),
+        student_labels=torch.tensor([[-100, 1, 2, 3], [-100] * 4, [1, 2, -100, -100]]),
+        teacher_labels=torch.tensor([[-100, -100, 4, 5], [-100] * 4, [4, 5, -100, -100]]),
+        student_input_ids=torch.tensor([[0, 1, 2, 3], [0] * 4, [1, 2, 0, 0]]),
+        teacher_input_ids=torch.tensor([[0, 0, 4, 5], [0] * 4, [4, 5, 0, 0]]),
+        student_byte_offsets=torch.tensor([[[0, 0], [0, 2], [2, 4], [4, 6]], *others]),
+        teacher_byte_offsets=torch.tensor([[[0, 0], [0, 0], [0, 4], [4, 6]], *others]),
+    )
+    loss_of = ULDLoss(config, *changed.pop("tokenizers", ()))
+    return loss_of(**given | changed), given, loss_of
+
+
+def test_the_loss_of_whole_logits_by_hand():
+    loss, given, _ = scripted(settings(uld_student_temperature=2.0, uld_distillation_weight=0.5))
+    own, other = (given["student_logits"] / 2).softmax(-1), given["teacher_logits"].softmax(-1)
+    first = by_rank((own[0, 0, 1] * own[0, 1])[None], other[0, 1][None])  # a text of two tokens beside one of one
+    second = by_rank(own[0, 2][None], other[0, 2][None])
+    third = by_rank(own[2, 0][None], other[2, 0][None])  # nothing predicts the first token of the row
+    expected = 0.5 * ((first + second) / 2 + third).sum() / 3
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert given["student_logits"].grad[0].abs().sum() > 0 and given["student_logits"].grad[1].abs().sum() == 0
+
+
+def test_it_can_leave_out_ends_and_add_a_cross_entropy():
+    loss, given, _ = scripted(
+        settings(uld_skip_student_eos=True, uld_skip_teacher_eos=True, uld_crossentropy_weight=0.3)
+    )
+    logits = given["student_logits"]
+    own, other = logits.softmax(-1), given["teacher_logits"].softmax(-1)
+    compared = by_rank((own[0, 0, 1] * own[0, 1])[None], other[0, 1][None]).sum() / 3
+    predicted = torch.cat([logits[0, :3], logits[2, :1]])
+    crossed = torch.nn.functional.cross_entropy(predicted, torch.tensor([1, 2, 3, 2]))
+    torch.testing.assert_close(loss, compared + 0.3 * crossed)
+
+
+def test_its_hybrid_parts_are_there_without_their_weights():
+    words = SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 2}), SimpleNamespace(get_vocab=lambda: {"a": 4, "c": 3})
+    weights = dict(uld_use_hybrid_loss=True, uld_hybrid_matched_weight=0.7, uld_hybrid_unmatched_weight=0.2)
+    loss, given, made = scripted(settings(**weights), tokenizers=words)
+    torch.testing.assert_close(loss, 0.7 * made.last_matched_loss + 0.2 * made.last_unmatched_loss)
+    shared = Vocabularies((torch.tensor([1]), torch.tensor([4])), 0.5, (1.0, 0.0))
+    own, other = given["student_logits"].log_softmax(-1), given["teacher_logits"].log_softmax(-1)
+    of_first = shared.compare(torch.stack([own[0, 0, 1] + own[0, 1], own[0, 2]]), other[0, 1:3]).mean()
+    expected = (of_first + shared.compare(own[2, :1], other[2, :1])[0]) / 3
+    torch.testing.assert_close(made.last_matched_loss, expected)
+    by_share, _, made = scripted(settings(uld_use_hybrid_loss=True), tokenizers=words)
+    torch.testing.assert_close(by_share, made.last_matched_loss / 6 + made.last_unmatched_loss * 5 / 6)
+
+
+def test_without_offsets_it_compares_token_by_token_or_refuses(caplog):
+    none = dict(student_byte_offsets=None, teacher_byte_offsets=None)
+    loss, given, _ = scripted(settings(use_extended_uld=False, uld_token_merge_strategy="observed"), **none)
+    own, other = given["student_logits"].softmax(-1), given["teacher_logits"].softmax(-1)
+    pairs = by_rank(own[0, :2], other[0, 1:3]).mean() + by_rank(own[2, :1], other[2, :1]).mean()
+    torch.testing.assert_close(loss, pairs / 3)
+    assert "'observed' reads a token's probability at the position behind it" in caplog.text
+    with pytest.raises(ValueError, match="Byte offsets are required"):
+        scripted(settings(), **none)

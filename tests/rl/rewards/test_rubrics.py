@@ -168,6 +168,21 @@ def test_the_cache_of_a_killed_run_is_read_up_to_there_and_goes_on(judge, tmp_pa
         reward(judge, cache=cache)
 
 
+def test_a_verdict_of_the_cache_is_that_of_the_same_judge_asked_the_same(judge, tmp_path):
+    other, cache = Judge(all_alike), {"cache": tmp_path / "verdicts.jsonl"}
+    reward(judge, **cache)(["a"], ["x"])
+    for changes in ({"temperature": 0.5}, {"criteria": {"correct": "Right?", "short": "Short?"}}, {"relative": True}):
+        reward(judge, **cache, **changes)(["a"], ["x"])
+    assert len(judge.bodies) == 3  # a group of one is asked as it would be alone
+    RubricReward("another", judge.url, CRITERIA, **cache)(["a"], ["x"])
+    assert len(judge.bodies) == 4
+    for _ in range(2):
+        reward(other, **cache)(["a"], ["x"])
+    other.shutdown()
+    other.server_close()
+    assert len(other.bodies) == 1 and len(judge.bodies) == 4
+
+
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1, "1", None])
 def test_a_weight_is_a_number_of_at_least_0(weight):
     with pytest.raises(ValueError, match="a number of at least 0 for each of correct, short"):

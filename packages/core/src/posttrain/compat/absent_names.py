@@ -70,7 +70,7 @@ for _names, _why in {
     "BEMAForRefModelCallback": "posttrain.rl.BEMACallback moves the reference too, with update_ref_model=True",
     "pack_dataset pack_examples ConstantLengthDataset": "set SFTConfig(packing=True)",
     "truncate_dataset": "set max_length",
-    "DataCollatorForChatML DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
+    "DataCollatorForLanguageModelingChatML": "give rows of messages to posttrain.sft.SFTTrainer",
     "RewardDataCollatorWithPadding DPODataCollatorWithPadding DataCollatorForPreference "
     "DataCollatorForUnpairedPreference DataCollatorForLanguageModeling": "leave data_collator out: the trainer makes "
     "its own batches",

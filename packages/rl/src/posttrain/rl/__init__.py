@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ServerDistillationTrainer,
     )
     from posttrain.rl.algorithms.tpo import TPOConfig, TPOTrainer
+    from posttrain.rl.losses.universal_logits import ULDLoss
     from posttrain.rl.policy.bema_reference import BEMACallback
     from posttrain.rl.policy.reference import SyncRefModelCallback, create_reference_model
     from posttrain.rl.preference.rows import (
@@ -52,6 +53,14 @@ if TYPE_CHECKING:
         think_format_reward,
     )
     from posttrain.rl.rewards.rubrics import RubricReward
+    from posttrain.rl.samples.byte_offsets import (
+        DataCollatorForChatML,
+        DataCollatorForVisionLanguageChatML,
+        build_teacher_inputs_from_texts,
+        build_teacher_request_inputs,
+        encode_with_byte_offsets,
+        pad_byte_offsets,
+    )
     from posttrain.rl.tools.protocol import parse_response
     from posttrain.rl.tools.response_templates import add_response_schema, supports_tool_calling
 

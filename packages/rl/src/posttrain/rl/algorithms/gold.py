@@ -26,7 +26,15 @@ from posttrain.lm.loss import lm_head
 from posttrain.lm.loss.distillation import logits_of
 from posttrain.lm.loss.language_modeling import labelled_places
 from posttrain.rl.algorithms.gkd import GKDConfig, GKDTrainer
-from posttrain.rl.losses.universal_logits import LogitsAt, Texts, Vocabularies, entropy, of_tokens, universal_divergence
+from posttrain.rl.losses.universal_logits import (
+    LogitsAt,
+    Texts,
+    Vocabularies,
+    common_tokens,
+    entropy,
+    of_tokens,
+    universal_divergence,
+)
 from posttrain.rl.online.teachers import AlignedTeacher, rows_to_read
 from posttrain.rl.policy.reference import FrozenReference
 
@@ -112,11 +120,7 @@ class GOLDTrainer(GKDTrainer):
     def translated_teacher(self, *parts: Any) -> AlignedTeacher:
         """As the base's, which is asked of whole texts."""
         args, (_, student, codec, _) = self.args, parts
-        own, other, shared = student.get_vocab(), codec.tokenizer.get_vocab(), None
-        if args.uld_use_hybrid_loss:
-            words = sorted(own.keys() & other.keys(), key=other.__getitem__)
-            ids = torch.tensor([[vocabulary[word] for word in words] for vocabulary in (own, other)])
-            shared = tuple(ids.to(self.dist.device))
+        shared = common_tokens(student, codec.tokenizer, self.dist.device) if args.uld_use_hybrid_loss else None
         given = args.uld_hybrid_matched_weight, args.uld_hybrid_unmatched_weight
         weights = None if given[0] is None or given[1] is None else (given[0], given[1])
         self.vocabularies = Vocabularies(shared, args.beta, weights)

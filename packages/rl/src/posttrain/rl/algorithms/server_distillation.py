@@ -8,6 +8,7 @@ the rest. With several teachers, each row names its own in the column `teacher_i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,13 @@ class ServerDistillationConfig(DistillationConfig):
 
     vllm_server_port: int = opt(8001, "Port of the student's server.", min=1, max=65535, needs=SERVER)
     loss_top_k: int = opt(1, TOP_K, min=0, needs=BEHIND_SERVERS)
+
+    def _problems(self) -> Iterator[str]:
+        if not self.teacher_urls:
+            yield (
+                "the teacher is behind a server, and none is named; set teacher_model_server_url, or several as "
+                "teacher_server_urls"
+            )
 
 
 class ServerDistillationTrainer(DistillationTrainer):

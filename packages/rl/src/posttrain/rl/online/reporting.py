@@ -172,7 +172,15 @@ def learning_problem(logs: Mapping[str, float], from_rewards: bool = True) -> st
             "No episode has asked the policy, so there was nothing to learn. The agent must send its requests to "
             "episode.base_url with episode.api_key, and a command to OPENAI_BASE_URL with OPENAI_API_KEY."
         )
-    if from_rewards and logs.get("frac_reward_zero_std") == 1 and logs.get("rewards/none") != 1:
+    shown = logs.get("self_distillation/reprompt_sample_fraction")
+    if shown == 0:
+        return (
+            "The teacher was shown nothing, so the self-distillation had nothing to learn: no completion had another "
+            f"one in its group that succeeded (mean reward {logs.get('reward', math.nan):.3g}), and no row feedback. "
+            "Lower success_reward_threshold, sample more completions, or give rows a privileged_context with "
+            "include_environment_feedback=True."
+        )
+    if from_rewards and shown is None and logs.get("frac_reward_zero_std") == 1 and logs.get("rewards/none") != 1:
         return (
             f"In every group all rewards were equal (mean reward {logs.get('reward', math.nan):.3g}), so there was "
             "nothing to learn. Make the prompts easier or harder, sample more completions (do_sample=False makes those "
