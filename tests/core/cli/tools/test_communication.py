@@ -37,6 +37,12 @@ def test_a_step_sends_what_the_table_says(trainer, mesh, processes, folder):
     assert found == TABLE[trainer][mesh][str(processes)], again
 
 
+def test_the_table_is_whole_and_as_the_command_wrote_it():
+    assert TABLE["digest"] == recorded.digest(TABLE)
+    assert [(trainer, mesh, size) for trainer, mesh, size in CELLS if str(size) in TABLE[trainer][mesh]] == CELLS
+    assert len(CELLS) == 9 * 7 * 3
+
+
 def parameters() -> int:
     from transformers import AutoModelForCausalLM
 
