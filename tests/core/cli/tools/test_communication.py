@@ -66,6 +66,29 @@ def test_ddp_and_fsdp_send_what_theory_says(processes, folder):
     assert (found["all-gather"].calls, found["reduce-scatter"].calls) == (2 * units + 1, units + 1)
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_split_matrices_send_what_theory_says(by_rows, folder, monkeypatch):
+    """A layer sums its hidden states twice in each direction; or gathers tokens and sums those of each process, by
+    which less of them is kept: Shoeybi et al. 2019, Sec. 3, and Korthikanti et al. 2022, Sec. 4.2.
+    """
+    sizes = {"tp_size": 8} | ({"sp_size": 8} if by_rows else {})
+    monkeypatch.setattr(recorded, "meshes", lambda processes: {"TP": {"parallelism_config": sizes}})
+    monkeypatch.setitem(recorded.TRAINERS, "sft", {"gradient_checkpointing": False})
+    plan = recorded.measure("sft", "TP", 8, folder)
+    hidden = 4 * recorded.ROWS * recorded.LENGTH * recorded.WIDTH["hidden_size"]
+    found = {one.kind: one.size / hidden for one in plan.exchanges}
+    outside = 2  # the embedding, and the gradient of the head's input
+    if not by_rows:
+        assert found == {"all-reduce": pytest.approx(4 * recorded.LAYERS + outside, rel=0.01)}
+        return
+    # And the tokens before the last norm, and of the gradient behind the embedding.
+    assert found["all-gather"] == pytest.approx(4 * recorded.LAYERS + 2, rel=0.01)
+    assert found["reduce-scatter"] == pytest.approx(4 * recorded.LAYERS, rel=0.01)
+    assert found["all-reduce"] == pytest.approx(outside, rel=0.01)
+    monkeypatch.setattr(recorded, "meshes", lambda processes: {"TP": {"parallelism_config": {"tp_size": 8}}})
+    assert plan.activations < 0.65 * recorded.measure("sft", "TP", 8, folder).activations
+
+
 def test_accumulation_gathers_for_each_micro_batch_and_reduces_once(folder, monkeypatch):
     once = {one.kind: one for one in recorded.measure("sft", "FSDP", 8, folder).exchanges}
     monkeypatch.setitem(recorded.TRAINERS, "sft accumulating", {"gradient_accumulation_steps": 4})
