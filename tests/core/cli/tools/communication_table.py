@@ -95,10 +95,10 @@ def cell(trainer: str, mesh: str, processes: int, folder: Path) -> Any:
         plan = measure(trainer, mesh, processes, folder)
     except (ConfigError, ValueError) as error:
         return str(error).replace(str(folder), "MODEL")
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[int]] = {}
     for one in plan.exchanges:
         place = "inside" if one.is_inside(8) else "between"
-        found[f"{one.kind} of {len(one.ranks)} {place}"] = [one.calls, one.size]
+        found[f"{one.kind} of {len(one.ranks)} {place}"] = [round(one.calls), round(one.size)]
     return found
 
 
