@@ -9,7 +9,7 @@ https://arxiv.org/abs/2205.05198, Sec. 4.2.2. Without gradients every process ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,10 +45,10 @@ class Rows:
 
     def divide(self, base: Any, plan: dict[str, str]) -> dict[str, str]:
         """Let the processes have the tokens between matrices. Returns what changes in `plan`."""
-        body, style = base.get_decoder(), f"rowwise_to_rows_{id(self)}"
+        body, style, styles = base.get_decoder(), f"rowwise_to_rows_{id(self)}", cast("Any", ALL_PARALLEL_STYLES)
         body.layers[0].register_forward_pre_hook(self._cut, with_kwargs=True)
         body.norm.register_forward_pre_hook(self._join, with_kwargs=True)
-        ALL_PARALLEL_STYLES.register(style, ToRows(self))
+        styles.register(style, ToRows(self))
         return {name: style for name, old in plan.items() if old == "rowwise" and ".layers." in f".{name}"}
 
     def _cut(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:

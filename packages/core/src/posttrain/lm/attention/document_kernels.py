@@ -47,10 +47,10 @@ def _has_flash_attn() -> bool:
 def _by_name(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-    sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    rule = {"softmax_scale": scale, "sliding_window": window, "softcap": softcap or None}
-    rows = query[None], key[None], value[None]
-    return _flash_attention_forward(*rows, None, len(query), is_causal=True, **rule, **sizes)[0]
+    sizes: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    sizes |= {"max_length_q": longest, "max_length_k": longest, "sliding_window": window, "softcap": softcap or None}
+    rows = [tensor[None] for tensor in (query, key, value)]
+    return _flash_attention_forward(rows[0], rows[1], rows[2], None, len(query), True, softmax_scale=scale, **sizes)[0]
 
 
 def _by_flash_attn(query, key, value, bounds, longest, scale, window, softcap) -> torch.Tensor:
