@@ -76,7 +76,7 @@ def split(model: nn.Module, mesh: Any, device: torch.device, with_experts: bool 
     hidden, partial = rows.Rows(mesh), _partial(base, plan)
     hidden.share_inputs(base, plan)
     if by_rows:
-        if problem := rows.problem_of(model, size, plan):
+        if problem := rows.problem_of(model, size, plan, hidden):
             raise ValueError(problem)
         plan |= hidden.divide(base, plan)
         partial += rows.norms_of(base)
