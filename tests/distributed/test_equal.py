@@ -238,6 +238,17 @@ def test_two_processes_with_the_tokens_between_matrices_do_what_one_does(name, s
     assert_equal_runs(jobs.result(job(shared, "sp", work), name), jobs.result(alone, name))
 
 
+def test_tokens_between_matrices_are_divided_whatever_ran_before_a_layer_is_recomputed(shared):
+    archs = ["qwen3", "llama", "mistral", "gemma2"]
+    found = jobs.result(
+        job(shared, "between", lambda folder: [["all", "between_matrices", {"out": str(folder), "archs": archs}]]),
+        "all",
+    )
+    for arch in archs:
+        tokens, gap = found[arch]
+        assert tokens == [[4, 2, 7], [3, 1, 7]] and gap < 1e-5, arch
+
+
 #: Trainers whose models cannot be split, and what is said.
 UNSPLIT = {
     "classifier": "has no plan for splitting its matrices",
